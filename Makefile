@@ -83,9 +83,9 @@ $(VLLM_VENV)/.ready: $(STAMP) pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_VENV)/bin/python -m pytest tests/engines_vllm $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/rl/engines_vllm $(ARGS)
 	MEGATRON_IDEMPOTENT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
-	  $(BIN)/python -m pytest tests/trainer/test_vllm.py
+	  $(BIN)/python -m pytest tests/rl/trainer/test_vllm.py
 
 # TransferQueue brings some forty packages that nothing else here needs.
 $(RAY_VENV)/.ready: $(STAMP) pyproject.toml
@@ -95,7 +95,7 @@ $(RAY_VENV)/.ready: $(STAMP) pyproject.toml
 	touch $@
 
 test-ray: $(RAY_VENV)/.ready
-	MEGATRON_IDEMPOTENT_RAY=1 OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)
+	MEGATRON_IDEMPOTENT_RAY=1 OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/rl/ray $(ARGS)
 
 # Neither torch nor Megatron is in it: pages come from case files and docstrings.
 $(DOCS_VENV)/.ready: pyproject.toml

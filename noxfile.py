@@ -32,7 +32,7 @@ PROVEN = WORK / "proven"
 LAYOUTS = WORK / "layouts"
 #: tests/parity/test_hazards.py is what `prove` does, and that writes down what it found.
 SUITES = (
-    *("tests/patches", "tests/step", "tests/logprobs", "tests/hf", "tests/parity"),
+    *("tests/patches", "tests/step", "tests/logprobs", "tests/rl/hf", "tests/parity"),
     "tests/patching/test_case_files.py",
     "--ignore=tests/parity/test_hazards.py",
     "--ignore-glob=tests/step/test_fsdp*",  # there is no Megatron in it, and `fsdp` runs it
@@ -45,7 +45,7 @@ SUITES_OF_COMMITS = (
     "--ignore=tests/parity/test_hazards.py",
 )
 #: FSDPTrainStep's own tests, and those that both engines are held to.
-FSDP = ("tests/step", "tests/hf/test_hf_fsdp.py")
+FSDP = ("tests/step", "tests/rl/hf/test_hf_fsdp.py")
 #: Arguments of `certify` for a plain model on 1 to 4 ranks, with both kinds of loss.
 FSDP2 = [
     *("--layout", "fsdp2", "--layout", "dp2-fsdp2", "--layout", "dp3-fsdp2"),
@@ -106,7 +106,9 @@ def untried(session: nox.Session) -> None:
     """The newest release with the newest torch on the index, whatever bound we have set."""
     folder = WORK / "untried"
     version = RELEASES[NEWEST]["python"]
-    if _run_release(session, NEWEST, version, folder, torch="", suites=("tests/cpu", *SUITES)):
+    if _run_release(
+        session, NEWEST, version, folder, torch="", suites=("tests/proof/cpu", *SUITES)
+    ):
         _prove(session, folder, folder / "proven.json")
 
 
@@ -385,14 +387,14 @@ def layouts(session: nox.Session) -> None:
             **({"FSDPSplitStep": FSDP2} if name == NEWEST else {}),
         }
         for adapter, given in judgements.items():
-            judged = f"megatron_idempotent.certify.adapters:{adapter}"
+            judged = f"megatron_idempotent.proof.certify.adapters:{adapter}"
             asked = ["certify", judged, *given, "--json"]
             with open(LAYOUTS / name / f"{adapter}.json", "w") as file:
                 command = [str(python), "-m", "megatron_idempotent", *asked]
                 codes = (0, 1)  # 1 where a check failed, which the page tells
                 options = {"stdout": file, "stderr": sys.stderr, "success_codes": codes}
                 session.run(*command, env=env, external=True, **options)
-    page = [sys.executable, "-m", "megatron_idempotent.certify.page", str(LAYOUTS)]
+    page = [sys.executable, "-m", "megatron_idempotent.proof.certify.page", str(LAYOUTS)]
     session.run(*page, external=True)
 
 

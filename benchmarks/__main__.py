@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from benchmarks._record import captured, machine, record
-from megatron_idempotent.cpu.errors import NoDeviceError
-from megatron_idempotent.cpu.gpu import DEVICES
+from megatron_idempotent.proof.cpu.errors import NoDeviceError
+from megatron_idempotent.proof.cpu.gpu import DEVICES
 
 HERE = Path(__file__).parent
 known = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron_idempotent.cpu.gpu import DEVICES, chosen
+from megatron_idempotent.proof.cpu.gpu import DEVICES, chosen
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> Found:
     import torch
     from megatron.core import parallel_state
 
-    from megatron_idempotent import cpu
+    from megatron_idempotent.proof import cpu
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=case.ranks)
     group = parallel_state.get_tensor_model_parallel_group() if case.ranks > 1 else None
@@ -115,7 +115,7 @@ def _step(side: Side, inputs: Inputs, given: Given) -> tuple[Any, Any, list[Any]
 
 
 def _memory(side: Side, inputs: Inputs) -> int:
-    from megatron_idempotent.cpu.probes import peak_bytes
+    from megatron_idempotent.proof.cpu.probes import peak_bytes
 
     given = [inputs.fresh() for _ in range(2)]
     held = peak_bytes(lambda: _step(side, inputs, given.pop()), runs=2)
@@ -146,7 +146,7 @@ def _errors(side: Side, inputs: Inputs, truth: tuple[Any, Any, list[Any]]) -> di
 
 
 def _collectives(step: Callable[[], Any]) -> int:
-    from megatron_idempotent.cpu.probes import watching_collectives
+    from megatron_idempotent.proof.cpu.probes import watching_collectives
 
     seen: list[str] = []
     with watching_collectives(lambda name, _: seen.append(name)):

@@ -6,14 +6,14 @@ import asyncio
 import time
 from typing import Any
 
-from megatron_idempotent.controller.controller import Controller
-from megatron_idempotent.controller.protocol import RolloutGroup
-from megatron_idempotent.controller.samplers import load_sampler
-from megatron_idempotent.controller.settings import ControllerSettings
-from megatron_idempotent.engines.protocol import Sample
-from megatron_idempotent.simulator import clock
-from megatron_idempotent.simulator.latency import uniform
-from megatron_idempotent.simulator.trainer import (
+from megatron_idempotent.rl.controller.controller import Controller
+from megatron_idempotent.rl.controller.protocol import RolloutGroup
+from megatron_idempotent.rl.controller.samplers import load_sampler
+from megatron_idempotent.rl.controller.settings import ControllerSettings
+from megatron_idempotent.rl.engines.protocol import Sample
+from megatron_idempotent.rl.simulator import clock
+from megatron_idempotent.rl.simulator.latency import uniform
+from megatron_idempotent.rl.simulator.trainer import (
     SimulatedPolicy,
     SimulatedPrompts,
     SimulatedRecipe,

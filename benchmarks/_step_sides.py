@@ -14,7 +14,7 @@ import torch
 
 import megatron_idempotent
 from megatron_idempotent import TrainStep
-from megatron_idempotent.cpu import tiny
+from megatron_idempotent.proof.cpu import tiny
 
 
 class TokenLoss:

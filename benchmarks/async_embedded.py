@@ -24,22 +24,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_idempotent.controller import (
+from megatron_idempotent.rl.controller import (
     Controller,
     Fleet,
     MemoryPlane,
     RolloutGroup,
     WindowedSampler,
 )
-from megatron_idempotent.engines.transformers import TransformersEngine
-from megatron_idempotent.trainer.async_ranks import RankPolicy, make_ranks
-from megatron_idempotent.trainer.async_run import make_settings
-from megatron_idempotent.trainer.config import load_config
-from megatron_idempotent.trainer.output import INITIAL, Job, data_path
-from megatron_idempotent.trainer.rewards import GrpoRecipe, PromptStream, RequestMaker
-from megatron_idempotent.trainer.task.prompts import read_prompts
-from megatron_idempotent.trainer.task.tokenizer import make_tokenizer, sequence_positions
-from megatron_idempotent.workers import RemoteWeights
+from megatron_idempotent.rl.engines.transformers import TransformersEngine
+from megatron_idempotent.rl.trainer.async_ranks import RankPolicy, make_ranks
+from megatron_idempotent.rl.trainer.async_run import make_settings
+from megatron_idempotent.rl.trainer.config import load_config
+from megatron_idempotent.rl.trainer.output import INITIAL, Job, data_path
+from megatron_idempotent.rl.trainer.rewards import GrpoRecipe, PromptStream, RequestMaker
+from megatron_idempotent.rl.trainer.task.prompts import read_prompts
+from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer, sequence_positions
+from megatron_idempotent.rl.workers import RemoteWeights
 
 STALENESS = 2
 

@@ -26,11 +26,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.simulator.faults import Fault
-from megatron_idempotent.simulator.latency import LogNormal
-from megatron_idempotent.simulator.scenario import Limits, Scenario
-from megatron_idempotent.simulator.serving import EngineCosts
-from megatron_idempotent.simulator.trainer import TrainCosts
+from megatron_idempotent.rl.simulator.faults import Fault
+from megatron_idempotent.rl.simulator.latency import LogNormal
+from megatron_idempotent.rl.simulator.scenario import Limits, Scenario
+from megatron_idempotent.rl.simulator.serving import EngineCosts
+from megatron_idempotent.rl.simulator.trainer import TrainCosts
 
 LONG_TAIL = LogNormal(median=1200, p99=12000)
 SHORT_TAIL = LogNormal(median=2000, p99=3000)
@@ -48,7 +48,7 @@ TOKEN_DEVICE_S = 0.0005
 
 def overlap(steps: int) -> dict[str, Any]:
     """Samplers and windows, for a trainer that is slower than the engines, and a faster one."""
-    from megatron_idempotent.simulator.run import simulate
+    from megatron_idempotent.rl.simulator.run import simulate
 
     wide: dict[str, dict[str, Any]] = {
         "windowed 4": {"staleness": 4},
@@ -84,7 +84,7 @@ def overlap(steps: int) -> dict[str, Any]:
 
 def against_sync(steps: int) -> dict[str, float]:
     """Tokens trained per second, async ÷ sync, on 16 devices."""
-    from megatron_idempotent.simulator.run import simulate
+    from megatron_idempotent.rl.simulator.run import simulate
 
     found = {}
     for tail, length in (("short tail", SHORT_TAIL), ("long tail", LONG_TAIL)):
@@ -136,7 +136,7 @@ def overhead(counts: list[int]) -> dict[str, float]:
 
 def recovery(steps: int) -> dict[str, float]:
     """Virtual seconds that a fault costs, medians over seeds."""
-    from megatron_idempotent.simulator.run import simulate
+    from megatron_idempotent.rl.simulator.run import simulate
 
     base = dataclasses.replace(
         BASE,

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_idempotent import cpu
+from megatron_idempotent.proof import cpu
 
 MICROBATCHES = 8
 
@@ -32,7 +32,7 @@ def bare() -> Iterator[None]:
     """Every function of `placement` as torch has it; torch.cuda's answers stay."""
     import torch
 
-    from megatron_idempotent.cpu import placement
+    from megatron_idempotent.proof.cpu import placement
 
     wrapped = [(torch, name) for name in placement.FACTORIES]
     wrapped += [(torch.Tensor, name) for name in (*placement.NEW_METHODS, "to")]
@@ -74,7 +74,7 @@ def function_mode() -> Iterator[None]:
 
 def measure(rounds: int) -> dict[str, float]:
     """Median milliseconds of one window per side; runs inside a rank."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     bench = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
     sides = {"plain": bare, "runtime": contextlib.nullcontext, "function mode": function_mode}

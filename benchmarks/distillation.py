@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from benchmarks._logprob_cases import as_output
-from megatron_idempotent import cpu
+from megatron_idempotent.proof import cpu
 
 _K = 64
 _COMPARED = 64
@@ -105,7 +105,7 @@ def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -
     import torch
 
     from megatron_idempotent import TopK, vocab_topk
-    from megatron_idempotent.cpu.probes import peak_bytes
+    from megatron_idempotent.proof.cpu.probes import peak_bytes
 
     torch.manual_seed(1)
     logits_NV = 3 * torch.randn(tokens, vocabulary)

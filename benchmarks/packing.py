@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._packing_peers import Packer, peers
-from megatron_idempotent import bin_sequences, cpu
+from megatron_idempotent import bin_sequences
+from megatron_idempotent.proof import cpu
 
 WARM_UP = 2
 #: Six times a hidden size of 4096.
@@ -147,7 +148,7 @@ def steps(hidden: int, rounds: int, rows: int) -> dict[str, float]:
 
     import megatron_idempotent
     from megatron_idempotent import TrainStep
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(

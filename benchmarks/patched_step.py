@@ -28,8 +28,8 @@ from typing import Any
 
 import megatron_idempotent
 from benchmarks._device import add_device, aim, fast_kernels, real_sizes
-from megatron_idempotent import cpu
-from megatron_idempotent.cpu.probes import activity
+from megatron_idempotent.proof import cpu
+from megatron_idempotent.proof.cpu.probes import activity
 
 MICROBATCHES = 8
 WARM_UP = 3
@@ -48,7 +48,7 @@ def measure(rounds: int, hidden: int, real: bool) -> tuple[Seconds, dict[str, An
 
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     logging.disable(logging.WARNING)
     megatron_idempotent.apply()

@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 
-from megatron_idempotent.cpu import RankPool
+from megatron_idempotent.proof.cpu import RankPool
 
 CALLS = 10
 

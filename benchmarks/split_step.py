@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks._device import add_device, aim, fast_kernels, real_sizes
-from megatron_idempotent import cpu
+from megatron_idempotent.proof import cpu
 
 CHUNKS = 8
 WARM_UP = 3
@@ -135,7 +135,7 @@ def memory(hidden: int) -> dict[str, float]:
     """Runs on a rank; returns the most bytes that a step of each side holds, in gradient
     buffers.
     """
-    from megatron_idempotent.cpu.probes import peak_bytes
+    from megatron_idempotent.proof.cpu.probes import peak_bytes
 
     built, sides = _sides(hidden, CHUNKS, 2)
     size = sum(b.grad_data.nbytes for chunk in built.model.chunks for b in chunk.buffers)

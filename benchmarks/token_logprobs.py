@@ -44,7 +44,7 @@ from typing import Any
 from benchmarks import _gpu, _logprob_device, _logprob_peers
 from benchmarks._logprob_cases import Case, Entropy
 from benchmarks._logprob_rounds import Found, Measured, measured
-from megatron_idempotent import cpu
+from megatron_idempotent.proof import cpu
 
 _ENTROPIES: tuple[Entropy, ...] = ("none", "metric", "grad")
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _device, _gpu
-from megatron_idempotent import cpu
+from megatron_idempotent.proof import cpu
 
 WARM_UP = 1
 #: Hidden size; layers follow from the size that is asked for.
@@ -46,7 +46,7 @@ def _source(megabytes: int, layout: dict[str, int]) -> Any:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_idempotent.hf import Architecture, MegatronWeights, build_gpt
+    from megatron_idempotent.rl.hf import Architecture, MegatronWeights, build_gpt
 
     logging.disable(logging.WARNING)
     tp, pp = layout.get("tp", 1), layout.get("pp", 1)
@@ -84,7 +84,7 @@ def _source(megabytes: int, layout: dict[str, int]) -> Any:
 
 def _fetch_only(source: Any, bucket_bytes: int) -> None:
     """Does what `buckets` does, without the checksums."""
-    from megatron_idempotent.hf.buckets import split
+    from megatron_idempotent.rl.hf.buckets import split
 
     for members in split([info.nbytes for info in source.tensors()], bucket_bytes):
         source._fetch(members)
@@ -99,7 +99,7 @@ def measure(
     import torch
     from safetensors.torch import save_file
 
-    from megatron_idempotent.cpu.probes import peak_bytes
+    from megatron_idempotent.proof.cpu.probes import peak_bytes
 
     source = _source(megabytes, layout)
     first = torch.distributed.get_rank() == 0

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._device import add_device, aim, fast_kernels
-from megatron_idempotent import cpu
+from megatron_idempotent.proof import cpu
 
 TOKENS = 64
 #: Seconds that requests wait for new weights / seconds of the sync.
@@ -67,15 +67,15 @@ def _copy_rate(nbytes: int) -> float:
 
 
 def _local(folder: Path, device: str) -> Callable[[], Any]:
-    from megatron_idempotent.engines.transformers import TransformersEngine
+    from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
     where = None if device == "cpu" else "cuda"
     return lambda: TransformersEngine(folder, name="engine", device=where)
 
 
 def _vllm(folder: Path, python: str, stack: contextlib.ExitStack) -> Callable[[], Any]:
-    from megatron_idempotent.engines.vllm import CPU_ENVIRONMENT, VllmEngine, VllmServer
-    from megatron_idempotent.weights.transports import SharedMemorySender
+    from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmEngine, VllmServer
+    from megatron_idempotent.rl.weights.transports import SharedMemorySender
 
     arguments = ("--dtype", "float32", "--enforce-eager")
     server = VllmServer(folder, python=python, arguments=arguments, environment=CPU_ENVIRONMENT)
@@ -86,8 +86,8 @@ def _vllm(folder: Path, python: str, stack: contextlib.ExitStack) -> Callable[[]
 async def _measure(
     model: tuple[list[Any], Any], make: Callable[[], Any], rounds: int, streams: int
 ) -> dict[str, Any]:
-    from megatron_idempotent.hf import MegatronWeights
-    from megatron_idempotent.sync import SyncSettings, WeightSync
+    from megatron_idempotent.rl.hf import MegatronWeights
+    from megatron_idempotent.rl.sync import SyncSettings, WeightSync
 
     chunks, arch = model
     engine = make()
@@ -128,7 +128,7 @@ class Streams:
         self._tasks = [asyncio.ensure_future(self._stream(index)) for index in range(count)]
 
     async def _stream(self, index: int) -> None:
-        from megatron_idempotent.engines import Request
+        from megatron_idempotent.rl.engines import Request
 
         number = 0
         while self._on:
@@ -153,7 +153,7 @@ def _model(folder: Path, hidden: int) -> tuple[list[Any], Any]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from megatron_idempotent.hf import Architecture, build_gpt, load_hf
+    from megatron_idempotent.rl.hf import Architecture, build_gpt, load_hf
 
     torch.manual_seed(0)
     parallel_state.initialize_model_parallel()

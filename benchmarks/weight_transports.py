@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks._device import add_device
-from megatron_idempotent import cpu
+from megatron_idempotent.proof import cpu
 
 
 def measure(name: str, rounds: int, megabytes: int) -> list[float]:
@@ -26,8 +26,8 @@ def measure(name: str, rounds: int, megabytes: int) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from megatron_idempotent.weights import Bucket, WeightUpdate
-    from megatron_idempotent.weights.transports import receiver
+    from megatron_idempotent.rl.weights import Bucket, WeightUpdate
+    from megatron_idempotent.rl.weights.transports import receiver
 
     group = dist.new_group(backend="gloo")
 
@@ -87,7 +87,7 @@ def copied(rounds: int, megabytes: int) -> float:
 
 
 def _sender(name: str) -> Any:
-    from megatron_idempotent.weights import transports
+    from megatron_idempotent.rl.weights import transports
 
     makers: dict[str, Callable[[], Any]] = {
         "shared_memory": transports.SharedMemorySender,

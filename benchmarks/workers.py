@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from megatron_idempotent.workers import EmbeddedRanks, RanksLost, WorkerSpec
+from megatron_idempotent.rl.workers import EmbeddedRanks, RanksLost, WorkerSpec
 
 RANKS = 2
 

@@ -16,10 +16,10 @@ import torch
 from policy_worker import MODEL, Policy
 from transformers import AutoModelForCausalLM
 
-import megatron_idempotent.controller as mc
-from megatron_idempotent import workers
-from megatron_idempotent.engines import Request
-from megatron_idempotent.engines.transformers import TransformersEngine
+import megatron_idempotent.rl.controller as mc
+from megatron_idempotent.rl import workers
+from megatron_idempotent.rl.engines import Request
+from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
 GROUPS, SAMPLES, TOKENS, STEPS = 8, 8, 4, 16  # groups of a step, samples of a group, and so on
 SHOWN = ("train/reward", "train/staleness_mean", "train/staleness_max", "rollouts/inflight_mean")

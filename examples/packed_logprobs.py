@@ -9,7 +9,7 @@ rank ever has all columns of the logits.
 from __future__ import annotations
 
 import megatron_idempotent
-from megatron_idempotent import cpu
+from megatron_idempotent.proof import cpu
 
 LENGTHS = (5, 3, 8)
 VOCABULARY = 64

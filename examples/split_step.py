@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import megatron_idempotent
-from megatron_idempotent import cpu
+from megatron_idempotent.proof import cpu
 
 
 class NextToken:
@@ -35,7 +35,7 @@ def run(sizes: list[int], *, aborted: bool = False) -> float:
     """Runs on a rank: a step of eight rows in calls of these sizes; returns the gradient's norm."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(overlap_grad_reduce=True, overlap_param_gather=True)

@@ -26,7 +26,7 @@ def train_in_calls(calls: list[int]) -> bytes:
     """Runs on a rank: trains in calls of so many steps each; returns the bits of the parameters."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(overlap_grad_reduce=True, overlap_param_gather=True)

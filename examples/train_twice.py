@@ -9,12 +9,12 @@ two iterations with one call of six, bit for bit. It needs megatron-core 0.17.1 
 from __future__ import annotations
 
 import megatron_idempotent
-from megatron_idempotent import cpu
+from megatron_idempotent.proof import cpu
 
 
 def run(calls: list[int], patched: bool) -> tuple[list[float], bytes]:
     """Runs on a rank: calls `train()`; returns all losses, and the bits of the parameters."""
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     if patched:
         megatron_idempotent.apply()

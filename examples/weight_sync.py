@@ -12,7 +12,7 @@ import asyncio
 from typing import Any
 
 import megatron_idempotent
-from megatron_idempotent import cpu
+from megatron_idempotent.proof import cpu
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -22,8 +22,8 @@ PROMPT = (5, 3, 7)
 
 async def serve(source: Any, model: Any) -> dict[str, Any]:
     """Runs on rank 0: brings the weights to an engine, as version 1; returns samples by moment."""
-    from megatron_idempotent.engines import Request, transformers
-    from megatron_idempotent.sync import WeightSync
+    from megatron_idempotent.rl.engines import Request, transformers
+    from megatron_idempotent.rl.sync import WeightSync
 
     async def sample(tokens: int) -> Any:
         return await engine.generate(Request(id="", prompt=PROMPT, max_tokens=tokens, seed=1))

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from megatron_idempotent.megatron.replica_check import ReplicaMismatchError
     from megatron_idempotent.patching.scoped import patched
     from megatron_idempotent.patching.verify import verify
-    from megatron_idempotent.ranks.agreement import SessionPoisoned, WindowAborted, agree
     from megatron_idempotent.step.bins import bin_sequences
     from megatron_idempotent.step.context_parallel import all_positions, own_positions
     from megatron_idempotent.step.fsdp import FSDPTrainStep
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from megatron_idempotent.step.schedule import StepSchedule
     from megatron_idempotent.window.abort import abort_window
     from megatron_idempotent.window.accumulation import accumulation_window
+    from megatron_idempotent.window.agreement import SessionPoisoned, WindowAborted, agree
     from megatron_idempotent.window.guard import guarded_window
     from megatron_idempotent.window.params import ensure_params_synced
     from megatron_idempotent.window.rebuild import rebuild_process_groups
@@ -138,7 +138,7 @@ _LAZY = {
     "Receipt": "step.results",
     "ReplicaMismatchError": "megatron.replica_check",
     "Sampling": "logprobs.request",
-    "SessionPoisoned": "ranks.agreement",
+    "SessionPoisoned": "window.agreement",
     "StepCounts": "step.loss",
     "StepLoss": "step.loss",
     "StepResult": "step.results",
@@ -148,10 +148,10 @@ _LAZY = {
     "TokenStats": "logprobs.api",
     "TopK": "logprobs.topk",
     "TrainStep": "step.megatron",
-    "WindowAborted": "ranks.agreement",
+    "WindowAborted": "window.agreement",
     "abort_window": "window.abort",
     "accumulation_window": "window.accumulation",
-    "agree": "ranks.agreement",
+    "agree": "window.agreement",
     "all_positions": "step.context_parallel",
     "bin_sequences": "step.bins",
     "context_parallel_part": "logprobs.targets",

@@ -49,7 +49,7 @@ class Bridge:
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.timers import Timers
 
-        from megatron_idempotent.cpu import program
+        from megatron_idempotent.proof.cpu import program
 
         self.program = running = program.start(options)
         args = running.args

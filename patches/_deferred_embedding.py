@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_idempotent.cpu.tiny import Tiny
+    from megatron_idempotent.proof.cpu.tiny import Tiny
 
 
 def build(**options: Any) -> Tiny:
@@ -16,7 +16,7 @@ def build(**options: Any) -> Tiny:
 
     from megatron.core import parallel_state
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     kernel: Any = ModuleType("fused_weight_gradient_mlp_cuda")
     kernel.wgrad_gemm_accum_fp32 = _accumulate

@@ -69,7 +69,7 @@ def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
 
     It does not clip: with other buckets a norm is summed in another order.
     """
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         overlap_grad_reduce=overlap,

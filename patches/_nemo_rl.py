@@ -165,7 +165,7 @@ class NemoRL(Windows):
         return loss, {"loss": loss.detach().clone()}
 
     def _iterator(self, data: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
-        from megatron_idempotent.cpu import tiny
+        from megatron_idempotent.proof.cpu import tiny
 
         rows = [_microbatch(batch) for batch in data.microbatches]
         return self.reading(rows), len(rows), tiny.BATCH, tiny.SEQUENCE, tiny.SEQUENCE

@@ -54,7 +54,7 @@ class Rollouts:
     """
 
     def __init__(self, framework: str, options: Sequence[str] = (), **layout: Any) -> None:
-        from megatron_idempotent.cpu import program
+        from megatron_idempotent.proof.cpu import program
 
         # The frameworks do not initialise the rerun state machine: made on demand it is disabled.
         self.program = program.start(["--rerun-mode", "disabled", *options], **layout)

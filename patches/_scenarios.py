@@ -46,7 +46,7 @@ def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
     """
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     (chunk,) = model.chunks
     tokens_BT = next(tiny.microbatches(data_seed))

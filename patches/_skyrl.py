@@ -102,7 +102,7 @@ class SkyRL(Windows):
         return b"".join(t.detach().numpy().tobytes() for chunk in chunks for t in chunk.tensors)
 
     def _call(self, seed: int, *, forward_only: bool) -> None:
-        from megatron_idempotent.cpu import tiny
+        from megatron_idempotent.proof.cpu import tiny
 
         self.model.forward_backward_mini_batch(
             micro_batches=[_microbatch(batch) for batch in self.batches(seed, MICROBATCHES)],

@@ -20,7 +20,7 @@ def trainer(method: str, options: Sequence[str]) -> Any:
         method: the name of a method of `BaseMegatronTrainer`.
         options: options of Megatron, as on a command line.
     """
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     running = program.start(options)
     running.args.is_multimodal = running.args.nccl_comm_warmup = False
@@ -42,7 +42,7 @@ class Swift(Windows):
     """Trains and evaluates a model with `train_step` and `evaluate` of ms-swift's trainer."""
 
     def __init__(self, **layout: Any) -> None:
-        from megatron_idempotent.cpu import tiny
+        from megatron_idempotent.proof.cpu import tiny
 
         super().__init__(**layout)
         module = _standins.import_alone("swift.megatron.trainers.base", *_ABSENT)

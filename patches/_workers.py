@@ -23,7 +23,7 @@ class Windows:
     """
 
     def __init__(self, **layout: Any) -> None:
-        from megatron_idempotent.cpu import tiny
+        from megatron_idempotent.proof.cpu import tiny
 
         self.bench = tiny.build(**layout)
         self.losses: list[float] = []
@@ -38,7 +38,7 @@ class Windows:
 
         import torch
 
-        from megatron_idempotent.cpu import tiny
+        from megatron_idempotent.proof.cpu import tiny
 
         positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
         hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5

@@ -47,7 +47,7 @@ def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[s
 
 def reproduce() -> None:
     """Run one step, a load of its own state, another step: all counters must be at 2."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build()
     model.forward_backward(1, data_seed=0)

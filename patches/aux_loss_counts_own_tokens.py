@@ -65,7 +65,7 @@ def reproduce() -> None:
     """Compare gradients of summed losses to the same of means; a power of two changes no bit."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     found = []
     for per_token in (False, True):

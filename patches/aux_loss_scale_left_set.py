@@ -74,7 +74,7 @@ def reproduce() -> None:
     """Run the same direct backward after one microbatch and after four, and compare gradients."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         experts=4, overlap_grad_reduce=False, config_overrides={"moe_aux_loss_coeff": 1.0}

@@ -55,7 +55,7 @@ def reproduce() -> None:
     """Compute log-probs under inference mode, then run a training window."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(experts=4)
     with torch.inference_mode():

@@ -61,7 +61,7 @@ def helped() -> list[bytes]:
 
 
 def _steps(around: Callable[[list[Any]], AbstractContextManager[Any]]) -> list[bytes]:
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(experts=4, config_overrides={"moe_aux_loss_coeff": 1.0})
     found = []
@@ -80,7 +80,7 @@ def _compare(around: Callable[[list[Any]], AbstractContextManager[Any]], *, divi
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         experts=4, overlap_grad_reduce=False, config_overrides={"moe_aux_loss_coeff": 1.0}

@@ -90,7 +90,7 @@ def reproduce() -> None:
 
     from megatron.core import dist_checkpointing
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)
     model.forward_backward(2, data_seed=0)

@@ -80,7 +80,7 @@ def reproduce() -> None:
     import torch
     from megatron.core.inference.utils import set_decode_expert_padding
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     capacity = {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}
     model, reference = (tiny.build(experts=4, config_overrides=capacity) for _ in range(2))

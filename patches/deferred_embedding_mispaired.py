@@ -99,7 +99,7 @@ def _gradients(mtp_layers: int) -> tuple[Any, Any]:
     """Returns the last stage's gradients, computed at once and deferred; None on other stages."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     found = []
     # Without overlap, see deferred-embedding-reduced-early.

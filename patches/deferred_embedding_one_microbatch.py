@@ -54,7 +54,7 @@ def reproduce() -> None:
     """Run a window of one microbatch, deferred and not: the output layer's gradients must agree."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     # Without overlap, see deferred-embedding-reduced-early.
     plain = tiny.build(pp=2, overlap_grad_reduce=False)

@@ -117,7 +117,7 @@ def reproduce() -> None:
     """Compare the output layer's gradient of the second window, deferred and not, on two ranks."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     found = []
     for model in (tiny.build(pp=2), _deferred_embedding.build()):
@@ -132,7 +132,7 @@ def reproduce() -> None:
 
 def neighbour() -> object:
     """Run deferring windows of several sizes without overlap, and a first window with it."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     from . import _neighbours
 

@@ -71,7 +71,7 @@ def reproduce() -> None:
     """Run an ordinary window, so that the next is not the first, then one that is held back."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     gradients = []
     for overlap in (True, False):

@@ -52,7 +52,7 @@ def reproduce() -> None:
 
     from megatron.training import training as upstream
 
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     running = program.start(["--eval-iters", "1"])
 

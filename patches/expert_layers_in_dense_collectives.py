@@ -44,7 +44,7 @@ def reproduce() -> None:
     """Call an expert's layer, which each of two tensor-parallel ranks has whole."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         tp=2,

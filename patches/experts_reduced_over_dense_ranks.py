@@ -62,7 +62,7 @@ def reproduce() -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         etp=2, experts=2, distributed_optimizer=False, overlap_grad_reduce=False, seed=5

@@ -60,7 +60,7 @@ def reproduce() -> None:
     """Set a custom function that counts its calls."""
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     running = program.start()
     calls = []

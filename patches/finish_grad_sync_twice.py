@@ -72,7 +72,7 @@ def reproduce() -> None:
     """Run one window, reduced by its schedule, then `finish_grad_sync` once more."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_grad_reduce=False)
     model.forward_backward(2, data_seed=0)

@@ -80,7 +80,7 @@ def reproduce() -> None:
     """Interrupt the very first backward, and go on."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     expected = tiny.build()
     expected.forward_backward(1, data_seed=0)

@@ -60,7 +60,7 @@ def reproduce() -> None:
     """Run a forward-only window in eval mode, with gradients enabled."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     bias = {
         "moe_router_enable_expert_bias": True,

@@ -61,7 +61,7 @@ def enable(original: Callable[..., None], self: Any) -> None:
 
 def reproduce() -> None:
     """Enable and disable twice; the second disable must still gather what an update left stale."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)
     (chunk,) = model.chunks

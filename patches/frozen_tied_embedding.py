@@ -63,7 +63,7 @@ def _freeze(module: Any) -> None:
 
 def reproduce() -> None:
     """Run a window of a model whose embedding is tied and frozen; the rest gets a gradient."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(pp=2, tied=True, before_ddp=_freeze)
     model.forward_backward(2, data_seed=0)
@@ -76,7 +76,7 @@ def neighbour() -> object:
     import torch
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     bench = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
     (chunk,) = bench.chunks

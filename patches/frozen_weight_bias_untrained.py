@@ -43,7 +43,7 @@ def linear(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Train the biases of attention alone, and look for their gradients."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     def freeze(module: Any) -> None:
         for name, parameter in module.named_parameters():

@@ -50,7 +50,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
 
 def reproduce() -> None:
     """Interrupt a backward in the middle, and go on."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(fsdp="optim_grads_params")
     model.forward_backward(1, data_seed=0)

@@ -33,7 +33,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 def reproduce() -> None:
     """Run a window inside of `no_sync`, then an exit in the middle of the window after the next."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(fsdp="optim")
     (chunk,) = model.chunks
@@ -55,7 +55,7 @@ def _expect_held(chunk: Any, when: str) -> None:
 
 def neighbour() -> object:
     """Run steps of a schedule with its own `no_sync`, and zero the buffers inside of it."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(fsdp="optim")
     (chunk,) = model.chunks

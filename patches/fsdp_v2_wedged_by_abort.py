@@ -68,7 +68,7 @@ def _rest(module: Any) -> None:
 
 def reproduce() -> None:
     """Interrupt a backward, and take the window again."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(fsdp="v2")
     model.forward_backward(1, data_seed=0)

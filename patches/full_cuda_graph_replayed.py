@@ -132,7 +132,7 @@ def stand_in() -> None:
 
     import torch
 
-    from megatron_idempotent.cpu import is_enabled
+    from megatron_idempotent.proof.cpu import is_enabled
 
     cuda: Any = torch.cuda
     if not is_enabled():
@@ -167,7 +167,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any
 
 def window(schedule: Callable[..., Any], model: Any, microbatches: int, **other: Any) -> list[Any]:
     """Run one window of a bench's model through `schedule`; return its losses, reduce gradients."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
@@ -186,7 +186,7 @@ def window(schedule: Callable[..., Any], model: Any, microbatches: int, **other:
 
 def build(**options: Any) -> Any:
     """Return a bench without an optimizer, which a graph can capture where there is a GPU."""
-    from megatron_idempotent.cpu import is_enabled, tiny
+    from megatron_idempotent.proof.cpu import is_enabled, tiny
 
     return tiny.build(with_optimizer=False, graph_safe_rng=not is_enabled(), **options)
 

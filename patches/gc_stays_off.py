@@ -42,7 +42,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run one call that returns."""
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     running = program.start(["--manual-gc"])
     running.train(1)

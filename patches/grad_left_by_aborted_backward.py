@@ -45,7 +45,7 @@ def reproduce() -> None:
     """Interrupt a backward between autograd's accumulation and DDP's hook, and go on."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_grad_reduce=False)
     model.forward_backward(1, data_seed=0)

@@ -109,7 +109,7 @@ def reproduce() -> None:
     """
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     norms = []
     for loss_scale in (1.0, 1024.0):

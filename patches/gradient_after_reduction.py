@@ -104,7 +104,7 @@ def reproduce() -> None:
     """Run a microbatch that reduces, then one inside of `no_sync`, then the end of the window."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     gradients = []
     for overlap in (True, False):

@@ -59,7 +59,7 @@ def helped() -> bytes:
 
 
 def _build(*, wire: bool = False) -> Any:
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     return tiny.build(
         overlap_grad_reduce=False, distributed_optimizer=False, with_optimizer=False, wire=wire

@@ -47,7 +47,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run one microbatch, too few for two stages: upstream says so after it took both functions."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(pp=2, vpp=2, overlap_param_gather=True, align=True)
     try:

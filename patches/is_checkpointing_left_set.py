@@ -47,7 +47,7 @@ def reproduce() -> None:
     """Raise in a recomputed layer: first in its forward, then while it is recomputed."""
     from megatron.core.tensor_parallel.random import is_checkpointing
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         overlap_grad_reduce=False,

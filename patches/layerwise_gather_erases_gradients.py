@@ -90,7 +90,7 @@ def reproduce() -> None:
     """Run a forward-only pass between reduction and step."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         dtype="bf16", overlap_param_gather=True, layer_wise=True, distributed_optimizer=False

@@ -63,8 +63,8 @@ def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> 
 
 def reproduce() -> None:
     """Run a forward-only pass before the step and one after it, with hooks on throughout."""
-    from megatron_idempotent.cpu import bench as bench_options
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import bench as bench_options
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         dtype="bf16",

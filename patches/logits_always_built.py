@@ -195,7 +195,7 @@ def neighbour() -> object:
 def _model() -> tuple[Any, tuple[Any, ...]]:
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
     tokens_BT = next(tiny.microbatches(0))

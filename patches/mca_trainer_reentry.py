@@ -43,7 +43,7 @@ def reproduce() -> None:
     """Prepare the loop of one trainer twice."""
     from unittest.mock import MagicMock
 
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     from ._standins import import_alone
 

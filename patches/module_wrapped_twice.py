@@ -33,7 +33,7 @@ def reproduce() -> None:
     """Wrap a wrapped module once more and run one window."""
     from megatron.core.distributed import DistributedDataParallel
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(with_optimizer=False)
     (first,) = model.chunks

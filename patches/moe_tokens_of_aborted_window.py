@@ -50,7 +50,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
 
 def reproduce() -> None:
     """Abort a window in its second microbatch, and start the next."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         experts=4,

@@ -55,7 +55,7 @@ def reproduce() -> None:
     """Compare an MTP layer's gradient along itself to the difference that its output makes."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         tp=2,

@@ -130,7 +130,7 @@ def reproduce() -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_idempotent import own_positions
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         cp=2,

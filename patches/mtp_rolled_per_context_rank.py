@@ -61,7 +61,7 @@ def reproduce() -> None:
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     from megatron_idempotent import own_positions
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     tiny.build(cp=2, overlap_grad_reduce=False, distributed_optimizer=False, exact_attention=True)
     row = torch.arange(1, 9, device="cuda")[None]
@@ -76,7 +76,7 @@ def neighbour() -> object:
     import torch
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     tiny.build(overlap_grad_reduce=False, distributed_optimizer=False)
     found, total = roll_tensor(torch.arange(1, 8, device="cuda")[None], shifts=-1, dims=-1)

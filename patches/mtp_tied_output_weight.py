@@ -56,7 +56,7 @@ def reproduce() -> None:
     """Make the state dict of a tied model with an MTP layer on two stages."""
     from megatron.core import parallel_state
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         pp=2,

@@ -41,7 +41,7 @@ def is_inference_linear(original: Callable[..., bool], module: Any) -> bool:
 
 def reproduce() -> None:
     """Build a small model with an MTP layer."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     tiny.build(
         config_overrides={"mtp_num_layers": 1},

@@ -41,7 +41,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 def reproduce() -> None:
     """Run a window inside of `no_sync`, then an exit in the middle of the window after the next."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(distributed_optimizer=False)
     (chunk,) = model.chunks

@@ -64,7 +64,7 @@ def reproduce() -> None:
     """Run two calls of stock `train()` on two data-parallel ranks with overlap_grad_reduce."""
     from megatron.training import get_timers
 
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     running = program.start(["--overlap-grad-reduce"])
     running.train(1)

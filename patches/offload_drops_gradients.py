@@ -132,7 +132,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def reproduce() -> None:
     """Run a window, offload and restore its buffers, and step, which may also refuse."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build()
     for way in (_offloaded, _offloaded_one_by_one):
@@ -151,7 +151,7 @@ def reproduce() -> None:
 
 def neighbour() -> object:
     """Offload after steps, after a skipped step, after a probe's gradients, and after zeroing."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     found = []
     for overlap in (True, False):

@@ -123,7 +123,7 @@ def offloading(**layout: Any) -> Any:
     from megatron.core.extensions import transformer_engine
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
     if hasattr(upstream.ChunkOffloadHandler, "_can_manage_tensor_for_offload"):

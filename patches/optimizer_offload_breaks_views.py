@@ -58,7 +58,7 @@ def reproduce() -> None:
     """Offload and restore with tensors that claim to be on a device; look for the views."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build()
     tensor: Any = torch.Tensor

@@ -51,7 +51,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run a call that raises in its first microbatch."""
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     running = program.start(["--optimizer-cuda-graph"])
     _scenarios.interrupt(running)

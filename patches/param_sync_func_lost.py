@@ -50,7 +50,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run a `train()` that has no iteration left to run, with a function of the caller's own."""
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     running = program.start(["--overlap-grad-reduce", "--overlap-param-gather"])
     (chunk,) = running.chunks

@@ -34,7 +34,7 @@ from . import _scenarios
 
 
 def _stepped() -> Any:
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)
     model.forward_backward(2, data_seed=0)

@@ -51,7 +51,7 @@ def step(original: Callable[..., Any], self: Any) -> Any:
 
 def reproduce() -> None:
     """Run a forward-only pass before the step and one after it, with hooks on throughout."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)
     model.forward_backward(2, data_seed=0)

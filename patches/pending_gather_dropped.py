@@ -77,7 +77,7 @@ def _gather_behind_hooks(chunk: Any) -> None:
 
 def reproduce() -> None:
     """Does what `train()` does on entry, right after a step; then a window and its step."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)
     model.forward_backward(2, data_seed=0)

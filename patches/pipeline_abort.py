@@ -47,7 +47,7 @@ def repaired() -> None:
 
 def neighbour() -> list[bytes]:
     """Run windows in which nothing fails: of training, and forward-only between them."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     return _windows(tiny.build(pp=2, overlap_grad_reduce=True), lambda _: None)
 
@@ -55,7 +55,7 @@ def neighbour() -> list[bytes]:
 def helped() -> list[bytes]:
     """Run the same under the guard, with each call between windows that a failure would need."""
     from megatron_idempotent import abort_window, agree, rebuild_process_groups, verify
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     _guard()
     model = tiny.build(pp=2, overlap_grad_reduce=True)
@@ -91,7 +91,7 @@ def _guard() -> None:
 def _train(guarded: bool) -> None:
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(pp=2, overlap_grad_reduce=False, distributed_optimizer=False)
     model.config.finalize_model_grads_func = None  # the sum over stages is not what is looked at

@@ -113,7 +113,7 @@ def _freeze(module: Any) -> None:
 
 
 def _gradients(**config: Any) -> Any:
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         config_overrides=config, before_ddp=_freeze, with_optimizer=False, overlap_grad_reduce=False

@@ -48,7 +48,7 @@ def reproduce() -> None:
     """Interrupt the last backward of a window where reductions are under way, and go on."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build()
     for _ in range(2):  # releases from 0.16 on reduce early from their second window on

@@ -82,7 +82,7 @@ def start_param_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 def reproduce() -> None:
     """Run a program that never reduces its gradients, and steps."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_grad_reduce=False, distributed_optimizer=False, wire=False)
     model.forward_backward(1, data_seed=0)

@@ -68,7 +68,7 @@ def reproduce() -> None:
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_grad_reduce=False, with_optimizer=False)
     tokens_BT = next(tiny.microbatches(0))

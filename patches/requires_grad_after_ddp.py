@@ -42,7 +42,7 @@ def moved(frozen: str, unfrozen: str) -> tuple[bool, bool]:
     """
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     def freeze(module: Any) -> None:
         for name, parameter in module.named_parameters():

@@ -35,7 +35,7 @@ def reproduce() -> None:
         get_rerun_state_machine,
     )
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     get_rerun_state_machine().set_mode(RerunMode.VALIDATE_RESULTS)
     model = tiny.build(overlap_grad_reduce=False)

@@ -62,7 +62,7 @@ def state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 def reproduce() -> None:
     """Run a framework's own loop, whose first window cannot read its batch, and then a good one."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build()
     with suppress(_Unreadable):
@@ -77,7 +77,7 @@ def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     machine = get_rerun_state_machine()
     data = tiny.microbatches(0)

@@ -40,8 +40,8 @@ def deleted_model() -> Any:
 
     import torch
 
-    from megatron_idempotent.cpu import tiny
     from megatron_idempotent.megatron.layer_specs import gpt_stage
+    from megatron_idempotent.proof.cpu import tiny
 
     model = gpt_stage(
         tiny.build(with_optimizer=False).config,

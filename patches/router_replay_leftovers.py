@@ -57,7 +57,7 @@ def reproduce() -> None:
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(experts=4, config_overrides={"moe_enable_routing_replay": True})
     tokens = tiny.BATCH * tiny.SEQUENCE

@@ -45,7 +45,7 @@ def reproduce() -> None:
 
     from megatron.core.transformer.moe import router_trace
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(experts=4, with_optimizer=False)
     with tempfile.TemporaryDirectory() as folder:

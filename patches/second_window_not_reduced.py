@@ -202,7 +202,7 @@ def reproduce() -> None:
 
 
 def _two_windows(**options: Any) -> Any:
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(with_optimizer=False, **options)
     model.forward_backward(2, data_seed=0)

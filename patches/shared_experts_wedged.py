@@ -42,7 +42,7 @@ def reproduce() -> None:
     """Interrupt a layer before it takes its shared experts' output, and go on."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         experts=4,

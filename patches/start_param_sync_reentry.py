@@ -45,7 +45,7 @@ def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> 
 
 def reproduce() -> None:
     """Start twice, then run a window on what was gathered."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)
     for chunk in model.chunks:

@@ -59,7 +59,7 @@ def reproduce() -> None:
     """Run a forward-only window that raises, and the same again in good order."""
     from megatron.core.timers import Timers
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     from ._scenarios import Broken
 

@@ -55,7 +55,7 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run two calls of stock `train()` without any overlap."""
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     running = program.start()
     running.train(1)

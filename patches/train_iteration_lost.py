@@ -117,7 +117,7 @@ def _count_samples(options: Any) -> int:
 
 def reproduce() -> None:
     """Run one call of stock `train()` over one iteration."""
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     running = program.start()
     running.train(1)

@@ -138,7 +138,7 @@ def _is_fsdp(optimizer: Any) -> bool:
 
 def reproduce() -> None:
     """Compare a window's gradient norm with and without a look at gradients before the step."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     norms = []
     for looks in (0, 1):

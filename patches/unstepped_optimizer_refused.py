@@ -58,7 +58,7 @@ def reproduce() -> None:
     """Ask for the state before the first step; the step must then be the one without asking."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     found = []
     for asked in (False, True):

@@ -59,7 +59,7 @@ def wire(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Wire a model of two virtual stages per rank, which share a config."""
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     from ._standins import import_alone
 

@@ -48,7 +48,7 @@ def reproduce() -> None:
     """Run a training window, then a forward-only one."""
     from megatron.core import parallel_state
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(pp=2, vpp=2)
     model.forward_backward(4, data_seed=0)

@@ -45,7 +45,7 @@ def reset(original: Callable[..., None], self: Any) -> None:
 
 def reproduce() -> None:
     """Zero while offloaded, restore, and train on."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build()
     for seed in range(2):

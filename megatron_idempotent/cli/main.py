@@ -13,25 +13,25 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from megatron_idempotent import __version__
-from megatron_idempotent.cpu.errors import NoDeviceError
-from megatron_idempotent.cpu.gpu import DEVICES
 from megatron_idempotent.lazy import REMEDIES, naming_the_remedy
 from megatron_idempotent.patching.base import PatchError, UnknownPatchError
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.settings import check_ids
 from megatron_idempotent.patching.table import render
+from megatron_idempotent.proof.cpu.errors import NoDeviceError
+from megatron_idempotent.proof.cpu.gpu import DEVICES
+from megatron_idempotent.proof.prove import Finding
+from megatron_idempotent.proof.prove import prove as findings_of
 
 from .casebook import case_text
-from .proof import Finding
-from .proof import prove as findings_of
 
 PROGRAM = "megatron-idempotent"
 
 _OWN_PARSERS = {
-    "certify": "megatron_idempotent.certify.main",
-    "train": "megatron_idempotent.trainer.main",
+    "certify": "megatron_idempotent.proof.certify.main",
+    "train": "megatron_idempotent.rl.trainer.main",
     "ping": "megatron_idempotent.cli.ping",
-    "simulate": "megatron_idempotent.simulator.__main__",
+    "simulate": "megatron_idempotent.rl.simulator.__main__",
 }
 
 

@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_idempotent.controller.status_file import (
+from megatron_idempotent.rl.controller.status_file import (
     STATUS_FILE,
     NotRunning,
     StatusError,
     read_status,
 )
-from megatron_idempotent.metrics.console import make_table, rows
-from megatron_idempotent.metrics.loggers import METRICS_FILE
+from megatron_idempotent.rl.metrics.console import make_table, rows
+from megatron_idempotent.rl.metrics.loggers import METRICS_FILE
 
 RUNS = Path("runs")
 

@@ -127,22 +127,23 @@ def _list() -> str:
     return "\n".join([head, *rows, ""])
 
 
-#: Heads of the reference, each with the first parts of its objects' modules.
+#: Heads of the reference, each with the rooms of its objects.
 _GROUPS = {
-    "Patches": ("patching",),
-    "Training": ("step", "window", "ranks", "megatron"),
-    "Log-probs": ("logprobs",),
-    "FP8": ("fp8",),
-    "CPU ranks": ("cpu",),
-    "Certify": ("certify",),
+    "Patches": ("patching.",),
+    "Training": ("step.", "window.", "megatron."),
+    "Log-probs": ("logprobs.",),
+    "FP8": ("fp8.",),
+    "CPU ranks": ("proof.cpu.",),
+    "Certify": ("proof.certify.",),
 }
 
 
 def _reference() -> str:
     """Return a page that mkdocstrings fills from docstrings, by `path.of.object` in the sources."""
     paths = [f"{PACKAGE}.{path}" for path in _exported()]
-    paths += [f"{PACKAGE}.cpu.{name}" for name in ("run_ranks", "RankPool", "RankError")]
-    paths += [f"{PACKAGE}.certify.protocol.{name}" for name in ("Adapter", "Subject", "Finished")]
+    paths += [f"{PACKAGE}.proof.cpu.{name}" for name in ("run_ranks", "RankPool", "RankError")]
+    of_certify = ("Adapter", "Subject", "Finished")
+    paths += [f"{PACKAGE}.proof.certify.protocol.{name}" for name in of_certify]
     parts = [
         "# Reference",
         "",
@@ -150,7 +151,8 @@ def _reference() -> str:
     ]
     for title, rooms in _GROUPS.items():
         parts += ["", f"## {title}", ""]
-        parts += [f"::: {path}" for path in paths if path.split(".")[1] in rooms]
+        own = (path for path in paths if path.removeprefix(f"{PACKAGE}.").startswith(rooms))
+        parts += [f"::: {path}" for path in own]
     return "\n".join([*parts, ""])
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.patching.settings import looks
-from megatron_idempotent.ranks.agreement import DEADLINE_S, collective_timeout
+from megatron_idempotent.window.agreement import DEADLINE_S, collective_timeout
 
 from .bins import NO_ALIGNMENT
 from .fsdp_internals import check_internals

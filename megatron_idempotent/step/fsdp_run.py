@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
-from megatron_idempotent.ranks.agreement import (
+from megatron_idempotent.window.agreement import (
     WindowAborted,
     compare,
     control_group,

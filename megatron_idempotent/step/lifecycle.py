@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from megatron_idempotent.ranks.agreement import control_group, refuse_if_poisoned
+from megatron_idempotent.window.agreement import control_group, refuse_if_poisoned
 
 from .backend import Backend, no_way_back
 from .bins import capacity_of

@@ -17,14 +17,14 @@ from megatron_idempotent.megatron.schedules import (
     sums_tokens_of_context_ranks,
 )
 from megatron_idempotent.patching.settings import looks
-from megatron_idempotent.ranks.agreement import (
+from megatron_idempotent.window.abort import abort_window, checked, drop_collectives
+from megatron_idempotent.window.agreement import (
     DEADLINE_S,
     collective_timeout,
     describe,
     is_poisoned,
     poison,
 )
-from megatron_idempotent.window.abort import abort_window, checked, drop_collectives
 from megatron_idempotent.window.missed_collectives import gather_params
 
 from .context_parallel import context_parallel_ranks

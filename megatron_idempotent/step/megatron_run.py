@@ -21,19 +21,19 @@ from torch import Tensor
 from megatron_idempotent.megatron import moe
 from megatron_idempotent.megatron.optimizers import LossScale, parts
 from megatron_idempotent.megatron.process_groups import live_groups
-from megatron_idempotent.ranks.agreement import (
-    WindowAborted,
-    collective_timeout,
-    exchange,
-    lockstep_group,
-    shared_group,
-)
 from megatron_idempotent.window.accumulation import (
     configs_of,
     dividing_by,
     multiplies_by_ranks,
     set_for,
     suppress_grad_sync,
+)
+from megatron_idempotent.window.agreement import (
+    WindowAborted,
+    collective_timeout,
+    exchange,
+    lockstep_group,
+    shared_group,
 )
 from megatron_idempotent.window.guard import GuardedCall, no_gradient
 from megatron_idempotent.window.guard_layers import across_replicas

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_idempotent.ranks.agreement import WindowAborted, control_group, describe, poison
+from megatron_idempotent.window.agreement import WindowAborted, control_group, describe, poison
 
 Doing = Literal["chunk", "last", "finish", "divide", "updated", "abort"]
 

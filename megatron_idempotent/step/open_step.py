@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.ranks.agreement import (
+from megatron_idempotent.window.agreement import (
     SessionPoisoned,
     WindowAborted,
     describe,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
 from megatron_idempotent.fp8.packing import TokenAlignment
-from megatron_idempotent.ranks.agreement import checked_deadline
+from megatron_idempotent.window.agreement import checked_deadline
 
 NonFinite = Literal["refuse", "skip", "update"]
 """The act of `finish` if a loss or the norm of the gradients is NaN or infinite: raise, drop the

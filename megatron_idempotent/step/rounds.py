@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_idempotent.ranks.agreement import (
+from megatron_idempotent.window.agreement import (
     SessionPoisoned,
     WindowAborted,
     describe,

@@ -18,7 +18,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from megatron_idempotent.ranks.agreement import (
+from megatron_idempotent.window.agreement import (
     DEADLINE_S,
     SessionPoisoned,
     WindowAborted,

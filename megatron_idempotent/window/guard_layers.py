@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_idempotent.ranks.agreement import compare, describe, lockstep_group, poison
+from megatron_idempotent.window.agreement import compare, describe, lockstep_group, poison
 
 
 class Layers:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
-from megatron_idempotent.ranks.agreement import describe, poison
+from megatron_idempotent.window.agreement import describe, poison
 
 from .open_contexts import drop_coalescing_of
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_idempotent.megatron.process_groups import held, live_groups
-from megatron_idempotent.ranks import agreement
+from megatron_idempotent.window import agreement
 
 from .abort import abort_window, drop_collectives
 from .open_contexts import leave_coalescing

@@ -169,7 +169,7 @@ def test_doctor_tells_a_commit_from_the_release_whose_version_it_says(tmp_path):
 
 STRIPPED = """
 import sys
-import megatron_idempotent.cpu.pytest_plugin
+import megatron_idempotent.proof.cpu.pytest_plugin
 from megatron_idempotent.cli.main import main
 megatron_idempotent.apply()
 problems = megatron_idempotent.apply(dry_run=True).problems  # no assert: it would be stripped too

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.cli import proof
 from megatron_idempotent.cli.main import main
-from megatron_idempotent.cli.proof import Finding
+from megatron_idempotent.proof import prove as proof
+from megatron_idempotent.proof.prove import Finding
 
 
 def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron_idempotent import wire_train_config
-from megatron_idempotent.certify import Finished, Planted, Subject
-from megatron_idempotent.certify.adapters import microbatches
+from megatron_idempotent.proof.certify import Finished, Planted, Subject
+from megatron_idempotent.proof.certify.adapters import microbatches
 
 _EQUAL_SHARES = MappingProxyType(
     {
@@ -192,7 +192,7 @@ class Verl:
     def finish(self) -> Finished:
         from verl_worker import Data
 
-        from megatron_idempotent.certify.oracle import counted
+        from megatron_idempotent.proof.certify.oracle import counted
 
         together = {n: torch.cat([each[n] for each in self.rows]) for n in self.rows[0]}
         data = Data(
@@ -399,7 +399,7 @@ class Bridge:
         self.fail = fail
 
     def forward_step(self, data: Any, chunk: Any) -> Any:
-        from megatron_idempotent.certify.oracle import counted
+        from megatron_idempotent.proof.certify.oracle import counted
 
         rows = next(data)
 

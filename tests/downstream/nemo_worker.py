@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron_idempotent.patches import _nemo_rl, _standins
 
-from megatron_idempotent.cpu import tiny
+from megatron_idempotent.proof.cpu import tiny
 
 ROWS, VALID = 8, 16
 #: Tokens of a pack, which is two of the rows, and the fewest of a row. So there are four packs, or

@@ -14,7 +14,7 @@ from adapters import PACKED
 from megatron_idempotent.patches import _skyrl, _standins
 from megatron_idempotent.patches._workers import methods
 
-from megatron_idempotent.cpu import tiny
+from megatron_idempotent.proof.cpu import tiny
 
 ANSWER = 16
 _REAL = (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.certify import LAYOUTS, certify, layout
+from megatron_idempotent.proof.certify import LAYOUTS, certify, layout
 
 #: Nobody tells the other ranks of a failure. A NaN is not seen, or only by the ranks that have it.
 THEIRS = {"failure-on-one-rank", "nan"}

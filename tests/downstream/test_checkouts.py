@@ -12,10 +12,10 @@ import sys
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import MEGATRON
 from megatron_idempotent.patching.source import locate
+from megatron_idempotent.proof.cpu import RankError
 
 FRAMEWORKS = [p for p in patches().values() if p.distribution != MEGATRON]
 
@@ -40,7 +40,7 @@ def decided(patch_id: str) -> str:
 def reproduce(patch_id: str, applied: tuple[str, ...]) -> str:
     """Runs on a rank: one reproduction, and what became of its patch."""
     from megatron_idempotent import report
-    from megatron_idempotent.cli.proof import _reproduce
+    from megatron_idempotent.proof.prove import _reproduce
 
     sys.path.insert(0, source_of(patches()[patch_id].distribution) or "")
     _reproduce(patch_id, applied, True)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from loops import BRIDGE, SLIME, VERL, load, write
 
-from megatron_idempotent.cpu import RankError
 from megatron_idempotent.patching.source import locate
+from megatron_idempotent.proof.cpu import RankError
 
 TAKEN = "config.no_sync_func is taken"
 REDUCED_EARLY = "has registered 3 gradients|Cannot set grad twice"  # the latter before 0.16
@@ -34,7 +34,7 @@ def status(patch_id: str) -> str:
 
 
 def build(**options):
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(**options)
     model.config.no_sync_func = None  # it is for the framework to set

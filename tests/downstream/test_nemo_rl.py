@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError
 
 SOURCE = os.environ.get("NEMO_RL_SOURCE", "")
 STEPS = 3

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.decide import MEGATRON
 from megatron_idempotent.patching.source import locate
+from megatron_idempotent.proof.cpu import RankError
 
 FOLDER = Path(__file__).parents[2] / "docs" / "recipes"
 

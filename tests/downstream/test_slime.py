@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
 from megatron_idempotent.patching.source import locate
+from megatron_idempotent.proof.cpu import RankError
 
 SOURCE = os.environ.get("SLIME_SOURCE", "")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent import cpu
 from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.proof import cpu
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 found = installed("megatron-core")

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_idempotent.cpu.probes import peak_bytes
 from megatron_idempotent.fp8.blockwise import (
     BLOCK,
     check_cuts,
     dequantize_blockwise,
     quantize_blockwise,
 )
+from megatron_idempotent.proof.cpu.probes import peak_bytes
 
 SCALES = ["float32", "ue8m0"]
 #: All finite numbers of E4M3.

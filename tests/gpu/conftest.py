@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.cpu.gpu import Device, chosen
+from megatron_idempotent.proof.cpu.gpu import Device, chosen
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,7 @@ LEFT_OUT = {
     "share one go over gloo and host memory",
     "weights broadcast by NCCL (ProcessGroupSender)": "two GPUs",
     "tests/step/test_fsdp*": "two GPUs: FSDP2's collectives pass by the staging of shared GPUs",
-    "tests/engines_vllm, tests/trainer/test_vllm.py": "vLLM",
+    "tests/rl/engines_vllm, tests/rl/trainer/test_vllm.py": "vLLM",
     "FP8 layers, fused attention, the GroupedMLP of experts": "Transformer Engine",
     "OptimizerCudaGraphWrapper on Megatron's own optimizer": "Transformer Engine's capturable Adam",
 }

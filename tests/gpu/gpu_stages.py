@@ -108,7 +108,7 @@ def prove(run: Run) -> tuple[Rows, str]:
     asked = run.start(
         "affected",
         "-c",
-        "from megatron_idempotent.cli.proof import affected; print('\\n'.join(affected()))",
+        "from megatron_idempotent.proof.prove import affected; print('\\n'.join(affected()))",
     )
     asked.wait()
     ids = asked.output.split()
@@ -135,7 +135,7 @@ def prove(run: Run) -> tuple[Rows, str]:
 #: Suites of the tree that take a device, and what of them one GPU cannot run.
 SUITES = (
     "tests/gpu",
-    "tests/cpu/test_staging.py",
+    "tests/proof/cpu/test_staging.py",
     "tests/parity/test_train_again.py",
     "tests/step/test_same_gradient.py",
     "tests/patches/test_full_cuda_graph.py",

@@ -63,7 +63,7 @@ def rebuilt(rebuild: bool) -> tuple[list[float], bytes, str]:
     import torch.distributed as dist
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     bench = tiny.build(overlap_param_gather=True)

@@ -40,7 +40,7 @@ def allocated(ends: tuple[str, ...]) -> list[int]:
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     bench = tiny.build(overlap_param_gather=True, config_overrides={"hidden_size": 256})
@@ -76,7 +76,7 @@ def taken_and_given_back() -> tuple[int, int, bool]:
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     bench = tiny.build(config_overrides={"hidden_size": 256})

@@ -25,7 +25,7 @@ def fall_behind() -> None:
     """Queue a kernel that takes its time, on a GPU."""
     import torch
 
-    from megatron_idempotent.cpu import is_enabled
+    from megatron_idempotent.proof.cpu import is_enabled
 
     if not is_enabled():
         torch.cuda._sleep(CYCLES)
@@ -33,7 +33,7 @@ def fall_behind() -> None:
 
 def build(options: dict[str, Any], late: bool) -> Any:
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
     bench = tiny.build(**options)

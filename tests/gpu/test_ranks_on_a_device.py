@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent import cpu
-from megatron_idempotent.cpu import gpu
+from megatron_idempotent.proof import cpu
+from megatron_idempotent.proof.cpu import gpu
 
 
 def where_it_computes() -> tuple[str, str, str, float]:
@@ -40,7 +40,7 @@ def test_two_ranks_compute_on_the_device_too(device, megatron_ranks):
 _ASKED = """
 import importlib, importlib.util, json, sys, warnings
 warnings.simplefilter("ignore")
-from megatron_idempotent.cpu import device, runtime
+from megatron_idempotent.proof.cpu import device, runtime
 asked = set()
 def told(name, answer):
     if isinstance(answer, type):
@@ -146,7 +146,7 @@ def test_ranks_on_a_gpu_use_deterministic_kernels_and_others_see_none(device, me
 _PREPARED = """
 import importlib, json, sys, warnings
 warnings.simplefilter("ignore")
-from megatron_idempotent.cpu import gpu
+from megatron_idempotent.proof.cpu import gpu
 gpu.require = lambda: None
 gpu.prepare()
 for name in sys.argv[1:]:
@@ -155,7 +155,7 @@ for name in sys.argv[1:]:
 import torch, torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from megatron.core.transformer.moe import moe_utils
-from megatron_idempotent.cpu import is_enabled, staging
+from megatron_idempotent.proof.cpu import is_enabled, staging
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 seen = []
 copy_back = staging._Staged.copy_back

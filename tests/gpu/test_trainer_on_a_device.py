@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
-from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
 from megatron_idempotent.patching.source import locate
-from megatron_idempotent.trainer import launch
-from megatron_idempotent.trainer.config import load_config
-from megatron_idempotent.trainer.measure import MemoryLedger, MemoryReading, Stopwatch
-from megatron_idempotent.trainer.output import prepare
+from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
+from megatron_idempotent.rl.trainer import launch
+from megatron_idempotent.rl.trainer.config import load_config
+from megatron_idempotent.rl.trainer.measure import MemoryLedger, MemoryReading, Stopwatch
+from megatron_idempotent.rl.trainer.output import prepare
 
 SMALL = (
     *("model.hidden=32", "model.ffn=32", "rollout.prompts=8", "rollout.group_size=8"),
@@ -109,7 +109,7 @@ def test_a_cpu_has_no_ledger():
 def test_a_run_that_asks_for_a_gpu_ends_with_one_line_where_there_is_none(
     tmp_path, capfd, monkeypatch
 ):
-    from megatron_idempotent.trainer.main import main
+    from megatron_idempotent.rl.trainer.main import main
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = ["--out", str(tmp_path / "run"), "--quiet", "--rollouts", "1"]

@@ -18,10 +18,10 @@ def synced(folder: str, rounds: int) -> list[tuple[bool, float, list[int]]]:
     import torch
 
     from benchmarks.weight_sync import _model, _train
-    from megatron_idempotent.engines import Request
-    from megatron_idempotent.engines.transformers import TransformersEngine
-    from megatron_idempotent.hf import MegatronWeights
-    from megatron_idempotent.sync import SyncSettings, WeightSync
+    from megatron_idempotent.rl.engines import Request
+    from megatron_idempotent.rl.engines.transformers import TransformersEngine
+    from megatron_idempotent.rl.hf import MegatronWeights
+    from megatron_idempotent.rl.sync import SyncSettings, WeightSync
 
     chunks, arch = _model(Path(folder), 128)
     engine = TransformersEngine(Path(folder), device="cuda")
@@ -64,8 +64,8 @@ def handed_over(versions: int) -> list[bool]:
     import torch
     import torch.distributed as dist
 
-    from megatron_idempotent.weights import Bucket, WeightUpdate, checksum
-    from megatron_idempotent.weights.transports import CudaIpcSender, receiver
+    from megatron_idempotent.rl.weights import Bucket, WeightUpdate, checksum
+    from megatron_idempotent.rl.weights.transports import CudaIpcSender, receiver
 
     group = dist.new_group(backend="gloo")
 
@@ -114,8 +114,8 @@ def staged_beside(nbytes: int) -> tuple[bool, bool]:
     busy."""
     import torch
 
-    from megatron_idempotent.engines.transformers.weights import Incoming
-    from megatron_idempotent.weights import Bucket, TensorInfo, WeightUpdate
+    from megatron_idempotent.rl.engines.transformers.weights import Incoming
+    from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightUpdate
 
     weights = torch.randint(0, 127, (nbytes,), dtype=torch.uint8, device="cuda")
     bucket, infos = Bucket.of(0, {"w": weights}), [TensorInfo.of("w", weights)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.cpu.probes import Activity
+from megatron_idempotent.proof.cpu.probes import Activity
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"overlap_param_gather": True}),
@@ -22,8 +22,8 @@ def steps(options: dict[str, Any], extra: bool = False) -> tuple[dict[str, int],
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
-    from megatron_idempotent.cpu.probes import activity
+    from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.proof.cpu.probes import activity
 
     bench = tiny.build(**options)
 

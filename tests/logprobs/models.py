@@ -13,8 +13,8 @@ import torch
 
 import megatron_idempotent
 from megatron_idempotent import token_logprobs
-from megatron_idempotent.cpu import tiny
 from megatron_idempotent.logprobs.model import model_logprobs
+from megatron_idempotent.proof.cpu import tiny
 
 REAL = tiny.VOCABULARY - 5
 """Tokens in the vocabulary, of which the other columns are padding."""

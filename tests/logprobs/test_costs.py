@@ -16,7 +16,7 @@ def collectives() -> list[tuple[list[str], list[str]]]:
     import torch.distributed as dist
 
     from megatron_idempotent import token_logprobs
-    from megatron_idempotent.cpu.probes import watching_collectives
+    from megatron_idempotent.proof.cpu.probes import watching_collectives
 
     found = []
     for workspace in (1, None):
@@ -49,7 +49,7 @@ def memory() -> dict[tuple[str, str, str], float]:
     import torch
 
     from megatron_idempotent import token_logprobs
-    from megatron_idempotent.cpu.probes import peak_bytes
+    from megatron_idempotent.proof.cpu.probes import peak_bytes
 
     found = {}
     targets = torch.randint(0, V, (B, S))

@@ -43,7 +43,7 @@ def collectives() -> dict[str, list[list[str]]]:
     import torch
     import torch.distributed as dist
 
-    from megatron_idempotent.cpu.probes import watching_collectives
+    from megatron_idempotent.proof.cpu.probes import watching_collectives
 
     found: dict[str, list[list[str]]] = {}
     for workspace in (1, None):
@@ -71,7 +71,7 @@ def memory() -> dict[tuple[str, str, str], float]:
     """Runs on a rank: most memory held, in sizes of the logits, for forward and backward."""
     import torch
 
-    from megatron_idempotent.cpu.probes import peak_bytes
+    from megatron_idempotent.proof.cpu.probes import peak_bytes
 
     found = {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -135,7 +135,7 @@ def what_is_needed() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from megatron_idempotent import token_logprobs
-    from megatron_idempotent.cpu.probes import peak_bytes
+    from megatron_idempotent.proof.cpu.probes import peak_bytes
 
     class Products(TorchDispatchMode):
         shapes: list[tuple[int, ...]]

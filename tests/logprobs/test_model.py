@@ -149,8 +149,8 @@ def largest() -> list[int]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from megatron_idempotent.cpu import tiny
     from megatron_idempotent.logprobs import sources
+    from megatron_idempotent.proof.cpu import tiny
 
     class Watching(TorchDispatchMode):
         rows = 0

@@ -103,7 +103,7 @@ def without_patches() -> str:
     import models
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     torch.manual_seed(0)
     (chunk,) = tiny.build(with_optimizer=False, layers_per_stage=1).chunks
@@ -116,7 +116,7 @@ def without_patches() -> str:
 
 
 def test_an_older_release_asks_for_its_patch(megatron_ranks):
-    from megatron_idempotent.cli.proof import affected
+    from megatron_idempotent.proof.prove import affected
 
     (said,) = megatron_ranks(1, without_patches)
     if "logits-always-built" in affected():

@@ -13,7 +13,7 @@ def gathered(align: bool) -> bytes:
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
     # The output layer has a bucket of its own, which nobody else waits for.
@@ -76,7 +76,7 @@ def rounded() -> None:
 
     import megatron_idempotent
     from megatron_idempotent import TokenStats
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
     (chunk,) = tiny.build(dtype="bf16", with_optimizer=False, overlap_grad_reduce=False).chunks

@@ -14,7 +14,7 @@ def collectives() -> list[tuple[list[int], list[str]]]:
     import torch.distributed as dist
 
     from megatron_idempotent import Sampling, token_logprobs
-    from megatron_idempotent.cpu.probes import watching_collectives
+    from megatron_idempotent.proof.cpu.probes import watching_collectives
 
     torch.manual_seed(0)
     whole = torch.randn(8, 2 * V) * 4
@@ -69,7 +69,7 @@ def memory() -> dict[str, float]:
     import torch
 
     from megatron_idempotent import Sampling, token_logprobs
-    from megatron_idempotent.cpu.probes import peak_bytes
+    from megatron_idempotent.proof.cpu.probes import peak_bytes
 
     tokens, columns, found = 512, 16384, {}
     targets = torch.randint(0, columns, (tokens,))

@@ -19,7 +19,7 @@ import megatron_idempotent
 TESTS = Path(__file__).parents[1]
 PACKAGE = Path(megatron_idempotent.__file__).parent
 #: Of the tests' runtime, not of the package's flows.
-APART = ("cpu/",)
+APART = ("proof/cpu/",)
 _FUNCTION = 0x1  # CO_OPTIMIZED: neither a module nor the body of a class
 
 
@@ -56,8 +56,8 @@ def applied() -> list[str]:
     """
     from megatron.core.tensor_parallel import random
 
-    from megatron_idempotent.cpu import tiny
     from megatron_idempotent.patching.catalog import hazards
+    from megatron_idempotent.proof.cpu import tiny
 
     tiny.build(with_optimizer=False)  # the function wants process groups
     hazards()  # what importing case files runs is no part of the flow
@@ -91,9 +91,9 @@ def sampled(folder: str) -> list[str]:
     from toy import Toy
     from transformers import AutoModelForCausalLM
 
-    from megatron_idempotent.controller import Fleet
-    from megatron_idempotent.engines import Request
-    from megatron_idempotent.engines.transformers import TransformersEngine
+    from megatron_idempotent.rl.controller import Fleet
+    from megatron_idempotent.rl.engines import Request
+    from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
     async def flow() -> set[str]:
         engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(folder), name="a")
@@ -139,9 +139,9 @@ def published(folder: str) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from megatron_idempotent.engines.transformers import TransformersEngine
-    from megatron_idempotent.hf import MegatronWeights
-    from megatron_idempotent.sync import WeightSync
+    from megatron_idempotent.rl.engines.transformers import TransformersEngine
+    from megatron_idempotent.rl.hf import MegatronWeights
+    from megatron_idempotent.rl.sync import WeightSync
 
     hf_programs.parallel()
     arch, _, chunks = hf_programs.loaded(Path(folder), params_dtype=torch.float32)
@@ -170,5 +170,5 @@ def streamed() -> list[str]:
     controller = toy.controller
     with traced() as found:
         run_virtually(controller.run(until=2))
-    found -= {name for name in found if name.startswith("simulator/")}
+    found -= {name for name in found if name.startswith("rl/simulator/")}
     return sorted(found)

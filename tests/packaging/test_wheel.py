@@ -265,8 +265,9 @@ print(json.dumps(found))
 
 
 def test_without_torch_every_public_name_says_what_brings_it_or_works(installed):
-    parts = ("", ".cpu", ".controller", ".hf", ".engines", ".sync", ".weights", ".workers")
-    packages = [f"megatron_idempotent{part}" for part in parts]
+    rooms = ("controller", "hf", "engines", "sync", "weights", "workers")
+    packages = ["megatron_idempotent", "megatron_idempotent.proof.cpu"]
+    packages += [f"megatron_idempotent.rl.{room}" for room in rooms]
     command = (sys.executable, "-S", "-I", "-c", WITHOUT_TORCH, str(installed), *packages)
     found = json.loads(run(*command, cwd=installed))
     for name, (message, missing) in found.items():
@@ -274,6 +275,6 @@ def test_without_torch_every_public_name_says_what_brings_it_or_works(installed)
         assert message.startswith(f"{name} needs {missing}, which is not installed: ")
         extra = "controller" if missing == "pydantic" else "trainer"
         assert f"pip install 'megatron-idempotent[{extra}]'" in message
-    asked = {"TrainStep", "token_logprobs", "seed_all", "guarded_window", "controller.Controller"}
+    asked = {"TrainStep", "token_logprobs", "seed_all", "rl.controller.Controller"}
     assert {f"megatron_idempotent.{name}" for name in asked} <= found.keys()
-    assert "megatron_idempotent.workers.EmbeddedRanks" not in found, "it needs neither"
+    assert "megatron_idempotent.rl.workers.EmbeddedRanks" not in found, "it needs neither"

@@ -305,7 +305,7 @@ class _Gpt:
     """A bench of `cpu.tiny` in some layout, and the same without what the program is about."""
 
     def __init__(self, setting: Setting) -> None:
-        from megatron_idempotent.cpu import tiny
+        from megatron_idempotent.proof.cpu import tiny
 
         _, options = LAYOUTS[setting.net]
         self.model = tiny.build(

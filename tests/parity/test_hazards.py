@@ -9,9 +9,9 @@ import re
 
 import pytest
 
-from megatron_idempotent.cli.proof import affected, beside, outcome
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.record import Limit
+from megatron_idempotent.proof.prove import affected, beside, outcome
 
 AFFECTED = affected()
 PATCHED = [hazard_id for hazard_id in AFFECTED if hazard_id in patches()]

@@ -110,7 +110,7 @@ def _sizes(values: list[Any]) -> list[Any]:
 def windows(layout: Layout, applied: bool) -> tuple[list[str], list[Any]]:
     """Runs on a rank: collectives of a few windows and steps, and losses, gradients, parameters."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if applied:
         megatron_idempotent.apply(strict=True)
@@ -153,7 +153,7 @@ def test_windows_and_steps_are_stocks_to_the_bit_and_to_the_collective(layout, m
 def train(options: tuple[str, ...], applied: bool) -> tuple[list[str], list[float], bytes]:
     """Runs on a rank: one call of stock `train` over three iterations."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     if applied:
         megatron_idempotent.apply(strict=True)

@@ -85,7 +85,7 @@ def microbatches(first: int, size: int, rank: int) -> Iterator[Any]:
     """(tokens [B, T], positions [B, T], mask) from microbatch `first` of this rank on."""
     import torch
 
-    from megatron_idempotent.cpu.program import SEQUENCE, VOCABULARY
+    from megatron_idempotent.proof.cpu.program import SEQUENCE, VOCABULARY
 
     positions_BT = torch.arange(SEQUENCE).expand(size, -1)
     hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
@@ -102,7 +102,7 @@ def three_rollouts(layout: Layout, where: str, iteration: int) -> dict[str, Any]
     from megatron.core.rerun_state_machine import RerunDataIterator
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     megatron_idempotent.apply(strict=True)
     running = program.start(layout.options, pp=layout.pp, vpp=layout.vpp)

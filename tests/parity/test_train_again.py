@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
 from megatron_idempotent.patching.source import locate
+from megatron_idempotent.proof.cpu import RankError
 
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 NO_SYNC = r"config\.no_sync_func must be None"
@@ -62,7 +62,7 @@ def train(
 ) -> tuple[list[float], bytes, int]:
     """Runs on a rank: losses seen on the last stage, the parameters' bytes, `args.iteration`."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     if applied:
         megatron_idempotent.apply(strict=True)
@@ -86,7 +86,7 @@ def train_and_use(layout: Layout, folder: str) -> tuple[list[float], bytes, int]
     from megatron.training.checkpointing import save_checkpoint
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     megatron_idempotent.apply(strict=True)
     # Or upstream starts a process for it, which imports Megatron: some ten seconds.
@@ -112,7 +112,7 @@ def train_and_use(layout: Layout, folder: str) -> tuple[list[float], bytes, int]
 def train_apply_revert(layout: Layout) -> str:
     """Runs on a rank: two calls that work, then what a third one says after `revert()`."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     megatron_idempotent.apply(strict=True)
     running = program.start(layout.options)
@@ -186,7 +186,7 @@ def train_with_a_custom_no_sync() -> None:
     from contextlib import nullcontext
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     megatron_idempotent.apply(strict=True)
     running = program.start(["--overlap-grad-reduce"])
@@ -202,7 +202,7 @@ def test_a_custom_no_sync_func_still_meets_upstreams_assertion(megatron_ranks):
 def train_interrupted(completed: int) -> tuple[bool, int]:
     """Runs on a rank: one call whose optimizer raises after `completed` iterations."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     megatron_idempotent.apply(strict=True)
     running = program.start(OVERLAP, pp=2, vpp=2)

@@ -28,7 +28,7 @@ def train(layout, calls, layers, *, applied):
     from lora import Lora
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     if applied:
         megatron_idempotent.apply(strict=True)

@@ -43,7 +43,7 @@ def unguard():
 def build(**layout):
     """A tiny model with all patches applied."""
     megatron_idempotent.apply()
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     return tiny.build(**layout)
 

@@ -32,7 +32,7 @@ def timers() -> tuple[set[str], set[str]]:
     """Runs on a rank: timers running after an aborted window, and after the abort."""
     from megatron.core.timers import Timers
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_grad_reduce=False)
     model.config.timers = Timers(2, "minmax")
@@ -79,7 +79,7 @@ def counts_of_experts() -> list[tuple[float, float]]:
     """Runs on a rank: tokens counted and auxiliary losses logged, before and after the abort."""
     import sys
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         experts=4,
@@ -126,7 +126,7 @@ def lists_of_a_window() -> list[int]:
     """Runs on a rank: lengths of what the next window would take for its own."""
     import types
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build()
     inner = model.chunks[0].module
@@ -145,7 +145,7 @@ def shared_experts() -> bool:
     """Runs on a rank: whether a window is right after one that ended between pieces of a layer."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         experts=4,
@@ -180,7 +180,7 @@ def states() -> tuple[Any, ...]:
     from megatron.core import rerun_state_machine
     from megatron.core.tensor_parallel import random
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build()
     untouched = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE

@@ -40,7 +40,7 @@ def abort_at_every_site(recovery: str, options: dict[str, Any]) -> tuple[set[str
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if recovery != "abort_window":
         megatron_idempotent.apply()

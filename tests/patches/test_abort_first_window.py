@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from abort_sites import Interrupted
 
-from megatron_idempotent.cli.proof import affected
-from megatron_idempotent.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError
+from megatron_idempotent.proof.prove import affected
 
 pytestmark = pytest.mark.skipif(
     "first-window-aborted" not in affected(), reason="before 0.16 nothing is learned"
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 def _build(applied: bool) -> tuple[Any, Any]:
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if applied:
         megatron_idempotent.apply()
@@ -28,7 +28,7 @@ def _build(applied: bool) -> tuple[Any, Any]:
 def _loss(model: Any, seed: int) -> Any:
     import torch
 
-    from megatron_idempotent.cpu.bench import BATCH, SEQUENCE, microbatches
+    from megatron_idempotent.proof.cpu.bench import BATCH, SEQUENCE, microbatches
 
     tokens_BT = next(microbatches(seed))
     positions_BT = torch.arange(SEQUENCE).expand(BATCH, -1)
@@ -104,7 +104,7 @@ def text_only_first(*, applied: bool) -> tuple[list[bool], bool]:
 
 def _without_the_layer() -> Any:
     """The same weights and buckets, of which only the very first window is used."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(layers_per_stage=1, wire=False)
     _layer_left_out(model)

@@ -19,7 +19,7 @@ def abort_at_every_stage(recovery: str, options: dict[str, Any]) -> dict[str, st
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if recovery != "abort_window":
         megatron_idempotent.apply()

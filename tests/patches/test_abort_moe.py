@@ -28,7 +28,7 @@ def windows(
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if recovery == "patches":
         megatron_idempotent.apply()

@@ -34,7 +34,7 @@ def _start(mode: str) -> tuple[Any, _Counted, Callable[[Callable[..., Any]], Any
     """A program after one iteration, its data, and its `train_step`."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     running = program.start(["--rerun-mode", mode], num_microbatches=2)
     (data,) = running.data

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from abort_sites import Interrupted
 
-from megatron_idempotent.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError
 
 
 def _abort(model: Any) -> None:
@@ -20,7 +20,7 @@ def _abort(model: Any) -> None:
 def between_two_steps(times: int) -> list[str]:
     """Runs on a rank: digests of all values after a step and `times` aborts, and one window
     later."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)
     for _ in range(2):
@@ -46,7 +46,7 @@ def test_between_two_steps_it_changes_no_value_however_often(megatron_ranks):
 
 def no_sync_held_by_a_traceback() -> bool:
     """Runs on a rank: whether synchronisation is off in a window while a dead one's exit comes."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build()
     (chunk,) = model.chunks
@@ -71,7 +71,7 @@ def coalescing_held_by_a_traceback(at: str, after: str) -> tuple[float, int]:
     from megatron.core.distributed import param_and_grad_buffer
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(distributed_optimizer=False)
     held = []
@@ -113,7 +113,7 @@ def test_later_sums_are_not_added_to_an_interrupted_reduction(megatron_ranks, at
 
 def gathers_in_flight() -> tuple[int, int]:
     """Runs on a rank: gathers in flight after a forward was interrupted, and after the abort."""
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)
     (chunk,) = model.chunks
@@ -147,7 +147,7 @@ def bad_input(which: str) -> None:
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build()
     (chunk,) = model.chunks
@@ -185,7 +185,7 @@ def zeroed_under_a_reduction() -> float:
     import torch.distributed as dist
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(only=["reduction-outlives-its-window"])
     model = tiny.build(distributed_optimizer=False)

@@ -14,7 +14,7 @@ def _calls(model, sizes, *, window=None, forward_step=None, between=None):
     """Zero the gradients, then call the schedule once per size on one stream of microbatches."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
@@ -38,7 +38,7 @@ def _calls(model, sizes, *, window=None, forward_step=None, between=None):
 
 def _moe(**options):
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     overrides = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
@@ -155,7 +155,7 @@ def per_token() -> list[bool]:
     import torch
 
     from megatron_idempotent import accumulation_window
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = _moe(config_overrides={"calculate_per_token_loss": True})
 
@@ -198,7 +198,7 @@ def mtp_scales() -> list[float]:
 
     import megatron_idempotent
     from megatron_idempotent import accumulation_window
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build()

@@ -10,7 +10,7 @@ FUNCTIONS = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
 def _run(model, num_microbatches):
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     get_forward_backward_func()(
         forward_step_func=model._forward_step([]),
@@ -26,7 +26,7 @@ def _run(model, num_microbatches):
 def said(case: str) -> str:
     """Runs on a rank: the error of one wrong use."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if case != "unpatched":
         megatron_idempotent.apply()
@@ -148,7 +148,7 @@ def left_behind() -> list[bool]:
 
     import megatron_idempotent
     from megatron_idempotent import accumulation_window
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build()

@@ -19,7 +19,7 @@ def step_on(change: str, options: dict) -> str:
 
     os.environ["MEGATRON_IDEMPOTENT_CHECK"] = "1"
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     assert megatron_idempotent.apply(strict=True)[ID].status in ("applied", "already_applied")
     model = tiny.build(**options)

@@ -26,7 +26,7 @@ def continued(folder: str) -> list[bool]:
     from megatron.core import dist_checkpointing
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
 

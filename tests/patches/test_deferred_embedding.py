@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError
 
 
 def behind_an_abort() -> list[tuple[int, int]]:
@@ -48,7 +48,7 @@ def chained() -> bool:
     from megatron_idempotent.patches import _deferred_embedding
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = _deferred_embedding.build(overlap_grad_reduce=False)
@@ -85,8 +85,8 @@ def overlapped(options: dict) -> list[bool]:
     from megatron_idempotent.patches import _deferred_embedding
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
     from megatron_idempotent.megatron import ddp
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
     plain, deferring = tiny.build(pp=2, **options), _deferred_embedding.build(**options)
@@ -116,7 +116,7 @@ def nobody_computes_it() -> list[str]:
     from megatron_idempotent.patches import _deferred_embedding
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
     plain, model = tiny.build(pp=2), _deferred_embedding.build()
@@ -156,8 +156,8 @@ def computed_by_the_caller(applied: bool) -> list[bytes]:
     from megatron_idempotent.patches import _deferred_embedding, _neighbours
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
     from megatron_idempotent.megatron import schedules
+    from megatron_idempotent.proof.cpu import tiny
 
     if applied:
         megatron_idempotent.apply(strict=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError
 
 ONLY = ["params-stale-after-step", "pending-gather-dropped", "start-param-sync-reentry"]
 
 
 def built(*, applied: bool = True, **layout):
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if applied:
         megatron_idempotent.apply(only=ONLY)
@@ -21,7 +21,7 @@ def built(*, applied: bool = True, **layout):
 def synced(model) -> tuple[int, int]:
     """Bucket groups that were pending, and collectives that it took."""
     import megatron_idempotent
-    from megatron_idempotent.cpu.probes import watching_collectives
+    from megatron_idempotent.proof.cpu.probes import watching_collectives
 
     seen: list[str] = []
     with watching_collectives(lambda name, _: seen.append(name)):

@@ -29,7 +29,7 @@ def fail(*_: Any) -> Any:
 def started(*options: str) -> tuple[Any, Any]:
     """Runs on a rank: upstream's module `training` and a program under the patches."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     megatron_idempotent.apply(strict=True)
     running = program.start([*options, "--eval-iters", "2"])
@@ -131,7 +131,7 @@ def losses_after_an_update(*options: str) -> list[float]:
     """Runs on a rank: evaluations after a step whose parameters were not gathered yet."""
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    from megatron_idempotent.cpu.program import _batches
+    from megatron_idempotent.proof.cpu.program import _batches
 
     training, running = started(*options)
     training.checkpoint_and_decide_exit, decide = fail, training.checkpoint_and_decide_exit

@@ -20,7 +20,7 @@ def called(offloaded: bool) -> list[int]:
     from megatron.training import get_args
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     megatron_idempotent.apply()
     running = program.start(["--use-distributed-optimizer"])

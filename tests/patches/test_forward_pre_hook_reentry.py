@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError
 
 
 def _patched_model(*, applied: bool = True):
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if applied:
         megatron_idempotent.apply(only=["forward-pre-hook-reentry"])

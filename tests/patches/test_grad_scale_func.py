@@ -7,7 +7,7 @@ import pytest
 
 def _build(**options):
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(only=["grad-scale-func"])
     return tiny.build(wire=False, overlap_grad_reduce=False, **options)
@@ -109,7 +109,7 @@ def test_a_model_whose_optimizer_is_gone_computes_what_one_without_any_does(mega
 def scaled_by_the_loss_function(applied: bool) -> list[float]:
     """Runs on a rank: gradient norms of three steps whose loss function calls `scale_loss`."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if applied:
         megatron_idempotent.apply(strict=True)

@@ -25,7 +25,7 @@ def _fail_each(layout, cases, microbatches, first_window=False, windows_before=2
     import torch
     import torch.distributed as dist
 
-    from megatron_idempotent.ranks.agreement import WindowAborted
+    from megatron_idempotent.window.agreement import WindowAborted
 
     reference = build(**layout)
     expected = [reference.forward_backward(microbatches, data_seed=1), reference.gradients()]
@@ -117,7 +117,7 @@ def fail_in_one_of_two_calls() -> list[bool]:
     import torch.distributed as dist
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_idempotent.ranks.agreement import WindowAborted
+    from megatron_idempotent.window.agreement import WindowAborted
 
     model = build()
     model.config.finalize_model_grads_func = None

@@ -62,7 +62,7 @@ KINDS = [
 
 
 def built(kind: dict, *, overlap: bool = True):
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     return tiny.build(dtype="bf16", layer_wise=True, overlap_param_gather=overlap, **kind)
 

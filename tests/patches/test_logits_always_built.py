@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.cli.proof import affected
+from megatron_idempotent.proof.prove import affected
 
 
 def _model() -> tuple[Any, tuple[Any, ...]]:
@@ -14,7 +14,7 @@ def _model() -> tuple[Any, tuple[Any, ...]]:
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
     (chunk,) = tiny.build(with_optimizer=False, layers_per_stage=1).chunks

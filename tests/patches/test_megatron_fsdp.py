@@ -65,7 +65,7 @@ def computed_with(module: Any, site: str) -> Any:
 def steps_with_failures(strategy: str, overlap: bool, *, site: str | None, helper: bool) -> Any:
     """Runs on a rank: gradients, norms and parameters of three steps, with failures before two."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.window.abort import abort_window
 
     if helper:
@@ -125,7 +125,7 @@ def window_in_two_calls(strategy: str, overlap: bool, total: int | None) -> tupl
     """Runs on a rank: the gradients of two microbatches in an accumulation window, and of each
     alone."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.window.accumulation import accumulation_window
 
     megatron_idempotent.apply()
@@ -158,7 +158,7 @@ def test_a_window_in_two_calls_has_the_gradient_of_both(strategy, overlap, total
 def train_step_and_sync(strategy: str) -> list[str]:
     """Runs on a rank: what refuses a model in Megatron-FSDP says."""
     from megatron_idempotent import TrainStep
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.window.params import ensure_params_synced
 
     model = tiny.build(fsdp=strategy)

@@ -9,7 +9,7 @@ def direct_first() -> tuple[float, float, bool]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(experts=4)
@@ -39,7 +39,7 @@ def raised() -> float:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(experts=4)

@@ -22,7 +22,7 @@ def mtp_gradient(cp, layers, per_token, masked, applied):
 
     import megatron_idempotent
     from megatron_idempotent import own_positions
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(exclude=() if applied else (PATCH,))
     model = tiny.build(

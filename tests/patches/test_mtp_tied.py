@@ -24,7 +24,7 @@ OPTIONS = {
 
 def built():
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     return tiny.build(pp=STAGES, **OPTIONS)
@@ -72,7 +72,7 @@ def embedding_gradient(deferred, applied):
     from megatron_idempotent.patches import _deferred_embedding
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(exclude=() if applied else ("mtp-tied-output-weight",))
     options = {**OPTIONS, "distributed_optimizer": False, "overlap_grad_reduce": False}

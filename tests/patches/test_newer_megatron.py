@@ -27,7 +27,7 @@ def windows_read_in_between(overlap: bool) -> list[Any]:
     from megatron.core.utils import ensure_params_ready
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(overlap_param_gather=overlap)
@@ -72,7 +72,7 @@ def read_with_hooks_off() -> bool:
     from megatron.core.utils import ensure_params_ready
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(overlap_param_gather=True)

@@ -14,7 +14,7 @@ def armed(chunk) -> set[bool]:
 
 def build(**options):
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
     model = tiny.build(distributed_optimizer=False, with_optimizer=False, **options)
@@ -78,7 +78,7 @@ def kept_exception(applied: bool) -> tuple[set[int], str, bool]:
     from megatron.core.pipeline_parallel import schedules
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if applied:
         megatron_idempotent.apply(strict=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
 from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.proof.cpu import RankError
 
 release = installed("megatron-core")
 if release is None or release.release < (0, 16):
@@ -16,7 +16,7 @@ ONLY = ["offload-drops-gradients", "zero-grad-while-offloaded"]
 
 def built(**layout):
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(only=ONLY)
     return tiny.build(**layout)
@@ -88,7 +88,7 @@ def gradients_that_nobody_steps_on(applied: bool) -> bytes:
     """Runs on a rank: offloads of gradients that are zeroed, skipped, used otherwise, or not
     wanted."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if applied:
         megatron_idempotent.apply(strict=True)

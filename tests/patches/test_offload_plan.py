@@ -8,8 +8,8 @@ import io
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
 from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.proof.cpu import RankError
 
 release = installed("megatron-core")
 if release is None or release.release < (0, 16):
@@ -32,7 +32,7 @@ def run(program: str, patched: bool, offload: bool, layout: dict) -> list[tuple[
     from megatron_idempotent.patches import offload_plan_mislearned as case
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if patched:
         megatron_idempotent.apply(only=[ID])

@@ -19,7 +19,7 @@ def adapted_gradients(recomputed, adapted, **options):
     from megatron.core.tensor_parallel.random import CheckpointFunction
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
     original, backwards = CheckpointFunction.backward, []

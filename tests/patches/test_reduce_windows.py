@@ -7,7 +7,7 @@ import pytest
 
 def build(**options):
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
     return tiny.build(**{"with_optimizer": False, **options})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError
 
 
 def handed_on(seeds: tuple[int, ...], *, pp: int, applied: bool = True) -> tuple[int, int]:

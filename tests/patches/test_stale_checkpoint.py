@@ -20,8 +20,8 @@ def save_one_of_two(which: str) -> tuple[list[int], list[int]]:
     from megatron.core import dist_checkpointing
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
     from megatron_idempotent.megatron import gather
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(only=["checkpoint-before-gather"])
     models = [tiny.build(overlap_param_gather=True, dtype=dtype) for dtype in ("fp32", "bf16")]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from layouts import some_of
 
-from megatron_idempotent.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError
 
 ALL = ("params-stale-after-step", "pending-gather-dropped", "start-param-sync-reentry")
 
 
 def built(only, **layout):
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(only=list(only))
     return tiny.build(**{"overlap_param_gather": True, **layout})
@@ -33,7 +33,7 @@ def collectives_of_training(only: tuple[str, ...], layout: dict, iterations: int
 
     With the hooks as `train()` has them: off in the first iteration, on from the second.
     """
-    from megatron_idempotent.cpu.probes import watching_collectives
+    from megatron_idempotent.proof.cpu.probes import watching_collectives
 
     issued: list[str] = []
     model = built(only, **layout)

@@ -47,7 +47,7 @@ def run_program(operations: list[tuple[str, int]], *, overlap: bool, **layout) -
     import torch
 
     from megatron_idempotent import ensure_params_synced
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_param_gather=overlap, **layout)
     seen: list = []

@@ -17,7 +17,7 @@ def timed(**layout: Any) -> tuple[Any, Any]:
     from megatron.core.timers import Timers
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(overlap_grad_reduce=False, **layout)

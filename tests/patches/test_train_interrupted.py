@@ -26,7 +26,7 @@ class Failure(Exception):
 def started(*options: str) -> tuple[Any, Any]:
     """Runs on a rank: upstream's module `training` and a program under the patches."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     megatron_idempotent.apply(strict=True)
     running = program.start(options)

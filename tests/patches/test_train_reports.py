@@ -18,7 +18,7 @@ def window(loss_func: Callable[[Any], Any], **options: Any) -> tuple[list[Any], 
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(overlap_grad_reduce=False, with_optimizer=False)
@@ -106,7 +106,7 @@ def trace_two_models(folder: str) -> tuple[int, int]:
     from megatron.core.transformer.moe import router_trace
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     a, b = (tiny.build(experts=4, with_optimizer=False) for _ in "ab")

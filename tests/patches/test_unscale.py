@@ -17,7 +17,7 @@ OPTIMIZERS = {
 def run_windows(looks: int, windows: int, **layout) -> list:
     """Runs on a rank: what each step returned, then the loss scale and the parameters."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(only=ONLY)
     model = tiny.build(**layout)
@@ -73,7 +73,7 @@ def copies_under_a_growing_scale() -> tuple[float, float]:
     """Runs on a rank: the norm after one and two `prepare_grads`, the scale having doubled
     between."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(only=ONLY)
     overrides = {"initial_loss_scale": 16.0, "loss_scale_window": 1}
@@ -98,7 +98,7 @@ def test_copies_are_unscaled_by_the_scale_that_the_loss_had(megatron_ranks):
 def step_twice(loss_scale: float) -> tuple[list[float], float]:
     """Runs on a rank: two steps on one window's gradients."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(only=ONLY)
     model = tiny.build(dtype="bf16", loss_scale=loss_scale)
@@ -116,7 +116,7 @@ def next_window() -> list[float]:
     """Runs on a rank: the second window's norm, its gradients prepared once, and without the
     patch."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     norms = []
     for only in (ONLY, []):
@@ -138,7 +138,7 @@ def clipped_by_the_caller() -> tuple[float, float]:
     """Runs on a rank: the norm of the update's gradients after prepare, clip and a step; 0.5 is
     it."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(only=ONLY)
     model = tiny.build(dtype="bf16", loss_scale=1024.0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError
 
 
 def step_losses(*, ours: bool, **layout) -> tuple[list[float], bytes]:
     """Runs on a rank: two windows and steps on a model wired by us, or by the test bench."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(wire=not ours, **layout)
     if ours:
@@ -41,7 +41,7 @@ def test_a_wired_model_trains_as_one_that_a_framework_wired(layout, megatron_ran
 def functions_after_wiring() -> tuple[bool, bool, bool, bool]:
     """Runs on a rank: a reference model's scale, then scale, no_sync and gathers of a VPP model."""
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(pp=2, vpp=2, layers_per_stage=1, wire=False)
     megatron_idempotent.wire_train_config(model.chunks)

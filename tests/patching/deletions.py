@@ -148,7 +148,7 @@ def _import_everything() -> list[str]:
     import megatron_idempotent
 
     failed = []
-    for room in ("megatron", "window", "step", "logprobs", "fp8", "patching", "ranks"):
+    for room in ("megatron", "window", "step", "logprobs", "fp8", "patching"):
         package = importlib.import_module(f"megatron_idempotent.{room}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             try:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megatron_idempotent import FSDPTrainStep
-from megatron_idempotent.cpu import tiny
+from megatron_idempotent.proof.cpu import tiny
 
 H, V = 16, tiny.VOCABULARY
 DEADLINE_S = 20.0

@@ -13,7 +13,7 @@ from split_bench import build
 
 import megatron_idempotent
 from megatron_idempotent import own_positions, shift_targets, token_logprobs
-from megatron_idempotent.cpu import tiny
+from megatron_idempotent.proof.cpu import tiny
 
 T = 32
 LENGTHS = (9, 1, 30, 17, 4, 0, 12, 26, 7, 21, 3, 14)

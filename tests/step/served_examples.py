@@ -67,8 +67,8 @@ def on_one_rank(folder: Path) -> None:
 def _controller(file: str, folder: Path, checkpoint: Path) -> None:
     from toy import Toy, ToyPrompts
 
-    from megatron_idempotent.controller import ControllerSettings, WindowedSampler
-    from megatron_idempotent.simulator.clock import run as run_virtually
+    from megatron_idempotent.rl.controller import ControllerSettings, WindowedSampler
+    from megatron_idempotent.rl.simulator.clock import run as run_virtually
 
     toy = Toy()
     main = _run(
@@ -86,7 +86,7 @@ def _controller(file: str, folder: Path, checkpoint: Path) -> None:
 
 
 def _local_engine(file: str, folder: Path, checkpoint: Path) -> None:
-    from megatron_idempotent.engines import Request
+    from megatron_idempotent.rl.engines import Request
 
     async def main() -> None:
         left = await _run(file, instead={"Qwen/Qwen3-0.6B": str(checkpoint)}, Request=Request)
@@ -99,7 +99,7 @@ def _local_engine(file: str, folder: Path, checkpoint: Path) -> None:
 def _sglang_engine(file: str, folder: Path, checkpoint: Path) -> None:
     from sglang_server import FakeSglang
 
-    from megatron_idempotent.engines import Request
+    from megatron_idempotent.rl.engines import Request
 
     async def main(url: str) -> None:
         instead = {
@@ -119,7 +119,7 @@ def _sglang_engine(file: str, folder: Path, checkpoint: Path) -> None:
 def _update() -> dict[str, Any]:
     from memory_engine import INFOS, Source
 
-    from megatron_idempotent.weights import WeightUpdate
+    from megatron_idempotent.rl.weights import WeightUpdate
 
     buckets = list(Source(1).buckets(bucket_bytes=1))
     return {"update": WeightUpdate(id="u", version=1), "infos": INFOS, "buckets": buckets}
@@ -178,7 +178,7 @@ def _weight_sync(file: str, folder: Path, checkpoint: Path) -> None:
 
 
 def _server(file: str, folder: Path, checkpoint: Path) -> None:
-    from megatron_idempotent.workers import wire
+    from megatron_idempotent.rl.workers import wire
 
     async def main() -> None:
         names = dict(names_of(file))
@@ -204,15 +204,15 @@ def _server(file: str, folder: Path, checkpoint: Path) -> None:
 
 #: Each is called with its file, a folder, and a checkpoint.
 SERVED = {
-    "controller/controller.py": _controller,
-    "engines/transformers/engine.py": _local_engine,
-    "engines/sglang/engine.py": _sglang_engine,
-    "engines/sglang/updates.py": _sglang_folder,
-    "engines/vllm/inbox.py:Inbox": _inbox,
-    "sync/fan_out.py": _fan_out,
-    "sync/weight_sync.py": _weight_sync,
-    "weights/staging.py:Staging": _staging,
-    "workers/server.py": _server,
+    "rl/controller/controller.py": _controller,
+    "rl/engines/transformers/engine.py": _local_engine,
+    "rl/engines/sglang/engine.py": _sglang_engine,
+    "rl/engines/sglang/updates.py": _sglang_folder,
+    "rl/engines/vllm/inbox.py:Inbox": _inbox,
+    "rl/sync/fan_out.py": _fan_out,
+    "rl/sync/weight_sync.py": _weight_sync,
+    "rl/weights/staging.py:Staging": _staging,
+    "rl/workers/server.py": _server,
 }
 
 
@@ -233,16 +233,16 @@ def on_two_ranks(folder: Path) -> set[str]:
         public = {name: getattr(hf, name) for name in hf.__all__}
         return asyncio.run(_run(file, **{**public, "torch": torch, **given}))
 
-    run("weights/safetensors_io.py:Checkpoint", directory=directory)
+    run("rl/weights/safetensors_io.py:Checkpoint", directory=directory)
     hf_programs.parallel(tp=2)
-    left = run("hf/config.py", instead={"/models/qwen3-8b": str(directory)})
+    left = run("rl/hf/config.py", instead={"/models/qwen3-8b": str(directory)})
     arch = left["arch"]
-    run("hf/names.py", arch=arch)
-    source = run("hf/export.py", chunks=[left["model"]], directory=directory)["source"]
+    run("rl/hf/names.py", arch=arch)
+    source = run("rl/hf/export.py", chunks=[left["model"]], directory=directory)["source"]
     sent: list[Any] = []
-    run("hf/buckets.py", source=source, send=sent.append)
+    run("rl/hf/buckets.py", source=source, send=sent.append)
     if torch.distributed.get_rank() == 0:
         assert sum(len(bucket.tensors) for bucket in sent) == len(source.tensors())
     model = test_hf_fsdp.sharded(folder, directory.name)
-    assert run("hf/fsdp.py", model=model)["source"].tensors()
+    assert run("rl/hf/fsdp.py", model=model)["source"].tensors()
     return done

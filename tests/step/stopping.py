@@ -14,7 +14,7 @@ import torch.distributed as dist
 from engines import bench_on
 from split_bench import ROWS, TokenLoss, cut, data
 
-from megatron_idempotent.ranks.agreement import SessionPoisoned, WindowAborted, is_poisoned
+from megatron_idempotent.window.agreement import SessionPoisoned, WindowAborted, is_poisoned
 
 PIECES = [1, 2]
 

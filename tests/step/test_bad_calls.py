@@ -345,7 +345,7 @@ def made_with(engine: str) -> None:
     from split_bench import TokenLoss, build, raised_by
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     if engine == "fsdp":
         import fsdp_bench

@@ -29,7 +29,7 @@ def all_by_value() -> tuple[bytes, bytes]:
     import megatron_idempotent
     from megatron_idempotent import TrainStep
     from megatron_idempotent.patching.catalog import hazards
-    from megatron_idempotent.ranks.agreement import is_poisoned, poison
+    from megatron_idempotent.window.agreement import is_poisoned, poison
 
     os.environ["A_SECRET"] = "of this process alone"
     # Locks, groups, weak keys, thread-locals and caches are in use; this rank ends anyway.
@@ -77,8 +77,8 @@ def all_by_value() -> tuple[bytes, bytes]:
             "token_logprobs": megatron_idempotent.token_logprobs,
             "poison": poison,
             "is_poisoned": is_poisoned,
-            "simulate": everything["megatron_idempotent.simulator.run.simulate"],
-            "Scenario": everything["megatron_idempotent.simulator.scenario.Scenario"],
+            "simulate": everything["megatron_idempotent.rl.simulator.run.simulate"],
+            "Scenario": everything["megatron_idempotent.rl.simulator.scenario.Scenario"],
         }
     )
 
@@ -110,7 +110,7 @@ def used(engine: str, names: bytes, code: bytes) -> None:
     from split_bench import TokenLoss, data, raised_by, split_step
 
     import megatron_idempotent
-    from megatron_idempotent.ranks import agreement
+    from megatron_idempotent.window import agreement
 
     assert cloudpickle.loads(names) == [class_of(engine) for engine in ENGINES]
     arrived: dict[str, Any] = cloudpickle.loads(code)

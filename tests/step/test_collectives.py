@@ -23,8 +23,8 @@ def recorded(run: Any) -> tuple[Counter[Call], Counter[Call]]:
     import torch
     from torch.distributed import ProcessGroup
 
-    from megatron_idempotent.cpu.probes import watching_collectives
-    from megatron_idempotent.ranks import agreement
+    from megatron_idempotent.proof.cpu.probes import watching_collectives
+    from megatron_idempotent.window import agreement
 
     seen: list[Call] = []
 

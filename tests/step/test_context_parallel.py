@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError
 
 # All is in float64 but the cross entropy, which upstream computes in float32: a term for each word,
 # and a few roundings more. The aux loss of experts has fewer.
@@ -152,7 +152,7 @@ def rows_by_themselves() -> Any:
     import torch
 
     from megatron_idempotent import all_positions, own_positions
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.step.megatron import gpt_forward
 
     torch.set_default_dtype(torch.float64)

@@ -25,26 +25,26 @@ pytestmark = NEEDS_ALL
 CLUSTER = "processes of its own, which cost 5 CPU seconds each"
 #: What is not run, by file, and what it would need.
 BOUND = {
-    "controller/data_plane.py": "a cluster of Ray's, and TransferQueue",
-    "certify/run.py": "an adapter in a package of its own",
-    "cpu/pool.py": CLUSTER,
+    "rl/controller/data_plane.py": "a cluster of Ray's, and TransferQueue",
+    "proof/certify/run.py": "an adapter in a package of its own",
+    "proof/cpu/pool.py": CLUSTER,
     "fp8/settings.py": "Transformer Engine and a GPU",
-    "engines/ray/engine.py": "a cluster of Ray's",
-    "engines/vllm/inbox.py:IncomingUpdate": "a sender beside it that sends between the lines",
-    "engines/vllm/server.py": "vLLM",
-    "engines/vllm/updates.py": "an engine of vLLM's",
+    "rl/engines/ray/engine.py": "a cluster of Ray's",
+    "rl/engines/vllm/inbox.py:IncomingUpdate": "a sender beside it that sends between the lines",
+    "rl/engines/vllm/server.py": "vLLM",
+    "rl/engines/vllm/updates.py": "an engine of vLLM's",
     "step/packed.py": "attention that takes packs: tests/step/test_packs.py has it",
-    "workers/embedded.py": CLUSTER,
-    "workers/ray.py": "a cluster of Ray's",
-    "workers/torchrun.py": "torchrun's ranks in other processes",
+    "rl/workers/embedded.py": CLUSTER,
+    "rl/workers/ray.py": "a cluster of Ray's",
+    "rl/workers/torchrun.py": "torchrun's ranks in other processes",
 }
 #: Classes of what such an example is given, by its name there.
 GIVEN = {
-    "engines/vllm/updates.py": ("updates", "engines.vllm.updates", "UpdateStager"),
+    "rl/engines/vllm/updates.py": ("updates", "rl.engines.vllm.updates", "UpdateStager"),
 }
 ON_RANKS = {
-    "cpu/probes.py:watching_collectives",
-    "cpu/attention.py",
+    "proof/cpu/probes.py:watching_collectives",
+    "proof/cpu/attention.py",
     "logprobs/kl.py:topk_kl",
     "logprobs/model.py",
     "step/fsdp.py",
@@ -54,19 +54,19 @@ ON_RANKS = {
     "step/schedule.py",
     "window/abort.py",
     "window/accumulation.py",
-    "ranks/agreement.py",
+    "window/agreement.py",
     "window/guard.py",
     "window/params.py",
     "window/setup.py",
 }
 #: On two ranks, with a checkpoint; `served_examples.SERVED` names the rest of those with a server.
 SHARDED = {
-    "hf/buckets.py",
-    "weights/safetensors_io.py:Checkpoint",
-    "hf/export.py",
-    "hf/config.py",
-    "hf/fsdp.py",
-    "hf/names.py",
+    "rl/hf/buckets.py",
+    "rl/weights/safetensors_io.py:Checkpoint",
+    "rl/hf/export.py",
+    "rl/hf/config.py",
+    "rl/hf/fsdp.py",
+    "rl/hf/names.py",
 }
 
 
@@ -125,7 +125,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
         shift_targets,
         token_logprobs,
     )
-    from megatron_idempotent.weights.records import TensorInfo
+    from megatron_idempotent.rl.weights.records import TensorInfo
 
     alignment = TokenAlignment(sequence=1, pack=1)
     wide_BTV = torch.randn(2, 8, 128, requires_grad=True)
@@ -135,7 +135,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
     installed = Path(megatron.core.__path__[0]).parents[1]
     return {
         "step/pieces.py:valid_counts": {"tokens_BT": tokens_BT, "mask_BT": mask_BT},
-        "cpu/probes.py:peak_bytes": {"logits": logits_BTV, "loss_of": torch.sum},
+        "proof/cpu/probes.py:peak_bytes": {"logits": logits_BTV, "loss_of": torch.sum},
         "cli/drift.py": {},
         "patching/contract.py": {"train": _run},
         "cli/reads.py": {},
@@ -186,8 +186,8 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "stats": SimpleNamespace(logprob=mask_BT),
             "token_logprobs": token_logprobs,
         },
-        "trainer/measure.py": {},
-        "weights/safetensors_io.py:SafetensorsFile": {
+        "rl/trainer/measure.py": {},
+        "rl/weights/safetensors_io.py:SafetensorsFile": {
             "path": tmp_path / "model.safetensors",
             "TensorInfo": TensorInfo,
             "a": mask_BT,
@@ -196,9 +196,9 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
         "patching/record.py:Reviewed": {},
         "lazy.py": {},
         "step/loss.py": {"torch": torch},
-        "weights/staging.py:SideStream": {"weight": torch.ones(3)},
-        "workers/exports.py": {"MegatronWeights": object},
-        "workers/protocol.py": {"job": None},
+        "rl/weights/staging.py:SideStream": {"weight": torch.ones(3)},
+        "rl/workers/exports.py": {"MegatronWeights": object},
+        "rl/workers/protocol.py": {"job": None},
     }
 
 
@@ -298,13 +298,13 @@ def run_on_ranks() -> set[str]:
         get_forward_backward_func=get_forward_backward_func,
     )
     run("window/params.py", **parts, model_chunks=model.chunks)
-    run("ranks/agreement.py", pack=list, rollouts=[])
-    run("cpu/probes.py:watching_collectives", model=model)
+    run("window/agreement.py", pack=list, rollouts=[])
+    run("proof/cpu/probes.py:watching_collectives", model=model)
 
     tokens_BT = microbatch["input_ids"]
     config = get_model_config(model.chunks[0])
     run(
-        "cpu/attention.py",
+        "proof/cpu/attention.py",
         config=config,
         GPTModel=GPTModel,
         get_gpt_decoder_block_spec=get_gpt_decoder_block_spec,
@@ -391,7 +391,7 @@ WRONG = {
 
 def bind_wrong(folder: Path) -> list[str]:
     """Returns what is told of wrong examples in a file of the folder."""
-    told, file = [], "cpu/pool.py"
+    told, file = [], "proof/cpu/pool.py"
     (folder / file).parent.mkdir()
     for example in WRONG:
         lines = example.replace("\n", "\n    ")

@@ -255,7 +255,7 @@ def head_gradients(instead: bool, options: dict[str, Any]) -> list[Any]:
 
     import megatron_idempotent
     from megatron_idempotent import model_logprobs, shift_targets, token_logprobs
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     import torch
@@ -304,7 +304,7 @@ def stepped_on(options: dict[str, Any], adapted: dict[str, Any], clip: float) ->
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(
@@ -355,7 +355,7 @@ def exchanged(dtype: str) -> list[bool]:
     from lora import Lora
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(before_ddp=Lora(), dtype=dtype, **GATHERS, **SMALL)

@@ -16,7 +16,7 @@ def both(kind, tied):
 
     import megatron_idempotent
     from megatron_idempotent import FSDPTrainStep, TrainStep
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     loss = getattr(split_bench, kind)()
     options = {

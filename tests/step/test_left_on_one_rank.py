@@ -63,7 +63,7 @@ def left(
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step, state
 
     from megatron_idempotent import TrainStep, rebuild_process_groups
-    from megatron_idempotent.ranks.agreement import is_poisoned
+    from megatron_idempotent.window.agreement import is_poisoned
 
     options = {"overlap_param_gather": True}
     model, scheduler, replica = build(**options)
@@ -186,8 +186,8 @@ def in_doubt() -> list[str]:
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step
 
     from megatron_idempotent import TrainStep, rebuild_process_groups
-    from megatron_idempotent.ranks.agreement import is_poisoned
     from megatron_idempotent.step import messages
+    from megatron_idempotent.window.agreement import is_poisoned
 
     model, scheduler, replica = build()
     step = TrainStep(

@@ -75,7 +75,7 @@ def fork_in_a_window() -> None:
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     def gradients_of_the_next(freed_in_microbatch: int | None) -> Any:
         dropout = {"attention_dropout": 0.1, "hidden_dropout": 0.1}

@@ -21,8 +21,8 @@ def compared(options: dict[str, Any]) -> dict[str, Any]:
     from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
 
     from megatron_idempotent import TrainStep
-    from megatron_idempotent.cpu.probes import allocations, peak_bytes
     from megatron_idempotent.megatron.ddp import bucket_groups
+    from megatron_idempotent.proof.cpu.probes import allocations, peak_bytes
 
     loss = TokenLoss()
     # Clipped in every step, or none, so that all allocate the same; the schedule asks for min_lr

@@ -13,7 +13,7 @@ BEFORE_PADDING_MASKS = Version(version("megatron-core")) < Version("0.16")
 #: A rounding of float64, in which gradients are compared.
 U = 2.0**-53
 #: Upstream computes the softmax of routers and of MTP's heads in float32, over no more words than
-#: there are: as in tests/cpu/test_against_one_rank.py.
+#: there are: as in tests/proof/cpu/test_against_one_rank.py.
 SOFTMAX_IN_FP32 = (128 + 32) * 2.0**-24
 
 
@@ -303,9 +303,9 @@ def heads() -> dict[str, float]:
     from packs import double, rows
 
     from megatron_idempotent import TokenAlignment, gpt_inputs, pack_batches, shift_targets
-    from megatron_idempotent.cpu import tiny
-    from megatron_idempotent.cpu.attention import with_exact_attention
     from megatron_idempotent.megatron.layer_specs import gpt_stage
+    from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.proof.cpu.attention import with_exact_attention
 
     config = double(config_overrides={"mtp_num_layers": 2}).config
     spec = get_gpt_layer_local_spec(normalization=config.normalization)

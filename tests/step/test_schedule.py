@@ -31,7 +31,7 @@ class Program:
 
     def __init__(self, options: dict[str, Any], *, values: int = 2) -> None:
         import megatron_idempotent
-        from megatron_idempotent.cpu import tiny
+        from megatron_idempotent.proof.cpu import tiny
 
         megatron_idempotent.apply()
         self.model = tiny.build(overlap_grad_reduce=False, **options)
@@ -41,7 +41,7 @@ class Program:
     def batches(self, seed: int) -> list[Any]:
         import itertools
 
-        from megatron_idempotent.cpu import tiny
+        from megatron_idempotent.proof.cpu import tiny
 
         return list(itertools.islice(tiny.microbatches(seed), NUMBER))
 

@@ -286,7 +286,7 @@ def as_documented(program: str) -> None:
     from tenant_bench import only, rows_of
 
     import megatron_idempotent
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
 

@@ -43,7 +43,7 @@ def fail(options: dict[str, Any], where: str, last: bool) -> tuple[tuple[str, ..
     from split_bench import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
 
     from megatron_idempotent import TrainStep, rebuild_process_groups
-    from megatron_idempotent.ranks.agreement import is_poisoned
+    from megatron_idempotent.window.agreement import is_poisoned
 
     rank = torch.distributed.get_rank()
     here = rank == 1 or where.endswith("of all")

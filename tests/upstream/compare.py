@@ -18,7 +18,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from megatron_idempotent.cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout
+from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout
 
 FILES = (
     "distributed/test_distributed_data_parallel.py",

@@ -32,8 +32,8 @@ import mutants
 import programs
 from events import Event, Pipe, compare
 
-from megatron_idempotent import cpu
 from megatron_idempotent.patching.source import _imports, locate
+from megatron_idempotent.proof import cpu
 
 MODULES = {
     "train": "megatron.training.training",

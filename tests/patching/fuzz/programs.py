@@ -113,7 +113,7 @@ def saving() -> Iterator[Event]:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     class Writer(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         """Upstream's own starts processes."""
@@ -170,7 +170,7 @@ def building(dtype: Literal["fp32", "bf16"]) -> Iterator[Event]:
     from megatron.core import optimizer
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.proof.cpu import tiny
 
     _alone()
     half = dtype == "bf16"
@@ -300,7 +300,7 @@ def warm_up(function: str) -> None:
 def _start(*options: str) -> Any:
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.proof.cpu import program
 
     _alone()
     arguments = importlib.import_module("megatron.training.arguments")

@@ -1,0 +1,394 @@
+"""Adapts this library's `TrainStep` and `accumulation_window`, and a loop of nothing but Megatron.
+
+They also show how an adapter is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+import megatron_idempotent
+from megatron_idempotent import FSDPTrainStep, TrainStep, all_positions, wire_train_config
+from megatron_idempotent.megatron.schedules import sums_tokens_of_context_ranks
+from megatron_idempotent.window.accumulation import set_for
+
+from . import packs, states
+from .layouts import LossKind
+from .protocol import Finished, Packed, Planted, Rows, Subject
+
+_NO_OFFLOAD: Mapping[str, str] = MappingProxyType(
+    {}
+    if hasattr(DistributedDataParallel, "offload_grad_buffers")
+    else dict.fromkeys(
+        ("offload-between-steps", "logprobs-while-offloaded", "offload-in-mid-step"),
+        "Megatron before 0.16 frees no gradient buffers",
+    )
+)
+
+
+class _Loss:
+    """Sums over positions, or sequences, that count; the step divides by their number."""
+
+    normalizers: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self.fail = False
+
+    @property
+    def kind(self) -> LossKind:
+        return self._subject.loss_kind
+
+    def __call__(self, output: Any, microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.fail:
+            raise Planted("the loss fails, as the check asks")
+        total, _ = self._subject.loss(output, _given(microbatch))
+        return total, {"nll": total}
+
+
+def _given(microbatch: Any) -> Rows | Packed:
+    """Returns rows as they are, and what the step has packed as `Subject` takes it."""
+    return packs.described(microbatch) if "pack" in microbatch else microbatch
+
+
+class SplitStep:
+    """Trains with `TrainStep`: certify `megatron_idempotent.proof.certify.adapters:SplitStep`."""
+
+    cannot: Mapping[str, str] = _NO_OFFLOAD
+    packs = True
+    sequences = True
+    order_stable = False
+    name: str | None = None  # of one of several tenants
+
+    def build(self, subject: Subject) -> None:
+        self.subject = subject
+        self.loss = _Loss(subject)
+        wire_train_config(subject.chunks, subject.optimizer)
+        self.step: Any = TrainStep(
+            subject.chunks,
+            subject.optimizer,
+            forward=self.forward,
+            deadline_s=20.0,
+            tenant=self.name,
+            order_stable=self.order_stable,
+        )
+
+    def tenant(self, name: str) -> SplitStep:
+        made = type(self)()
+        made.name = name
+        return made
+
+    def forward(self, chunk: Any, microbatch: Any) -> Tensor:
+        return self.subject.forward(chunk, _given(microbatch))
+
+    def begin(self) -> None:
+        subject = self.subject
+        self.open = self.step.begin(
+            self.loss,
+            micro_batch_size=None if subject.packs else subject.micro_batch_size,
+            max_tokens_per_microbatch=subject.max_tokens if subject.packs else None,
+        )
+
+    def microbatch(self, rows: Rows | None, *, fail: bool = False) -> None:
+        self.loss.fail = fail
+        try:
+            self.step.microbatch(self.open, rows)
+        finally:
+            self.loss.fail = False
+
+    def finish(self) -> Finished:
+        result = self.step.finish(self.open, global_batch_size=1)
+        return Finished(
+            updated=result.updated, grad_norm=result.grad_norm, loss=result.metrics.get("nll")
+        )
+
+    def abort(self) -> None:
+        self.step.abort()
+
+    def logprobs(self, rows: Rows) -> Tensor | None:
+        return _logprobs(self.subject, rows)
+
+    def export(self) -> None:
+        """Read all parameters, as a weight sync does."""
+        megatron_idempotent.ensure_params_synced(self.subject.chunks)
+        self.exported = [
+            each.detach().cpu().clone()
+            for chunk in self.subject.chunks
+            for each in chunk.module.parameters()
+        ]
+
+    def save(self) -> dict[str, Any]:
+        return states.state_of(self.subject)
+
+    def load(self, state: dict[str, Any]) -> None:
+        states.restore(self.subject, state)
+
+    def offload(self) -> None:
+        states.offload(self.subject)
+
+    def onload(self, *, training: bool = True) -> None:
+        states.onload(self.subject, training=training)
+
+
+class OrderStable(SplitStep):
+    """Trains with `TrainStep(order_stable=True)`."""
+
+    order_stable = True
+
+
+class FSDPSplitStep(SplitStep):
+    """Trains an FSDP2 model with `FSDPTrainStep`."""
+
+    packs = False
+    fsdp2 = True
+    cannot = MappingProxyType({})
+
+    def build(self, subject: Subject) -> None:
+        self.subject = subject
+        self.loss = _Loss(subject)
+        (self.model,) = subject.chunks
+        # Begun, finished and aborted as the other is.
+        self.step = FSDPTrainStep(
+            self.model, subject.optimizer, forward=subject.forward, clip_grad=None, deadline_s=20.0
+        )
+
+    def microbatch(self, rows: Rows | None, *, fail: bool = False) -> None:
+        # Ranks meet in the model: one without rows takes part with none.
+        some = rows is not None and len(rows["input_ids"]) > 0
+        super().microbatch(rows if some else None, fail=fail)
+
+    def logprobs(self, rows: Rows) -> Tensor:
+        with self.step.reading() as (model,):
+            return -self.subject.forward(model, rows)
+
+    def export(self) -> None:
+        with self.step.reading() as (model,):
+            self.exported = [each.full_tensor().clone() for each in model.parameters()]
+
+    def save(self) -> dict[str, Any]:
+        return copy.deepcopy(
+            {"model": self.model.state_dict(), "optimizer": self.subject.optimizer.state_dict()}
+        )
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.subject.optimizer.load_state_dict(state["optimizer"])
+
+    def offload(self) -> None:
+        self.model.cpu()
+        self._move_state("cpu")
+
+    def onload(self, *, training: bool = True) -> None:
+        self.model.cuda()
+        if training:
+            self._move_state("cuda")
+
+    def _move_state(self, device: str) -> None:
+        for state in self.subject.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(device)
+
+
+class Megatron:
+    """Trains with Megatron alone: one call of its schedule in `finish`, over all rows so far."""
+
+    cannot: Mapping[str, str] = MappingProxyType(
+        {
+            "failure-on-one-rank": "nothing tells the other ranks of a failure",
+            "replica-without-rows": "the schedule takes at least one microbatch",
+            "nan": "Megatron checks losses for NaN only if asked, and updates with them",
+            "uneven-replicas/ep": "replicas that share experts have as many microbatches each",
+            **_NO_OFFLOAD,
+        }
+    )
+    packs = True
+    sequences = True
+
+    def build(self, subject: Subject) -> None:
+        self.subject = subject
+        wire_train_config(subject.chunks, subject.optimizer)
+
+    def tenant(self, name: str) -> Megatron:
+        return type(self)()
+
+    def begin(self) -> None:
+        self.rows: list[Rows | Packed] = []
+        self.fail = False
+
+    def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
+        self.fail = self.fail or fail
+        self.rows += self._pieces(rows)
+
+    def _pieces(self, rows: Rows) -> list[Rows | Packed]:
+        subject = self.subject
+        pieces: list[Rows | Packed] = [*microbatches(subject, rows)]
+        if not subject.packs:
+            return pieces
+        # All of one size, as a pipeline takes them.
+        return [packs.one_pack(each, subject.config, subject.max_tokens) for each in pieces]
+
+    def finish(self) -> Finished:
+        self._zero()
+        self._train(self.rows)
+        return self._update()
+
+    def _train(self, pieces: Sequence[Rows | Packed]) -> None:
+        with _auxiliary_losses(self.subject) as self._weigh:
+            _schedule(self.subject, pieces, self._forward_step, forward_only=False)
+
+    def _zero(self) -> None:
+        for chunk in self.subject.chunks:
+            chunk.zero_grad_buffer()
+        self.subject.optimizer.zero_grad()
+
+    def _update(self) -> Finished:
+        updated, grad_norm, _ = self.subject.optimizer.step()
+        return Finished(updated=updated, grad_norm=None if grad_norm is None else float(grad_norm))
+
+    def _forward_step(self, data: Any, chunk: Any) -> Any:
+        rows = next(data)
+        self._weigh(rows)
+
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            if self.fail:
+                raise Planted("the loss fails, as the check asks")
+            total, count = self.subject.loss(output, rows)
+            count = count.to(torch.int)
+            if not sums_tokens_of_context_ranks():
+                group = parallel_state.get_context_parallel_group()
+                torch.distributed.all_reduce(count, group=group)
+            return total, count, {"nll": total.detach().clone()}
+
+        return self.subject.forward(chunk, rows), loss
+
+    def abort(self) -> None:
+        self.rows = []
+
+    def save(self) -> dict[str, Any]:
+        return states.state_of(self.subject)
+
+    def load(self, state: dict[str, Any]) -> None:
+        states.restore(self.subject, state)
+
+    def offload(self) -> None:
+        states.offload(self.subject)
+
+    def onload(self, *, training: bool = True) -> None:
+        states.onload(self.subject, training=training)
+
+
+class Window(Megatron):
+    """Trains with Megatron's schedule, called for each part of a step in `accumulation_window`."""
+
+    cannot: Mapping[str, str] = MappingProxyType(
+        {
+            **Megatron.cannot,
+            "replica-without-rows": "a window in which a rank has no call raises, and others wait",
+            "swapped-adapters/tp": "finalizing adds up all adapters' gradients over these ranks",
+        }
+    )
+
+    def begin(self) -> None:
+        self._zero()
+        self._window = megatron_idempotent.accumulation_window(self.subject.chunks)
+        self._window.__enter__()
+
+    def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
+        self.fail = fail
+        pieces = self._pieces(rows)
+        if pieces:
+            self._train(pieces)
+
+    def finish(self) -> Finished:
+        self._window.__exit__(None, None, None)
+        return self._update()
+
+    def abort(self) -> None:
+        """Leave the block as an exception does, without the reduction at its end."""
+        with contextlib.suppress(Planted):
+            raised = Planted("the step is dropped")
+            self._window.__exit__(Planted, raised, None)
+        megatron_idempotent.abort_window(self.subject.chunks, self.subject.optimizer)
+
+
+def microbatches(subject: Subject, rows: Rows) -> list[Rows]:
+    """Cut a call's rows into microbatches of `subject.micro_batch_size` rows, in their order.
+
+    Example: `self.rows += microbatches(subject, rows)`.
+    """
+    size = subject.micro_batch_size
+    return [
+        {name: each[start : start + size] for name, each in rows.items()}
+        for start in range(0, len(rows["input_ids"]), size)
+    ]
+
+
+@contextlib.contextmanager
+def _auxiliary_losses(subject: Subject) -> Iterator[Callable[[Any], None]]:
+    """Yield a function that lets the next forward's auxiliary losses weigh as its sequences do.
+
+    Megatron multiplies each by the positions of its microbatch, and divides by what the loss
+    functions count. If the loss is of sequences, that is positions / sequences times too much.
+    """
+    modules = [module for chunk in subject.chunks for module in chunk.modules()]
+    with contextlib.ExitStack() as stack:
+        factors = []
+        for name in ("moe_aux_loss_coeff", "mtp_loss_scaling_factor"):
+            # 0.12 keeps a copy of the second in the block of MTP layers.
+            for owner in (subject.config, *(each for each in modules if name in vars(each))):
+                value = getattr(owner, name, None)
+                if value and subject.loss_kind == "sequence":
+                    set_for(stack, owner, name, value)  # back at the end
+                    factors.append((owner, name, value))
+
+        def weigh(microbatch: Any) -> None:
+            rows, positions = microbatch["input_ids"].shape
+            sequences = microbatch.get("sequences", rows)
+            for owner, name, value in factors:
+                setattr(owner, name, value * sequences / (rows * positions))
+
+        yield weigh
+
+
+def _schedule(
+    subject: Subject, microbatches: Sequence[Rows | Packed], forward_step: Any, **options: Any
+) -> Any:
+    """Call Megatron's schedule, and return what it does."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    data = [iter(microbatches) for _ in subject.chunks]
+    rows, positions = microbatches[0]["input_ids"].shape
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data if len(data) > 1 else data[0],
+        model=subject.chunks,
+        num_microbatches=len(microbatches),
+        seq_length=positions,
+        micro_batch_size=rows,
+        **options,
+    )
+
+
+def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
+    """Compute log-probs [B, T] by the schedule, without gradients; None but on the last stage."""
+
+    def forward_step(data: Any, chunk: Any) -> Any:
+        microbatch = next(data)
+        return subject.forward(chunk, microbatch), lambda output, non_loss_data: -output
+
+    pieces = microbatches(subject, rows)
+    with torch.no_grad():
+        found = _schedule(
+            subject, pieces, forward_step, forward_only=True, collect_non_loss_data=True
+        )
+    return all_positions(torch.cat(found)) if found else None

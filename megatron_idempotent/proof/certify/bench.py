@@ -1,0 +1,650 @@
+"""Runs an adapter's steps on a rank, and holds each to its definition.
+
+Legend: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_idempotent import own_positions
+from megatron_idempotent.megatron import moe
+from megatron_idempotent.proof.cpu import tiny
+from megatron_idempotent.window.params import ensure_params_synced
+
+from . import experts, fsdp2, half, packs
+from .draws import Draw
+from .exports import compared
+from .forwards import Forwards
+from .layouts import EXPERTS, LAYERS, Layout
+from .losses import LOSSES
+from .memories import Memories
+from .oracle import MTP_FACTOR, Truth, Update, counted, negative_logprobs, truth_of
+from .parameters import Part, joined, parts, spread
+from .protocol import (
+    MICRO_BATCH,
+    Adapter,
+    Calls,
+    Finished,
+    Rows,
+    Subject,
+    Wrong,
+    why_not,
+)
+from .seen import PacksSeen
+
+HEADS, T = tiny.HEADS, tiny.SEQUENCE
+"""Heads and positions of the model."""
+
+_FLOAT32 = 2.0**-24
+#: Megatron computes the softmax over the vocabulary in float32, whatever the model has: as many
+#: roundings as there are words and a few more, in each token's gradient. Tokens' gradients are
+#: independent: their sum is smaller than the sum of their norms by the root of their number.
+_SOFTMAX = (tiny.VOCABULARY + 32) * _FLOAT32
+#: So it does those of a router, over all experts and over the chosen ones: in what each token gets
+#: of its experts, and in its gradient. The difference of terms that are alike is a few more.
+_ROUTER = (EXPERTS + 32) * _FLOAT32
+#: Of a whole step in float32, layer by layer, as tests/step/roundings.py derives them.
+_ROUNDINGS = 4e5 * _FLOAT32
+#: Of a gradient and of log-probs in bfloat16: twice what three roundings of each operation's result
+#: come to, if they are independent of each other: tests/proof/certify/independent.py measures it.
+#: By the kind of loss, and whether layers have losses of their own: both round more. Roundings of
+#: float16 are an eighth of them.
+_HALF = {
+    ("token", False): 0.06,
+    ("sequence", False): 0.065,
+    ("token", True): 0.075,
+    ("sequence", True): 0.085,
+}
+_HALF_LOGPROBS = 0.014
+_FINER = {"bf16": 1.0, "fp16": 8.0}
+#: Adam divides by sqrt(v) + epsilon. So much more than any gradient makes its step proportional to
+#: the gradient, where with a usual epsilon it would be the same for a gradient twice as large.
+_EPSILON = 2.0**20
+_SGD = {"momentum": 0.5}
+_ADAM = {"beta1": 0.5, "beta2": 0.5, "epsilon": _EPSILON}
+_LR = 0.5
+#: Routers keep the margins by which they decide over the steps of a check.
+_LR_OF_EXPERTS = 0.005
+
+
+class Bench:
+    """Holds one adapter around one model; `known` are the whole model's parameters as they are."""
+
+    def __init__(
+        self, adapter: Adapter, layout: Layout, *, draw: Draw | None = None, thorough: bool = False
+    ) -> None:
+        """Build the model and give it to the adapter; `draw` is the check's, equal on all ranks."""
+        self.adapter = adapter
+        self.layout = layout
+        self.draw = draw or Draw(0, layout.name)
+        self.thorough = thorough
+        self.packs_seen: PacksSeen | None = None
+        self.double, self.half = layout.dtype == "fp64", layout.dtype in _FINER
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.make_model()
+        # Its own: an adapter may have left collectives of the others half-way.
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        self._group = group
+        kind, options = ("sgd", _SGD) if self.double else ("adam", _ADAM)
+        self.update = Update(kind, lr=self._rate, **options)
+        self.adapter.build(self.subject)
+        self.memories = Memories(self.subject)
+        self._forwards_of: tuple[Any, Forwards] | None = None
+        self.known = self.whole()
+        self.of_bound = 0.0
+        """The largest part of its bound that an error had so far."""
+        self.bits = ""
+        """A digest of the parameters after the steps of `same-bits`."""
+
+    @property
+    def _rate(self) -> float:
+        rate = _LR_OF_EXPERTS if self.layout.experts else _LR
+        return rate if self.double else rate * _EPSILON
+
+    def make_model(self) -> None:
+        """Build the model and its optimizer, with the same weights each time."""
+        if self.layout.fsdp2:
+            self._make_sharded()
+        else:
+            self._make_megatron()
+
+    def _make_sharded(self) -> None:
+        self.sharded, optimizer = fsdp2.build(_LR, _SGD["momentum"])
+        self.replica = self.rank
+        self.subject = Subject(
+            chunks=[self.sharded],
+            optimizer=optimizer,
+            config=None,
+            forward=fsdp2.forward,
+            loss=LOSSES[self.layout.loss_kind],
+            loss_kind=self.layout.loss_kind,
+            micro_batch_size=MICRO_BATCH,
+        )
+
+    def _make_megatron(self) -> None:
+        from megatron.core import parallel_state
+
+        self.model = self.built()
+        for chunk in self.model.chunks:
+            spread(chunk, self.layout)
+        self.model.optimizer.reload_model_params()
+        self.replica = int(parallel_state.get_data_parallel_rank())
+        self.subject = self.subject_of(self.model, forward)
+
+    def built(self, **more: Any) -> tiny.Tiny:
+        """Build a model of the layout, with `more` arguments of `tiny.build`."""
+        if self.double:
+            torch.set_default_dtype(torch.float64)  # the norms' too
+            typed = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
+            precise: dict[str, Any] = {"ddp_overrides": {"grad_reduce_in_fp32": False}}
+            optimizer = {"optimizer": "sgd", "sgd_momentum": _SGD["momentum"]}
+        else:
+            typed, precise = {}, {}
+            optimizer = {
+                "adam_beta1": _ADAM["beta1"],
+                "adam_beta2": _ADAM["beta2"],
+                "adam_eps": _EPSILON,
+            }
+        if self.layout.dtype == "fp16":
+            optimizer["loss_scale"] = half.LOSS_SCALE
+        rates = {"lr": self._rate, "min_lr": self._rate, "weight_decay": 0.0, "clip_grad": 0.0}
+        return tiny.build(
+            **{
+                "sequence": T,
+                "batch": MICRO_BATCH,
+                "config_overrides": {
+                    "calculate_per_token_loss": True,
+                    **typed,
+                    **_auxiliary(self.layout),
+                    **getattr(self.adapter, "config_overrides", {}),
+                },
+                "optimizer_overrides": {**optimizer, **rates},
+                # It is for the framework to wire the config.
+                "wire": False,
+                "model_overrides": _positions(self.layout),
+                **precise,
+                **self.layout.options,
+                **more,
+            }
+        )
+
+    def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
+        """Return what an adapter gets of a model that was built."""
+        # Of rows auxiliary losses are known without looking.
+        looks = self.layout.packs and self.layout.auxiliary
+        self.packs_seen = PacksSeen(model.chunks[0]) if looks else None
+        return Subject(
+            chunks=model.chunks,
+            optimizer=model.optimizer,
+            config=model.config,
+            forward=forward,
+            loss=LOSSES[self.layout.loss_kind],
+            loss_kind=self.layout.loss_kind,
+            micro_batch_size=MICRO_BATCH,
+            packs=self.layout.packs,
+            max_tokens=MICRO_BATCH * T,
+        )
+
+    def rows(self, replica: int, seed: int, number: int) -> dict[str, Any]:
+        """Return rows [B, T] of a replica, of which all positions count; the same on all ranks.
+
+        In a layout of packs each has a length of three quarters of T.
+        """
+        generator = torch.Generator().manual_seed(1000 * seed + replica)
+        shape = number, T
+        tokens_BT = torch.randint(0, tiny.VOCABULARY, shape, generator=generator)
+        ones = torch.float64 if self.double else torch.float32
+        rows = {
+            "input_ids": tokens_BT.cuda(),
+            "token_mask": torch.ones(shape, dtype=ones).cuda(),
+            "sample_mask": torch.ones(number, dtype=ones).cuda(),
+            "scale": torch.ones(number, dtype=ones).cuda(),
+        }
+        return packs.shorten(rows, [3 * T // 4] * number) if self.layout.packs else rows
+
+    def mixed(self, replica: int, seed: int, number: int) -> dict[str, Any]:
+        """Return rows of lengths from 1 to T, of which one does not count, and one has a gap.
+
+        In a sequence of length 1 nothing counts: a mean over sequences has none.
+        """
+        rows = self.rows(replica, seed, number)
+        rows["token_mask"][:] = 1
+        least = 2 if self.layout.loss_kind == "sequence" else 1
+        places = [11 * (row + 3 * replica + seed) % T for row in range(number)]
+        lengths = [max(least, 1 + place) for place in places]
+        rows["sample_mask"][1] = 0
+        rows["token_mask"][2, T // 4 : T // 2] = 0
+        return packs.shorten(rows, lengths)
+
+    def sparse(self, replica: int, seed: int, number: int, share: float) -> dict[str, Any]:
+        """Return rows in which about such a share of positions counts, two of each row at least.
+
+        Some rows do not count. In a layout of packs lengths are from 3 to T.
+        """
+        rows = self.rows(replica, seed, number)
+        generator = torch.Generator().manual_seed(1000 * seed + replica + 500)
+        keep_BT = torch.rand(number, T, generator=generator) < share
+        keep_BT[:, 1:3] = True  # an MTP layer has something to predict, too
+        rows["token_mask"][:] = keep_BT.to(rows["token_mask"])
+        drop_B = torch.rand(number, generator=generator) < 0.2
+        drop_B[::MICRO_BATCH] = False  # something counts in each microbatch
+        rows["sample_mask"][drop_B.to(rows["sample_mask"].device)] = 0
+        if not self.layout.packs:
+            return rows
+        lengths = torch.randint(3, T + 1, (number,), generator=generator).tolist()
+        return packs.shorten(rows, lengths)
+
+    def declares(self, check: str) -> bool:
+        """Return whether the adapter does not promise a check on this layout."""
+        return why_not(getattr(self.adapter, "cannot", {}), check, self.layout) is not None
+
+    @property
+    def multiple(self) -> int:
+        """The number that a call's microbatches are a multiple of: an interleaved pipeline's."""
+        return self.layout.sizes["pp"] if self.layout.sizes["vpp"] > 1 else 1
+
+    @property
+    def seat(self) -> tuple[int, int, bool]:
+        """The rank's replica and pipeline stage, and whether it computes the loss."""
+        if self.layout.fsdp2:
+            return self.replica, 0, True
+        from megatron.core import parallel_state as ps
+
+        stage = int(ps.get_pipeline_model_parallel_rank())
+        return self.replica, stage, stage == self.layout.sizes["pp"] - 1
+
+    @property
+    def fails_within_model(self) -> bool:
+        """True if a failure in the model of a replica can be carried, and is not in a collective.
+
+        Replicas that share experts or shards meet in the model.
+        """
+        return not self.layout.fsdp2 and self.layout.sizes["ep"] == 1
+
+    @property
+    def forwards(self) -> Forwards:
+        """Returns what watches the chunks' forwards; another one after another model was made."""
+        if self._forwards_of is None or self._forwards_of[0] is not self.subject:
+            self._forwards_of = self.subject, Forwards(self.subject.chunks)
+        return self._forwards_of[1]
+
+    def take(self, calls_of: Calls, *, between: Callable[[], None] | None = None) -> None:
+        """Take a step, and hold it to the definition over the rows of all replicas.
+
+        `between` is called before each microbatch and after the last.
+        """
+        self.expect(self.step(calls_of, between=between), self.everybody(calls_of))
+
+    def everybody(self, calls_of: Calls) -> list[Rows]:
+        """Return the rows of all replicas and calls."""
+        return [rows for one in range(self.layout.replicas) for rows in calls_of(one)]
+
+    def step(self, calls_of: Calls, *, between: Callable[[], None] | None = None) -> Finished:
+        """Take a step, and look at nothing. A rank on which anything raises aborts.
+
+        Otherwise the others would wait.
+        """
+        adapter = self.adapter
+        _ = self.forwards
+        try:
+            adapter.begin()
+            for rows in calls_of(self.replica):
+                if between is not None:
+                    between()
+                adapter.microbatch(rows)
+            if between is not None:
+                between()
+            return adapter.finish()
+        except Exception as error:
+            adapter.abort()
+            self._refuse_clipping(error)
+            raise
+
+    def unwatched(self, steps: Sequence[Calls]) -> None:
+        """Take steps, and hold each to its definition after the last of them.
+
+        What a step has made is what the next one's forward computes with. Nobody has looked at it
+        until then, because to look is to wait for the gathers that the framework has to wait for.
+        """
+        if self.layout.fsdp2 or self.packs_seen is not None:
+            # Nothing is pending between FSDP2's steps; packs are those of one step at a time.
+            for calls_of in steps:
+                self.take(calls_of)
+            return
+        before: list[list[Part]] = []
+        finished = []
+        for calls_of in steps:
+            used: list[Part] = []
+            with self.forwards.reading(functools.partial(self._copy_chunk, used)):
+                finished.append(self.step(calls_of))
+            before.append(used)
+        seen = [{part.name for part in used} for used in before]
+        whole = {part.name for part in self._own_parts(synced=False)}
+        if not all(self.told_by_all(all(names == whole for names in seen))):
+            return  # the adapter has forwards of its own, which are not seen
+        self._same(self.whole(before[0]), "a look at what the first forward has computed with")
+        for index, calls_of in enumerate(steps):
+            found = self.whole(before[index + 1] if index + 1 < len(before) else None)
+            self.expect(finished[index], self.everybody(calls_of), found=found)
+
+    def _copy_chunk(self, to: list[Part], chunk: int) -> None:
+        to += self._own_parts(synced=False, chunks=[chunk])
+
+    def expect(
+        self,
+        finished: Finished,
+        everybody: Sequence[Rows],
+        *,
+        found: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Hold a finished step to its definition over the rows of all replicas.
+
+        `found` is what it has made of the whole model; None to look at it now. A step in which
+        nothing counts has a gradient of zero, and may be skipped.
+
+        Raises:
+            Wrong: parameters, norm or loss differ by more than roundings can explain.
+        """
+        truth = self._truth(everybody)
+        if not truth.count and not finished.updated:
+            self.unchanged("a step that was skipped")
+            return
+        still = self.update.without(self.known)
+        wanted = self.update.next(self.known, truth.gradient)
+        if not finished.updated:
+            raise Wrong("finish() says that it has not updated")
+        if self.forwards.evaluated is not None:
+            raise Wrong(
+                f"the step trains in eval mode: {self.forwards.evaluated} was left in it, in which "
+                "dropout is off; call train() before the forward"
+            )
+        if found is None:
+            found = self.whole()
+        self._compare_parameters(found, wanted, still, truth, finished)
+        allowed = self.tolerance(truth)
+        # A mean over nothing is no number.
+        loss = finished.loss if truth.count else None
+        for name, value, right in (
+            ("gradient norm", finished.grad_norm, truth.grad_norm),
+            ("loss", loss, truth.loss),
+        ):
+            if value is not None and not self._within(abs(value - right), allowed * abs(right)):
+                raise Wrong(f"finish() reports the {name} {value:.6g}; {right:.6g} is right")
+        self.known = found
+
+    def _truth(self, everybody: Sequence[Rows]) -> Truth:
+        found = None
+        if self.packs_seen is not None:
+            found = self.packs_seen.of_rows(
+                everybody, replica=self.replica, gather=self.told_by_all
+            )
+        return truth_of(
+            self._computing,
+            everybody,
+            packs=found,
+            layers=LAYERS,
+            heads=HEADS,
+            kind=self.layout.loss_kind,
+            balance_mean=getattr(self.adapter, "balance_mean", False),
+            mtp_sum="mtp" in self.layout.flags and moe.adds_up_mtp_losses(self.subject.config),
+        )
+
+    def logprobs(self, rows: Rows) -> Tensor:
+        """Compute the log-probability [B, T] of the token after each position, by definition."""
+        known = {name: value.double() for name, value in self._computing.items()}
+        return -negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
+
+    def predicted(self, rows: Rows, values_BT: Tensor) -> Tensor:
+        """Return the values of positions that have a next token in their row, float64 [N]."""
+        place_T = torch.arange(1, T + 1, device=values_BT.device)
+        lengths_B = rows.get("lengths", torch.full_like(rows["input_ids"][:, 0], T))
+        return values_BT.detach().double()[place_T < lengths_B[:, None]]
+
+    @property
+    def roundings(self) -> float:
+        """The part of its size by which a log-probability may differ from its definition."""
+        if not self.double:
+            return _HALF_LOGPROBS / _FINER[self.layout.dtype] if self.half else _ROUNDINGS
+        routers = LAYERS + ("mtp" in self.layout.flags) if self.layout.experts else 0
+        return _SOFTMAX + routers * _ROUTER
+
+    @property
+    def _computing(self) -> dict[str, Tensor]:
+        """The parameters that the model computes with."""
+        if not self.half:
+            return self.known
+        return half.rounded(self.known, self.subject.config.params_dtype)
+
+    def tolerance(self, truth: Truth) -> float:
+        """Returns by what part of its norm a gradient may differ from the definition."""
+        if self.half:
+            bound = _HALF[self.layout.loss_kind, self.layout.auxiliary]
+            return bound / _FINER[self.layout.dtype]
+        independent = math.sqrt(max(truth.terms, 1.0)) if self.double else 1.0
+        return self.roundings * independent
+
+    def away_and_back(self, *, freeing: bool = True) -> None:
+        """Offload and onload between two steps, after which parameters are the same bits.
+
+        Raises:
+            Wrong: nothing has left the device, with `freeing`, or something has not come back.
+        """
+        self.memories.offload(self.adapter, freeing=freeing)
+        self.memories.onload(self.adapter)
+        self.unchanged("offload() and onload()")
+
+    def digest(self) -> str:
+        """Return a digest of the whole model's parameters, the same on all ranks."""
+        found = hashlib.sha256()
+        for name in sorted(self.known):
+            found.update(name.encode())
+            found.update(_bits(self.known[name]).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    def unchanged(self, what: str) -> None:
+        """Raise `Wrong` unless the parameters are the same bits as before."""
+        self._same(self.whole(), what)
+
+    def hold_export(self, exported: Any) -> None:
+        """Hold what an export has returned to the model's parameters, as they are.
+
+        Raises:
+            Wrong: other values, or none where all other ranks have none either.
+        """
+        if exported is None:
+            exported = getattr(self.adapter, "exported", None)
+        names, fault = compared(exported, self._own_parts(synced=False), self.known)
+        told = self.told_by_all((names, isinstance(exported, (Mapping, list, tuple))))
+        given = set[str]().union(*(each for each, _ in told))
+        # One rank may export for all. What holds no tensors, such as a path, is not compared.
+        if any(container for _, container in told) and (missing := self.known.keys() - given):
+            raise Wrong(
+                f"export() gives {len(given)} of {len(self.known)} parameters on all ranks "
+                f"together, and lacks {min(missing)}"
+            )
+        self.stop_at(fault and f"export() gives other weights than the model has: {fault}")
+
+    def _same(self, found: Mapping[str, Tensor], what: str) -> None:
+        moved = [name for name, value in found.items() if not torch.equal(value, self.known[name])]
+        if moved:
+            raise Wrong(f"{what} has changed {len(moved)} parameters, the first is {moved[0]}")
+
+    def _compare_parameters(
+        self,
+        found: Mapping[str, Tensor],
+        wanted: Mapping[str, Tensor],
+        still: Mapping[str, Tensor],
+        truth: Truth,
+        finished: Finished,
+    ) -> None:
+        """Compare what this step's gradient did; the moments of earlier ones lead to `still`."""
+        names = list(wanted)
+
+        def between(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Tensor:
+            return torch.cat([(after[n].double() - before[n].double()).flatten() for n in names])
+
+        moved, right = between(found, still), between(wanted, still)
+        size, error = float(right.norm()), float((moved - right).norm())
+        # Earlier gradients, which the moments hold, had roundings of their own.
+        earlier = float(between(still, self.known).norm())
+        stored = torch.cat([found[name].flatten() for name in names])
+        rounding = float(stored.double().norm()) * torch.finfo(stored.dtype).eps
+        if self._within(error, self.tolerance(truth) * (size + earlier) + 2 * rounding):
+            return
+        if not torch.isfinite(moved).all():
+            raise Wrong("parameters are NaN or infinite after the step")
+        if not size:
+            raise Wrong("nothing counts in the step, and its gradient is not zero")
+        self._refuse_clipping(None)
+        if not between(found, self.known).any():
+            raise Wrong("the step has moved no parameter")
+        factor = float(moved @ right) / size**2
+        near = max(0.01, self.tolerance(truth))
+        rest = float((moved - factor * right).norm())
+        # The factor has to be what is wrong, and not beside other errors of its size.
+        if rest <= near * abs(factor) * size and rest < error / 2:
+            clipped = self._clipped(finished, truth, factor)
+            raise Wrong(f"the gradient is {factor:.4g} times the right one{clipped}")
+        blame = [
+            name
+            for name in names
+            if float((found[name].double() - wanted[name]).norm())
+            > near * float((wanted[name] - still[name]).norm())
+        ]
+        where = "everywhere" if len(blame) > len(names) // 2 else f"in {', '.join(blame[:3])}"
+        raise Wrong(f"the gradient is off by {100 * error / size:.3g} % of its norm, {where}")
+
+    def _clipped(self, finished: Finished, truth: Truth, factor: float) -> str:
+        """Returns what to say of a gradient that is too small, if its reported norm is right."""
+        norm = finished.grad_norm
+        if not 0 < factor < 1 or norm is None:
+            return ""
+        if abs(norm - truth.grad_norm) > self.tolerance(truth) * truth.grad_norm:
+            return ""
+        return (
+            f", and the norm that finish() reports is right; if the step clips to "
+            f"{factor * norm:.3g}, build it without clipping, which certify does not judge"
+        )
+
+    def _refuse_clipping(self, cause: BaseException | None) -> None:
+        """Raise `Wrong` if Megatron's optimizer is set to clip, which it does in float32 alone."""
+        inner = getattr(self.subject.optimizer, "chained_optimizers", [self.subject.optimizer])
+        for one in inner:
+            limit = getattr(getattr(one, "config", None), "clip_grad", 0.0)
+            if limit:
+                raise Wrong(
+                    f"the optimizer is set to clip gradients (clip_grad is {limit:g}): certify "
+                    "judges the gradient itself, so build the step with clip_grad=0.0"
+                ) from cause
+
+    def _within(self, error: float, bound: float) -> bool:
+        if not error <= bound:  # nor if it is NaN
+            return False
+        self.of_bound = max(self.of_bound, error / bound if bound else 0.0)
+        return True
+
+    def whole(self, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
+        """Gather the whole model's parameters by Megatron's names. All ranks take part.
+
+        `own` is what this rank has of it; None for what it has now. In bfloat16 these are the main
+        parameters, and the model's are held to them.
+
+        Raises:
+            Wrong: two replicas have different bits.
+        """
+        everybody = self.told_by_all(self._own_parts() if own is None else own)
+        found: dict[str, dict[int, Part]] = {}
+        shards: dict[tuple[str, int], list[half.Main]] = {}
+        for rank, theirs in enumerate(everybody):
+            for part in theirs:
+                known = found.setdefault(part.name, {}).setdefault(part.rank, part)
+                # As bits: NaN is no other value than NaN.
+                if not torch.equal(_bits(known.value), _bits(part.value)):
+                    raise Wrong(f"rank {rank} has other bits in {part.name} than its replica")
+                if part.main is not None:
+                    shards.setdefault((part.name, part.rank), []).append(part.main)
+        if self.half:
+            for name, of_rank in found.items():
+                for rank, part in of_rank.items():
+                    main = half.joined(name, part.value, shards.get((name, rank), []))
+                    of_rank[rank] = dataclasses.replace(part, value=main)
+        return {name: joined(list(of_rank.values())) for name, of_rank in found.items()}
+
+    def _own_parts(self, *, synced: bool = True, chunks: Sequence[int] | None = None) -> list[Part]:
+        """Copy what this rank has of these chunks; `synced` waits for gathers under way."""
+        if self.layout.fsdp2:
+            return [
+                Part(name=name, dimension=0, rank=self.rank, size=self.ranks, value=shard)
+                for name, shard in fsdp2.shards(self.sharded).items()
+            ]
+        if synced:
+            ensure_params_synced(self.model.chunks)
+        mains = half.mains_of(self.model.optimizer) if self.half else {}
+        return [
+            dataclasses.replace(
+                part, value=part.value.detach().cpu().clone(), main=mains.get(part.value)
+            )
+            for index, chunk in enumerate(self.model.chunks)
+            if chunks is None or index in chunks
+            for part in parts(chunk, self.layout)
+        ]
+
+    def stop_at(self, fault: str | None) -> None:
+        """Raise `Wrong` on all ranks, which would wait for one alone, if one has a fault."""
+        faults = [each for each in self.told_by_all(fault) if each]
+        if faults:
+            raise Wrong(faults[0])
+
+    def told_by_all(self, told: Any) -> list[Any]:
+        """Gather a value of each rank, by rank. All ranks take part."""
+        everybody: list[Any] = [None] * self.ranks
+        dist.all_gather_object(everybody, told, group=self._group)
+        return everybody
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.contiguous().view(torch.uint8)
+
+
+def forward(chunk: Any, rows: Rows) -> Tensor:
+    """Call a chunk; returns the negative log-probability of the next token [B, T] on the last."""
+    if packs.is_pack(rows):
+        return packs.forward(chunk, rows)
+    tokens_BT = rows["input_ids"]
+    length = tokens_BT.shape[1]
+    positions_BT = torch.arange(length, device="cuda").expand_as(tokens_BT)
+    hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
+    more = {}
+    if getattr(chunk.config, "mtp_num_layers", None):
+        more = {"loss_mask": own_positions(counted(rows))}
+    output: Tensor = chunk(
+        own_positions(tokens_BT),
+        own_positions(positions_BT),
+        own_positions(hidden, dim=2),
+        labels=own_positions(tokens_BT.roll(-1, 1)),
+        **more,
+    )
+    return output
+
+
+def _auxiliary(layout: Layout) -> dict[str, Any]:
+    """Returns the fields of `TransformerConfig` of the layers that have a loss of their own."""
+    routers = {"moe_router_topk": experts.TOPK, "moe_aux_loss_coeff": experts.COEFFICIENT}
+    heads = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": MTP_FACTOR}
+    return {**(routers if layout.experts else {}), **(heads if "mtp" in layout.flags else {})}
+
+
+def _positions(layout: Layout) -> dict[str, Any]:
+    # Upstream's arguments allow MTP rotary positions or none; learned ones would be kept twice.
+    return {"position_embedding_type": "none"} if "mtp" in layout.flags else {}

@@ -1,0 +1,662 @@
+"""Defines the checks: each runs steps of an adapter on all ranks, and raises `Wrong` at a fault.
+
+Where a check is silent about it, all positions count, and calls are of equal size, so that each
+fault is caught by few checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from .draws import CALLS
+from .protocol import MICRO_BATCH, Calls, Finished, Rows, Wrong
+
+if TYPE_CHECKING:
+    from .bench import Bench
+
+#: Rows of a call: two microbatches, or as many as an interleaved schedule asks for.
+CALL = 2 * MICRO_BATCH
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """Names a check and says what it demands.
+
+    Example: `CHECKS["split-step"].summary`.
+    """
+
+    name: str
+    summary: str
+    run: Callable[[Bench], None]
+    needs: tuple[str, ...] = ()
+    """Methods of the adapter without which the check is not made."""
+    hazards: tuple[str, ...] = ()
+    """Hazards of Megatron that may be the cause of a failure; `megatron-idempotent explain ID`."""
+    replicas: bool = False
+    """True if it takes more than one data-parallel rank."""
+    auxiliary: bool = False
+    """True if it takes a model whose layers add losses of their own."""
+    packs: bool = False
+    """True if it takes a layout of packs."""
+    adapters: bool = False
+    """True if it takes a layout in which several adapters can be judged over one base."""
+    bits: bool = False
+    """True if it takes an adapter that says `order_stable = True`, and compares bits of layouts."""
+
+
+_checks: dict[str, Check] = {}
+CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
+"""All checks by name, in the order in which they are made."""
+
+
+def _check(
+    summary: str,
+    *,
+    needs: tuple[str, ...] = (),
+    hazards: tuple[str, ...] = (),
+    replicas: bool = False,
+    auxiliary: bool = False,
+    packs: bool = False,
+    adapters: bool = False,
+    bits: bool = False,
+) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
+    """Put a function among the checks, under its own name."""
+
+    def enter(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
+        name = run.__name__.replace("_", "-")
+        _checks[name] = Check(
+            name=name,
+            summary=summary,
+            run=run,
+            needs=needs,
+            hazards=hazards,
+            replicas=replicas,
+            auxiliary=auxiliary,
+            packs=packs,
+            adapters=adapters,
+            bits=bits,
+        )
+        return run
+
+    return enter
+
+
+def _of(bench: Bench, seed: int, *numbers: int) -> Calls:
+    """Make a call of so many rows for each number, the same numbers in all replicas."""
+    return lambda replica: [
+        bench.rows(replica, 10 * seed + call, number) for call, number in enumerate(numbers)
+    ]
+
+
+@_check(
+    "a step in one call has the gradient of its definition, and its norm",
+    hazards=("grad-scale-func", "finalize-func-overwritten"),
+)
+def whole_step(bench: Bench) -> None:
+    for seed in range(2):
+        bench.take(_of(bench, seed, 2 * CALL))
+
+
+@_check("the mean is over all positions, or sequences, that count, however microbatches share them")
+def counts(bench: Bench) -> None:
+    def masked(replica: int) -> list[Rows]:
+        # Each row counts more positions than the one before, and replicas as many as each other.
+        rows = bench.rows(replica, 0, 2 * CALL)
+        length = rows["input_ids"].shape[1]
+        for index, mask_T in enumerate(rows["token_mask"]):
+            mask_T[2 + index * (length - 2) // (2 * CALL) :] = 0
+        rows["sample_mask"][1] = 0
+        return [rows]
+
+    for _ in range(2):
+        bench.take(masked)
+
+
+@_check(
+    "sequences of a pack have other lengths than each other, and see and count only themselves",
+    packs=True,
+)
+def packed_lengths(bench: Bench) -> None:
+    for _ in range(2):
+        bench.take(lambda replica: [bench.mixed(replica, 0, 2 * CALL)])
+
+
+@_check(
+    "a step in three calls is the step in one",
+    hazards=("second-window-not-reduced", "gradient-after-reduction"),
+)
+def split_step(bench: Bench) -> None:
+    for seed in range(2):
+        bench.take(_of(bench, seed, CALL, CALL, CALL))
+
+
+@_check(
+    "the number of microbatches changes from step to step",
+    hazards=("deferred-reduction-refused",),
+)
+def sizes_change(bench: Bench) -> None:
+    for seed, factor in enumerate((2, 1, 3)):
+        bench.take(_of(bench, seed, factor * CALL))
+
+
+def _by_replica(bench: Bench, seed: int, numbers: Sequence[int]) -> Calls:
+    return lambda replica: [bench.rows(replica, seed, numbers[(replica + seed) % len(numbers)])]
+
+
+@_check(
+    "replicas have different numbers of microbatches",
+    replicas=True,
+)
+def uneven_replicas(bench: Bench) -> None:
+    for seed in range(2):
+        bench.take(_by_replica(bench, seed, (CALL, 2 * CALL)))
+
+
+@_check(
+    "a replica has no rows in a step",
+    replicas=True,
+)
+def replica_without_rows(bench: Bench) -> None:
+    for seed in range(2):
+        bench.take(_by_replica(bench, seed, (0, CALL)))
+
+
+@_check(
+    "steps of drawn sizes are right: up to 7 calls of up to 9 microbatches, odd, empty, uneven",
+    hazards=("deferred-reduction-refused", "second-window-not-reduced"),
+)
+def drawn_sizes(bench: Bench) -> None:
+    for _ in range(4 if bench.thorough else 1):
+        # Calls without rows, the first or the last, and one in between; a full step comes after.
+        first, last = bench.draw.shuffled((0, -1))
+        bench.take(_drawn(bench, bench.draw.number(2, 3), empty=(first,)))
+        calls = bench.draw.shuffled((4, 6))[0]  # CALLS is odd
+        bench.take(_drawn(bench, calls, empty=(last, bench.draw.number(1, calls - 2))))
+        bench.take(_drawn(bench, CALLS))
+
+
+def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = ()) -> Calls:
+    """Draw a step of so many calls, in which replicas differ and calls are empty, if they may."""
+    draw, replicas = bench.draw, range(bench.layout.replicas)
+    sizes_of = [draw.sizes(calls, bench.multiple) for _ in replicas]
+    if not bench.declares("replica-without-rows"):
+        for call in empty:
+            for sizes in sizes_of[draw.number(0, len(replicas) - 1) :]:  # of some, or of all
+                sizes[call] = 0
+    if bench.declares("uneven-replicas"):
+        sizes_of = [sizes_of[-1]] * len(replicas)
+    seeds = [draw.number(1, 10**6) for _ in range(calls)]
+    # Calls of few positions beside calls of many: the mean of calls is far from the mean then.
+    shares_of = [
+        [draw.share(*each) for each in draw.dealt(((0.03, 0.2), (0.8, 1.0)), calls)]
+        for _ in replicas
+    ]
+    return lambda replica: [
+        bench.sparse(replica, seed, MICRO_BATCH * number, share)
+        for seed, number, share in zip(seeds, sizes_of[replica], shares_of[replica], strict=True)
+    ]
+
+
+@_check("where nothing of a microbatch, a call, a replica or a step counts, nothing becomes NaN")
+def nothing_valid(bench: Bench) -> None:
+    size = MICRO_BATCH * bench.multiple
+
+    def masked(empty: Callable[[int, int], slice], seed: int) -> Calls:
+        def calls(replica: int) -> list[Rows]:
+            made = _of(bench, seed, 2 * size, 2 * size)(replica)
+            for call, rows in enumerate(made):
+                # Frameworks differ in whether a sequence counts of which no position does.
+                name = "token_mask" if seed % 2 and not by_sequence else "sample_mask"
+                rows[name][empty(replica, call)] = 0
+            return made
+
+        return calls
+
+    by_sequence = bench.layout.loss_kind == "sequence"
+    none, every, first = slice(0), slice(None), slice(size)
+    places: list[Callable[[int, int], slice]] = [
+        lambda replica, call: (none, first)[call],
+        lambda replica, call: (every, none)[call],
+    ]
+    if bench.layout.replicas > 1:
+        places.append(lambda replica, call: none if replica else every)
+    if not bench.layout.auxiliary:  # they count, and are divided by what does
+        places += [lambda replica, call: every] * 2
+    start = bench.draw.number(1, 10**5)
+    for seed, place in enumerate([*bench.draw.shuffled(places), places[0]], start):
+        bench.take(masked(place, seed))
+
+
+@_check(
+    "steps are right if nobody looks at the parameters before the last of them is done",
+    hazards=("params-stale-after-step", "pending-gather-dropped"),
+)
+def unwatched_steps(bench: Bench) -> None:
+    draw = bench.draw
+    steps = []
+    for seed in range(12 if bench.thorough else 5):
+        sizes = draw.sizes(draw.number(1, 3), bench.multiple, most=2)
+        steps.append(_of(bench, seed, *(MICRO_BATCH * size for size in sizes)))
+    bench.unwatched(steps)
+
+
+@_check(
+    "auxiliary losses count by the tokens, or sequences, of their microbatches, in any calls",
+    hazards=("chained-calls-weigh-losses", "aux-loss-scale-left-set"),
+    auxiliary=True,
+)
+def auxiliary_losses(bench: Bench) -> None:
+    def calls(replica: int) -> list[Rows]:
+        # Calls of other sizes, whose microbatches count other shares of their positions.
+        small, large = _of(bench, 30, CALL, 3 * CALL)(replica)
+        large["token_mask"][:CALL, large["input_ids"].shape[1] // 2 :] = 0
+        return [small, large]
+
+    for _ in range(2):
+        bench.take(calls)
+
+
+@_check(
+    "log-probs before and after a microbatch are right, and change nothing",
+    needs=("logprobs",),
+    hazards=("offload-plan-mislearned",),
+)
+def logprobs_in_mid_step(bench: Bench) -> None:
+    adapter: Any = bench.adapter
+    first, second = (_of(bench, seed, CALL) for seed in range(2))
+    # The looks of a step are at other rows, of the same number.
+    here, there = (bench.draw.sizes(1, bench.multiple, most=5)[0] for _ in range(2))
+    finished = bench.step(first, between=lambda: _hold_logprobs(bench, here))
+    rows = _some(bench, here)
+    found = adapter.logprobs(rows)  # before anybody looks
+    bench.expect(finished, bench.everybody(first))
+    _compare_logprobs(bench, rows, found)
+    bench.take(second, between=lambda: _hold_logprobs(bench, there))
+
+
+def _hold_logprobs(bench: Bench, microbatches: int = 2) -> None:
+    """Raises `Wrong` unless the adapter's log-probs of some rows are right."""
+    adapter: Any = bench.adapter
+    rows = _some(bench, microbatches)
+    _compare_logprobs(bench, rows, adapter.logprobs(rows))
+
+
+def _some(bench: Bench, microbatches: int) -> Rows:
+    """Return so many microbatches' rows of this replica."""
+    return bench.rows(bench.replica, bench.draw.number(1, 10**5), MICRO_BATCH * microbatches)
+
+
+def _compare_logprobs(bench: Bench, rows: Rows, found: Any) -> None:
+    fault = None
+    if found is not None:  # on the last stage
+        right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
+        error = float((found_N - right_N).norm() / right_N.norm())
+        if not error <= bench.roundings:
+            fault = f"log-probs differ from the model's by {100 * error:.3g} % of their norm"
+    bench.stop_at(fault)
+
+
+@_check(
+    "an export in an open step has the model's values, and changes nothing",
+    needs=("export",),
+    hazards=("params-stale-after-step", "pending-gather-dropped"),
+)
+def export_in_mid_step(bench: Bench) -> None:
+    adapter: Any = bench.adapter
+    first, second = (_of(bench, seed, CALL) for seed in range(2))
+    unseen: list[Finished] = []
+
+    def export() -> None:
+        exported = adapter.export()
+        if unseen:  # the export is of a step at which nobody has looked
+            bench.expect(unseen.pop(), bench.everybody(first))
+        bench.unchanged("a step that has not finished")
+        bench.hold_export(exported)
+
+    unseen_after = bench.step(first, between=export)
+    unseen.append(unseen_after)
+    bench.take(second, between=export)
+
+
+@_check(
+    "after an abort nothing is left of the step",
+    hazards=("first-window-aborted",),
+)
+def abort_and_retry(bench: Bench) -> None:
+    adapter = bench.adapter
+    whole_step(bench)
+    for calls in (0, 1, bench.draw.number(2, CALLS)):
+        adapter.begin()
+        for call, size in enumerate(bench.draw.sizes(calls, bench.multiple, most=3)):
+            adapter.microbatch(bench.rows(bench.replica, 50 + call, MICRO_BATCH * size))
+        adapter.abort()
+        bench.unchanged("abort()")
+        bench.take(_of(bench, 60 + calls, 2 * CALL))
+
+
+def _or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None, Finished | None]:
+    """Returns what a step raised on this rank, which then aborts it, or what it returned."""
+    from megatron_idempotent.window.agreement import describe
+
+    try:
+        return None, step()
+    except Wrong:
+        bench.adapter.abort()
+        raise
+    except Exception as error:  # noqa: BLE001  it is what is asked for
+        bench.adapter.abort()
+        return describe(error).splitlines()[0], None
+
+
+@_check(
+    "a failure on one rank, in any call and microbatch, stops all, and the next step is right",
+    hazards=("first-window-aborted",),
+)
+def failure_on_one_rank(bench: Bench) -> None:
+    for failure in _failures(bench):
+        _fail(bench, failure)
+        bench.take(_of(bench, bench.draw.number(1, 10**5), CALL))
+
+
+_Where = Literal["loss", "forward", "backward"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Failure:
+    """Says where a step fails."""
+
+    ranks: tuple[int, ...]
+    where: _Where
+    sizes: tuple[int, ...]
+    """Microbatches of each call."""
+    call: int
+    microbatch: int
+    """Microbatches of the call before the one that fails."""
+
+    def __str__(self) -> str:
+        place = f"of microbatch {self.microbatch + 1} in call {self.call + 1} of {len(self.sizes)}"
+        return f"the {self.where} {place} failed on rank {', '.join(map(str, self.ranks))}"
+
+
+def _failures(bench: Bench) -> list[_Failure]:
+    """Deal out failures: of the loss on each rank that has one, and in the model on others too."""
+    draw, times = bench.draw, 3 if bench.thorough else 1
+    places: dict[tuple[int, int], list[int]] = {}
+    losses = []
+    for rank, (replica, stage, last) in enumerate(bench.told_by_all(bench.seat)):
+        places.setdefault((replica, stage), []).append(rank)
+        losses += [rank] if last else []
+    # A framework that drops no open step keeps a step's earlier calls.
+    keeps = bench.declares("abort-and-retry")
+    number = max(2, len(losses)) * times
+    ranks = draw.dealt(losses, number)
+    found = [
+        _failure(bench, [rank], "loss", later_call=later and not keeps)
+        for rank, later in zip(ranks, draw.dealt((True, False), number), strict=True)
+    ]
+    if bench.fails_within_model:
+        kinds: list[Any] = draw.dealt(("forward", "backward"), max(2, len(places) // 2) * times)
+        found += [
+            _failure(bench, place, kind, later_call=later and not keeps)
+            for kind, place, later in zip(
+                kinds,
+                draw.dealt(list(places.values()), len(kinds)),
+                draw.dealt((True, False), len(kinds)),
+                strict=True,
+            )
+        ]
+    return draw.shuffled(found)
+
+
+def _failure(bench: Bench, ranks: Sequence[int], where: _Where, *, later_call: bool) -> _Failure:
+    """Draw the sizes of a step that fails, and in which microbatch.
+
+    A loss fails in the first one of a call, as adapters have it, and a model after others.
+    """
+    draw = bench.draw
+    calls = draw.number(2, 4) if later_call else 1
+    sizes = [max(2, each) for each in draw.sizes(calls, bench.multiple, most=3)]
+    call = draw.number(1, calls - 1) if later_call else 0
+    return _Failure(
+        ranks=tuple(ranks),
+        where=where,
+        sizes=tuple(sizes),
+        call=call,
+        microbatch=0 if where == "loss" else draw.number(1, sizes[call] - 1),
+    )
+
+
+def _fail(bench: Bench, failure: _Failure) -> None:
+    """Take a step that fails so, and hold all ranks to raising and to dropping it."""
+    adapter = bench.adapter
+    seed = bench.draw.number(1, 10**5)
+    calls_of = _of(bench, seed, *(MICRO_BATCH * size for size in failure.sizes))
+    fails = bench.rank in failure.ranks
+
+    def step() -> Finished:
+        adapter.begin()
+        for call, rows in enumerate(calls_of(bench.replica)):
+            loss = fails and failure.where == "loss" and call == failure.call
+            adapter.microbatch(rows, fail=loss)
+        return adapter.finish()
+
+    if failure.where == "loss":
+        raised, finished = _or_aborted(bench, step)
+        met = fails
+    else:
+        before = sum(failure.sizes[: failure.call]) + failure.microbatch
+        with bench.forwards.failing(before if fails else None, failure.where):
+            raised, finished = _or_aborted(bench, step)
+        met = bench.forwards.met
+    told = bench.told_by_all((raised, met))
+    nobody_raised = all(each is None for each, _ in told)
+    fails_again = failure.where == "loss" and any(met for _, met in told)
+    if finished is not None and nobody_raised and not fails_again:
+        # The adapter runs other microbatches, or none by the chunk's own forward, or has run again
+        # what had failed once: a loss that is to fail does so each time.
+        try:
+            bench.expect(finished, bench.everybody(calls_of))
+        except Wrong as wrong:
+            raise Wrong(f"{failure} (nothing raised): {wrong}") from None
+        return
+    calm = [rank for rank, (each, _) in enumerate(told) if each is None]
+    if calm:
+        said = next((told[rank][0] for rank in failure.ranks if told[rank][0]), "nothing raised")
+        raise Wrong(f"{failure} ({said}), and rank {calm[0]} finished the step")
+    bench.unchanged("a step that failed")
+
+
+@_check("no rank updates with a NaN in any call and replica, and the next step is right")
+def nan(bench: Bench) -> None:
+    draw, times = bench.draw, 3 if bench.thorough else 1
+    # In the first and in a later call of each replica, in any microbatch.
+    for replica, later in draw.shuffled(
+        [(one, later) for one in range(bench.layout.replicas) for later in (False, True)] * times
+    ):
+        calls = draw.number(2, 4) if later else 1
+        call = draw.number(1, calls - 1) if later else 0
+        _not_a_number(bench, replica, calls, call)
+        bench.take(_of(bench, draw.number(1, 10**5), CALL))
+
+
+def _not_a_number(bench: Bench, replica: int, calls: int, call: int) -> None:
+    """Take a step with a NaN in one call of one replica, and hold all ranks to not updating."""
+    adapter, draw = bench.adapter, bench.draw
+    sizes = [max(2, size) for size in draw.sizes(calls, bench.multiple, most=3)]
+    calls_of = _of(bench, draw.number(1, 10**5), *(MICRO_BATCH * size for size in sizes))
+    # In later calls not in the first microbatch, which may be all that is looked at.
+    row = draw.number(MICRO_BATCH if call else 0, MICRO_BATCH * sizes[call] - 1)
+
+    def step() -> Finished:
+        made = calls_of(bench.replica)
+        if bench.replica == replica:
+            made[call]["scale"][row] = math.nan
+        adapter.begin()
+        for rows in made:
+            adapter.microbatch(rows)
+        return adapter.finish()
+
+    raised, finished = _or_aborted(bench, step)
+    told = bench.told_by_all((raised, finished is not None and finished.updated))
+    place = f"a loss of replica {replica} is NaN, in call {call + 1} of {calls}"
+    if any(updated for _, updated in told):
+        raise Wrong(f"{place}, and the step updated all the same")
+    if len({error is None for error, _ in told}) > 1:
+        raise Wrong(f"{place}, and some ranks raised while others went on")
+    bench.unchanged("a step with a NaN")
+
+
+@_check(
+    "a second run over the same model is right",
+    hazards=("no-sync-func-reentry", "second-window-not-reduced"),
+)
+def second_run(bench: Bench) -> None:
+    for _ in range(2):
+        whole_step(bench)
+        bench.adapter.build(bench.subject)
+    whole_step(bench)
+
+
+@_check(
+    "a run that continues from a checkpoint takes the same steps",
+    needs=("save", "load"),
+)
+def resume(bench: Bench) -> None:
+    adapter: Any = bench.adapter
+    whole_step(bench)
+    state = adapter.save()
+    bench.make_model()
+    adapter.build(bench.subject)
+    adapter.load(state)
+    bench.unchanged("save() and load()")
+    whole_step(bench)
+
+
+@_check(
+    "steps go on as before after offloads, which free memory or move what is in it",
+    needs=("offload", "onload"),
+    hazards=("optimizer-offload-breaks-views", "zero-grad-while-offloaded"),
+)
+def offload_between_steps(bench: Bench) -> None:
+    for seed in range(3):  # the first before there is any optimizer state
+        bench.away_and_back()
+        bench.take(_of(bench, seed, CALL))
+
+
+@_check(
+    "log-probs are right while only parameters are back from an offload, and change nothing",
+    needs=("offload", "onload", "logprobs"),
+    hazards=("zero-grad-while-offloaded", "offload-plan-mislearned"),
+)
+def logprobs_while_offloaded(bench: Bench) -> None:
+    def read() -> None:
+        bench.memories.offload(bench.adapter)
+        bench.memories.onload(bench.adapter, training=False)
+        _hold_logprobs(bench)
+        bench.away_and_back(freeing=False)
+
+    read()
+    bench.take(_of(bench, 0, CALL))
+    read()
+
+
+@_check(
+    "an offload in an open step keeps its gradients, or is refused and the next step is right",
+    needs=("offload", "onload"),
+    hazards=("offload-drops-gradients",),
+)
+def offload_in_mid_step(bench: Bench) -> None:
+    calls = _of(bench, 0, CALL)
+
+    def exchange() -> None:
+        bench.memories.offload(bench.adapter, freeing=False)
+        bench.memories.onload(bench.adapter)
+
+    def step() -> Finished:
+        bench.adapter.begin()
+        for rows in calls(bench.replica):
+            exchange()
+            bench.adapter.microbatch(rows)
+        exchange()
+        return bench.adapter.finish()
+
+    raised, finished = _or_aborted(bench, step)
+    told = bench.told_by_all(raised)
+    if finished is not None and not any(told):
+        bench.expect(finished, [row for one in range(bench.layout.replicas) for row in calls(one)])
+        return
+    if not all(told):
+        raise Wrong("an offload in an open step is refused on some ranks, and others went on")
+    bench.unchanged("a step that was refused")
+    bench.take(_of(bench, 1, CALL))
+
+
+@_check(
+    "two adapters over one base are trained in turn, and by steps that are open together",
+    needs=("tenant",),
+    adapters=True,
+)
+def swapped_adapters(bench: Bench) -> None:
+    from .tenants import Base, Tenant
+
+    names = "alice", "bob"
+    base = Base(bench, names)
+    alice, bob = pair = [Tenant(bench, base, name) for name in names]
+    calls = {each: _of(bench, seed, CALL, CALL) for seed, each in enumerate(pair)}
+    for each in (alice, bob, alice):  # one after the other
+        each.take(calls[each])
+    bob.unchanged("a step of alice")
+    try:
+        for each in pair:
+            each.begin(calls[each])
+        for each in pair * 2:
+            each.microbatch()
+        for each in pair:
+            each.finish()
+        for each in reversed(pair):  # of which one is dropped
+            each.begin(calls[each])
+            each.microbatch()
+        bob.abort()
+        alice.microbatch()
+        alice.finish()
+        bob.unchanged("abort()")
+        bob.take(calls[bob])
+    except Exception:
+        for each in pair:
+            each.abort()
+        raise
+
+
+@_check(
+    "the same microbatches give the same bits on any number of replicas, in any order and calls",
+    bits=True,
+)
+def same_bits(bench: Bench) -> None:
+    # As many as one, two, three and four replicas share.
+    whole = bench.rows(0, 90, 12 * MICRO_BATCH)
+
+    def taken(on: Bench, order: Sequence[int], *, calls: int) -> str:
+        def calls_of(replica: int) -> list[Rows]:
+            each = len(order) // on.layout.replicas
+            mine = [
+                MICRO_BATCH * index + row
+                for index in order[replica * each :][:each]
+                for row in range(MICRO_BATCH)
+            ]
+            # An interleaved schedule takes calls of an even number of microbatches.
+            cut = MICRO_BATCH * (2 * each // 3 if calls == 2 else each)
+            parts = [mine[:cut], mine[cut:]][:calls]
+            return [{name: value[part] for name, value in whole.items()} for part in parts]
+
+        for _ in range(2):
+            on.take(calls_of)
+        return on.digest()
+
+    bench.bits = taken(bench, range(12), calls=1)
+    again = type(bench)(type(bench.adapter)(), bench.layout)
+    if taken(again, range(11, -1, -1), calls=2) != bench.bits:
+        raise Wrong("the same microbatches in another order and two calls give other bits")

@@ -1,0 +1,395 @@
+"""Certifies an adapter: runs each check on each layout, on fresh CPU ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import re
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_idempotent.patching.source import locate
+from megatron_idempotent.proof.cpu import RankError, RankPool, RankTimeout
+
+from .checks import CHECKS, Check
+from .draws import Draw
+from .layouts import KINDS, LAYOUTS, Layout
+from .layouts import layout as named
+from .protocol import Wrong, why_not
+
+Verdict = Literal["passed", "failed", "declared", "not offered", "not judged"]
+
+DEADLINE_S = 60.0
+"""The most seconds for one check, which takes a few; one that takes longer has hung.
+
+With `thorough` it is four times as much."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """Says what became of a check on a layout.
+
+    Example: `Result(check="whole-step", layout="dp2", verdict="passed", seconds=1.2)`.
+    """
+
+    check: str
+    layout: str
+    verdict: Verdict
+    """`declared`: the adapter says that it may fail, and it does or was not run. `not offered`: the
+    adapter lacks a method, or does not train on packs or a mean over sequences, or promises no
+    bits, or the layout has one replica, no packs, no auxiliary losses or no adapters, or has packs
+    where microbatches are to be the same. `not judged`: `whole-step` fails there already."""
+    seconds: float = 0.0
+    of_bound: float = 0.0
+    """The largest error of a step, as a part of the bound for it."""
+    bits: str = ""
+    """A digest of the parameters after the steps of `same-bits`."""
+    fault: str = ""
+    """The fault and the code that it is in, in one line; for `declared` what the adapter says."""
+    seed: int = 0
+    """The number that sizes and places were drawn from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class How:
+    """Says how checks are made. Example: `How(seed=7)`."""
+
+    stock: bool = False
+    """True without this library's patches."""
+    seed: int = 0
+    """The number that sizes and places are drawn from."""
+    thorough: bool = False
+    """True for more draws."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Says what an adapter offers. Example: `Facts(offers=frozenset({"export"}), cannot={})`."""
+
+    offers: frozenset[str]
+    """The optional methods that it has."""
+    cannot: Mapping[str, str]
+    """The checks that it does not promise to pass, with the reason; "check/word" for the layouts
+    with that word alone."""
+    packs: bool = False
+    """True if it trains on packs."""
+    sequences: bool = False
+    """True if it trains on a loss that is a mean over sequences, too."""
+    fsdp2: bool = False
+    """True if it trains FSDP2 models, and no others."""
+    order_stable: bool = False
+    """True if it promises the same bits on any number of replicas."""
+
+
+_DEMANDED = ("build", "begin", "microbatch", "finish", "abort")
+
+
+class Certification:
+    """Makes checks of one adapter on a pool's ranks; imports the adapter on a rank, not here.
+
+    Example: `Certification("mine:Adapter", pool).judge("whole-step", "dp2").verdict`.
+    """
+
+    def __init__(
+        self,
+        adapter: str,
+        pool: RankPool,
+        *,
+        stock: bool = False,
+        declared: bool = False,
+        seed: int = 0,
+        thorough: bool = False,
+    ) -> None:
+        """Take what `certify` does; nothing runs before the first `judge`."""
+        self._how = How(stock=stock, seed=seed, thorough=thorough)
+        self._adapter = adapter
+        self._pool = pool
+        self._declared = declared
+        self._told: Facts | None = None
+        self._whole: dict[str, Result] = {}
+        self._bits: dict[str, Result] = {}
+
+    def judge(self, check: str, layout: str) -> Result:
+        """Make a check on a layout, after `whole-step`, on which all others rest.
+
+        Raises:
+            ValueError: the adapter cannot be imported, or lacks a method.
+        """
+        told = self._facts()
+        if layout not in self._whole:
+            self._whole[layout] = self._judge(CHECKS["whole-step"], named(layout), told)
+        if check == "whole-step":
+            return self._whole[layout]
+        if self._whole[layout].verdict == "failed":
+            return Result(check=check, layout=layout, verdict="not judged", seed=self._how.seed)
+        return self._judge(CHECKS[check], named(layout), told)
+
+    def _facts(self) -> Facts:
+        if self._told is None:
+            # The first call also pays for the pool's imports, which no check is charged with.
+            (told,) = self._pool.run(1, facts, self._adapter, distributed=False)
+            if isinstance(told, str):
+                raise ValueError(told)
+            self._told = told
+        return self._told
+
+    def _judge(self, check: Check, layout: Layout, told: Facts) -> Result:
+        def result(verdict: Verdict, fault: str = "", **others: Any) -> Result:
+            return Result(
+                check=check.name,
+                layout=layout.name,
+                verdict=verdict,
+                fault=fault,
+                seed=self._how.seed,
+                **others,
+            )
+
+        lacking = [name for name in check.needs if name not in told.offers]
+        if lacking:
+            return result("not offered", f"no {', '.join(lacking)}()")
+        if layout.fsdp2 != told.fsdp2:
+            return result("not offered", f"fsdp2 = {told.fsdp2}")
+        if layout.packs and not told.packs:
+            return result("not offered", "no packs = True")
+        if layout.packs and "mtp" in layout.words and _refuses_packs_with_mtp():
+            return result("not offered", "this Megatron trains no MTP layer on packs")
+        if layout.loss_kind == "sequence" and not told.sequences:
+            return result("not offered", "no sequences = True")
+        if check.replicas and layout.replicas == 1:
+            return result("not offered", "one replica")
+        if check.auxiliary and not layout.auxiliary:
+            return result("not offered", "no auxiliary losses")
+        if check.packs and not layout.packs:
+            return result("not offered", "no packs")
+        if check.adapters and not layout.adapters:
+            return result("not offered", "no adapters in 16 bits and on FSDP2")
+        if check.bits and not told.order_stable:
+            return result("not offered", "no order_stable = True")
+        if check.bits and layout.packs:
+            return result("not offered", "which sequences share a pack is the adapter's to choose")
+        said = why_not(told.cannot, check.name, layout)
+        if said is not None and not self._declared:
+            return result("declared", said)
+        start = time.perf_counter()
+        fault, of_bound, bits = _outcome(self._pool, self._adapter, check, layout, self._how)
+        found: dict[str, Any] = {
+            "seconds": time.perf_counter() - start,
+            "of_bound": of_bound,
+            "bits": bits,
+        }
+        if bits and not fault:
+            fault = self._compared(result("passed", **found))
+        if fault and said is not None:
+            return result("declared", f"{said} ({fault})", **found)
+        return result("failed" if fault else "passed", fault, **found)
+
+    def _compared(self, found: Result) -> str:
+        """Returns what is wrong if a layout with another number of replicas has other bits."""
+        first = self._bits.setdefault(alike(found.layout), found)
+        if first.bits == found.bits:
+            return ""
+        return f"the same microbatches give other bits than in {first.layout}"
+
+
+def certify(
+    adapter: str,
+    *,
+    checks: Iterable[str] | None = None,
+    layouts: Iterable[str] | None = None,
+    stock: bool = False,
+    declared: bool = False,
+    seed: int = 0,
+    thorough: bool = False,
+    pool: RankPool | None = None,
+) -> Iterator[Result]:
+    """Run checks on an adapter, and yield a result for each layout and check.
+
+    Args:
+        adapter: "package.module:Class", importable on the ranks, which have this process's path.
+        checks: names of `CHECKS`; None for all. `whole-step` is always among them.
+        layouts: names of layouts, of the words in `layouts.WORDS`; None for all of `LAYOUTS`.
+        stock: leave out the patches, which else are applied on every rank.
+        declared: also run the checks that the adapter's `cannot` names; their failures do not
+            count. They may hang, each until its deadline.
+        seed: what sizes, masks and places of failures are drawn from.
+        thorough: make more draws.
+        pool: ranks to run on, at least 4; None starts a pool and ends it again.
+
+    Raises:
+        ValueError: an unknown check or layout, or an adapter that cannot be imported.
+
+    Example:
+        failed = [each for each in certify("mine:Adapter") if each.verdict == "failed"]
+    """
+    wanted = dict.fromkeys(["whole-step", *_chosen(checks)])
+    places = list(LAYOUTS if layouts is None else dict.fromkeys(layouts))
+    if not places:
+        raise ValueError("certify got no layouts: name one, or pass None")
+    ranks = max(named(name).ranks for name in places)
+    own = None
+    if pool is None:
+        # Standard output is for the results; releases print there while they are imported.
+        pool = own = RankPool(ranks, stdout=2)
+    try:
+        certification = Certification(
+            adapter, pool, stock=stock, declared=declared, seed=seed, thorough=thorough
+        )
+        for layout in places:
+            for check in wanted:
+                yield certification.judge(check, layout)
+    finally:
+        if own is not None:
+            own.close()
+
+
+def load(adapter: str) -> type:
+    """Import an adapter's class, on a rank: it may import what needs a GPU or its emulation.
+
+    Raises:
+        ValueError: not of the form "module:Class", not there, or without a method.
+    """
+    module, _, name = adapter.partition(":")
+    if not module or not name:
+        raise ValueError(f"certify takes PACKAGE.MODULE:CLASS, got {adapter!r}")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the adapter {adapter!r} cannot be imported: {error}") from error
+    missing = [name for name in _DEMANDED if not callable(getattr(found, name, None))]
+    if missing:
+        raise ValueError(
+            f"{adapter} has no {', '.join(missing)}(): "
+            "see megatron_idempotent.proof.certify.Adapter"
+        )
+    unknown = [name for name in getattr(found, "cannot", {}) if not _is_check(name)]
+    if unknown:
+        raise ValueError(
+            f"{adapter}.cannot names {sorted(unknown)}, which are none of {', '.join(CHECKS)}, nor "
+            f"one of these before a slash and a layout's word: {', '.join(KINDS)}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _is_check(name: str) -> bool:
+    check, slash, word = name.partition("/")
+    return check in CHECKS and (word in KINDS if slash else True)
+
+
+@lru_cache(maxsize=1)
+def _refuses_packs_with_mtp() -> bool:
+    """Returns whether the installed Megatron says that it has not written this; 0.12 to 0.15 do."""
+    path = locate("megatron.core.transformer.multi_token_prediction")
+    said = "multi token prediction + sequence packing is not yet supported"
+    return path is not None and said in path.read_text(encoding="utf-8")
+
+
+def facts(adapter: str) -> Facts | str:
+    """Runs on a rank: says what an adapter offers, or why it cannot be taken."""
+    try:
+        kind = load(adapter)
+    except ValueError as error:
+        return str(error)
+    needed = {name for check in CHECKS.values() for name in check.needs}
+    return Facts(
+        offers=frozenset(name for name in needed if callable(getattr(kind, name, None))),
+        cannot=dict(getattr(kind, "cannot", {})),
+        packs=bool(getattr(kind, "packs", False)),
+        sequences=bool(getattr(kind, "sequences", False)),
+        fsdp2=bool(getattr(kind, "fsdp2", False)),
+        order_stable=bool(getattr(kind, "order_stable", False)),
+    )
+
+
+def _chosen(checks: Iterable[str] | None) -> list[str]:
+    names = list(CHECKS if checks is None else checks)
+    unknown = [name for name in names if name not in CHECKS]
+    if unknown or not names:
+        raise ValueError(f"unknown check {', '.join(unknown)}: one of {', '.join(CHECKS)}")
+    return [name for name in CHECKS if name in names]
+
+
+def outcome_of(
+    pool: RankPool, adapter: str, check: Check, layout: Layout, **how: Any
+) -> tuple[str, float]:
+    """Make one check on fresh ranks, with the fields of `How`.
+
+    Returns what is wrong, in one line, or an empty string; and the largest error of a step, as a
+    part of the bound for it.
+    """
+    return _outcome(pool, adapter, check, layout, How(**how))[:2]
+
+
+def alike(layout: str) -> str:
+    """Return a layout's name without its number of replicas; "dp" if it says nothing else."""
+    return (
+        "-".join(word for word in layout.split("-") if not re.fullmatch("dp[0-9]+", word)) or "dp"
+    )
+
+
+def _outcome(
+    pool: RankPool, adapter: str, check: Check, layout: Layout, how: How
+) -> tuple[str, float, str]:
+    """Returns what `outcome_of` does, and the digest of `same-bits`."""
+    deadline_s = DEADLINE_S * (4 if how.thorough else 1)
+    try:
+        told: list[tuple[int, str, float, str]] = pool.run(
+            layout.ranks, examine, adapter, check.name, layout.name, how, timeout_s=deadline_s
+        )
+    except RankTimeout as error:
+        waiting = sorted(set(range(layout.ranks)) - set(error.finished))
+        text = f"rank {', '.join(map(str, waiting))} did not end within {deadline_s:g} s"
+        # What the others wait for is most often a rank that has raised.
+        causes = sorted((*each[:2], rank) for rank, each in error.results.items() if each[1])
+        return (f"{text}; on rank {causes[0][2]}: {causes[0][1]}" if causes else text), 0.0, ""
+    except RankError as error:
+        first = error.failures[0]
+        text = f"rank {first.rank} ended: {first.exception_type}: {first.message}"
+        return text.splitlines()[0], 0.0, ""
+    return min(told)[1], max(each[2] for each in told), told[0][3]
+
+
+def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, float, str]:
+    """Runs on a rank: makes one check; returns what is wrong, the least number if it is the cause.
+
+    After that come the largest error of a step, as a part of its bound, and the digest of bits.
+
+    An error in which a rank only learns that another one has left, or stopped the step, says less.
+    """
+    import megatron_idempotent
+    from megatron_idempotent.window.agreement import SessionPoisoned, WindowAborted
+
+    from .bench import Bench
+
+    logging.disable(logging.WARNING)
+    if not how.stock:
+        megatron_idempotent.apply()
+    of_bound, bits = 0.0, ""
+    try:
+        draw = Draw(how.seed, layout, check)
+        bench = Bench(load(adapter)(), named(layout), draw=draw, thorough=how.thorough)
+        try:
+            CHECKS[check].run(bench)
+        finally:
+            of_bound, bits = bench.of_bound, bench.bits
+    except Wrong as wrong:
+        return 0, str(wrong), of_bound, bits
+    except Exception as error:  # noqa: BLE001  it is what the framework has done
+        told = f"{type(error).__name__} in {_where(error)}: {error}".splitlines()[0]
+        late = isinstance(error, (SessionPoisoned, WindowAborted)) or "closed by peer" in told
+        return 2 if late else 1, told, of_bound, bits
+    return 3, "", of_bound, bits
+
+
+def _where(error: BaseException) -> str:
+    """Name the function that raised, and the file by its package."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    path = Path(frame.filename)
+    parts = path.parts
+    if "site-packages" in parts:
+        parts = parts[parts.index("site-packages") + 1 :]
+    return f"{'/'.join(parts[-4:])}:{frame.lineno} ({frame.name})"

@@ -1,0 +1,261 @@
+"""Runs a function on several ranks of this machine: `run_ranks` and `RankPool`.
+
+Importing this does not import torch: the ranks do, not the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron_idempotent.lazy import untried_torch
+
+from . import gpu
+from .calls import Call, Outcome, refer, refuse_if_importing
+from .errors import NoDeviceError, RankError, RankFailure, RankTimeout
+from .gpu import Device, chosen
+
+#: Modules that the launcher imports before it forks; it skips those that are not installed.
+PRELOAD = (
+    "torch",
+    "torch._dynamo",  # imported by the first optimizer that is built
+    "megatron.core",
+    "megatron.core.distributed",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.mimo.optimizer",  # imported by the first optimizer that is built
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.training.training",
+)
+#: Modules for pools that run `cpu.program`, whose tokenizers import transformers for seconds.
+PROGRAM_PRELOAD = (
+    *PRELOAD,
+    "megatron.core.tokenizers.text.libraries",
+    "megatron.core.tokenizers.text.models",
+)
+#: Seconds for the imports: torch and Megatron take 10 to 30 s on a slow disk.
+START_TIMEOUT_S = 300.0
+#: Seconds after the deadline for reading the stacks of all ranks and ending them.
+_MARGIN_S = 30.0
+
+
+class RankPool:
+    """Runs functions on ranks that start within milliseconds, because it imports only once.
+
+    A launcher process imports torch and Megatron with the CPU runtime on and forks fresh ranks
+    for every call, so that a call finds everything as it is after the import: no process
+    groups, no Megatron globals, no patches, the caller's present environment. It starts with
+    the first call (some ten seconds) and ends with `close()`, the `with` block or the process.
+
+    Args:
+        max_world_size: the largest number of ranks of a call.
+        preload: modules to import before the first call.
+        stdout: the file descriptor for the ranks' standard output, and for upstream's while it is
+            imported; None for that of this process.
+        device: "cpu" for the runtime and gloo; "checked" for the same with ranks that refuse what a
+            GPU would (`cpu.checked`); "cuda" for the GPUs of this machine and NCCL, or gloo if
+            ranks outnumber them. None for the device in MEGATRON_IDEMPOTENT_DEVICE, and without it
+            the CPU.
+
+    Example:
+        with RankPool(2) as pool:
+            losses = pool.run(2, train, 10)
+    """
+
+    def __init__(
+        self,
+        max_world_size: int,
+        *,
+        preload: Sequence[str] = PRELOAD,
+        stdout: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        if max_world_size < 1:
+            raise ValueError(f"max_world_size must be at least 1, found {max_world_size}")
+        self.max_world_size = max_world_size
+        self._preload = tuple(preload)
+        self._stdout = stdout
+        self.device = chosen(device)
+        self._lock = threading.Lock()
+        self._launcher: _Launcher | None = None
+
+    def run(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 120.0,
+        distributed: bool = True,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on `world_size` ranks; returns their results, by rank.
+
+        `fn` stands at the top of a module; it, its arguments and its results travel pickled.
+        In a rank the CPU runtime is on unless the pool is on "cuda", RANK, WORLD_SIZE, LOCAL_RANK,
+        MASTER_ADDR and MASTER_PORT are set and, with `distributed`, the default group is up.
+        `timeout_s` counts from the fork of the ranks.
+
+        Raises:
+            RankError: a rank raised or died.
+            RankTimeout: the ranks missed the deadline; it has the stacks of all of them.
+            ValueError: `fn` is a lambda or a closure, or `world_size` is out of range.
+            RuntimeError: a rank imports the module that calls this, which would go on for ever.
+        """
+        refuse_if_importing()
+        if not 1 <= world_size <= self.max_world_size:
+            raise ValueError(
+                f"world_size must be between 1 and this pool's max_world_size "
+                f"{self.max_world_size}, found {world_size}"
+            )
+        main_file = getattr(sys.modules["__main__"], "__file__", None)
+        call = Call(
+            function=refer(fn),
+            arguments=pickle.dumps((args, kwargs)),
+            world_size=world_size,
+            timeout_s=timeout_s,
+            distributed=distributed,
+            # An empty entry means the current directory, which may change before it is used.
+            sys_path=tuple(entry or os.getcwd() for entry in sys.path),
+            cwd=os.getcwd(),
+            environ=dict(os.environ),
+            main_file=main_file and os.path.abspath(main_file),
+            device=self.device,
+        )
+        with self._lock:
+            outcome = self._send(call)
+        return _results(outcome, timeout_s)
+
+    def _send(self, call: Call) -> Outcome:
+        if self._launcher is None:
+            self._launcher = _Launcher(self._preload, self._stdout, self.device)
+        with contextlib.ExitStack() as unless_answered:
+            # Also on KeyboardInterrupt: ranks without a listener must not go on.
+            unless_answered.callback(self.close)
+            outcome = self._launcher.ask(call)
+            unless_answered.pop_all()
+        return outcome
+
+    def close(self) -> None:
+        """End the launcher and its ranks; a later `run` starts a new one."""
+        if self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    distributed: bool = True,
+    device: str | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Calls `RankPool.run` on a pool of its own: it imports for each call, and leaves no process.
+
+    Example:
+        from megatron_idempotent.proof import cpu
+        losses = cpu.run_ranks(2, train, 10)
+    """
+    with RankPool(world_size, device=device) as pool:
+        return pool.run(
+            world_size, fn, *args, timeout_s=timeout_s, distributed=distributed, **kwargs
+        )
+
+
+def _results(outcome: Outcome, timeout_s: float) -> list[Any]:
+    if outcome.failures and not outcome.timed_out:
+        raise RankError(outcome.failures, outcome.stacks)
+    results = {rank: pickle.loads(outcome.results[rank]) for rank in sorted(outcome.results)}
+    if outcome.timed_out:
+        raise RankTimeout(timeout_s, outcome.stacks, results)
+    return list(results.values())
+
+
+class _Launcher:
+    """Starts the launcher process, and keeps this process's end of the connection to it."""
+
+    def __init__(self, preload: Sequence[str], stdout: int | None, device: Device) -> None:
+        self._connection, theirs = Pipe()
+        program = (
+            "from megatron_idempotent.proof.cpu.launcher import main; "
+            f"main({theirs.fileno()}, {tuple(preload)!r}, {device!r})"
+        )
+        on_device = {"CUDA_VISIBLE_DEVICES": ""} if device != "cuda" else gpu.ENVIRONMENT
+        environ = {**os.environ, **on_device}
+        # Ranks share few cores, and OpenMP threads of the launcher would not survive a fork.
+        environ.setdefault("OMP_NUM_THREADS", "1")
+        # 0.15 builds an allocator while it is imported, and where there is a CUDA compiler but no
+        # device torch fails to choose an architecture for it. Nothing here calls what it builds.
+        environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0")
+        # What upstream warns about while it is imported concerns GPUs; a caller who has set
+        # PYTHONWARNINGS=error would not get past it.
+        environ["PYTHONWARNINGS"] = "ignore"
+        with contextlib.closing(theirs):
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                env=environ,
+                # Ctrl-C is the caller's to handle: it closes the connection, which ends us.
+                start_new_session=True,
+            )
+        self.close = weakref.finalize(self, _end, self._connection, self._process)
+        self._ready = False
+
+    def ask(self, call: Call) -> Outcome:
+        if not self._ready:
+            word = self._receive(START_TIMEOUT_S, "importing torch and Megatron")
+            if isinstance(word, RankFailure):
+                if word.exception_type.endswith(NoDeviceError.__name__):
+                    raise NoDeviceError(word.message)
+                said = f"the ranks could not be started: {word.exception_type}: {word.message}"
+                lines = filter(None, (said, untried_torch(), word.traceback))
+                raise RuntimeError("\n".join(lines))
+            if (untried := untried_torch()) is not None:
+                logging.getLogger(__name__).warning(untried)
+            self._ready = True
+        self._connection.send_bytes(pickle.dumps(call))
+        outcome = self._receive(call.timeout_s + _MARGIN_S, "running the ranks")
+        assert isinstance(outcome, Outcome)
+        return outcome
+
+    def _receive(self, timeout_s: float, doing: str) -> Any:
+        if not self._connection.poll(timeout_s):
+            raise RankTimeout(timeout_s, {-1: f"the launcher was {doing} and gave no answer"}, {})
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionResetError) as gone:
+            raise RuntimeError(
+                f"the process that starts the ranks ended while {doing}, with exit code "
+                f"{self._process.wait()}"
+            ) from gone
+
+
+def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
+    """Close the connection, on which the launcher ends its ranks and itself."""
+    connection.close()
+    try:
+        process.wait(timeout=5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,342 @@
+"""Turns the emulation on and off, and adapts modules of Megatron and torch as they are loaded.
+
+Modules are adapted where upstream needs a full GPU installation by oversight: it uses a name
+without Transformer Engine that is defined only with it, or builds something that the wheel ships
+built. No such change touches what Megatron computes.
+
+`torch.compile` and `torch.compiler.disable` import the compiler, which takes a quarter of the time
+of the import of Megatron, where functions are decorated with both. The runtime calls none of them
+compiled, so a plain function is decorated only in its first call after the runtime is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from megatron_idempotent.lazy import naming_the_remedy
+from megatron_idempotent.patching.per_process import PerProcess, PerProcessLock
+
+_MISSING = object()
+
+
+def dressed(original: Any, replacement: Any) -> Any:
+    """Return a copy of `replacement` that has the name, signature and attributes of `original`.
+
+    torch reads them: `torch._dynamo` asks for `torch.cuda.use_mem_pool.__wrapped__` while it is
+    imported. What is no plain function is returned as it is.
+    """
+    if type(replacement) is not FunctionType or isinstance(original, type):
+        return replacement
+    copy = FunctionType(
+        replacement.__code__,
+        replacement.__globals__,
+        argdefs=replacement.__defaults__,
+        closure=replacement.__closure__,
+    )
+    copy.__kwdefaults__ = replacement.__kwdefaults__
+    functools.update_wrapper(copy, original)
+    copy.__dict__.update(getattr(original, "__dict__", {}))  # its own __wrapped__, if it has one
+    return copy
+
+
+class _Ledger:
+    """Keeps what was replaced, to put it back by identity, the last one first."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, str, Any]] = []
+        # One object for all names of an original: (its id, the replacement's) → what is installed.
+        self._dressed: dict[tuple[int, int], Any] = {}
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        # The raw entry: getattr would turn static methods and inherited ones into something else.
+        self._entries.append((owner, name, vars(owner).get(name, _MISSING)))
+        original = getattr(owner, name, None)
+        key = id(original), id(value)
+        if key not in self._dressed:
+            self._dressed[key] = dressed(original, value)
+        setattr(owner, name, self._dressed[key])
+
+    def names(self) -> set[str]:
+        return {
+            f"{getattr(owner, '__module__', None) or ''}.{owner.__qualname__}.{name}"
+            if isinstance(owner, type)
+            else f"{owner.__name__}.{name}"
+            for owner, name, _ in self._entries
+        }
+
+    def undo(self) -> None:
+        while self._entries:
+            owner, name, before = self._entries.pop()
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+class _Active:
+    """Holds one activation: its ledger, and the import finder for modules yet to come."""
+
+    def __init__(self) -> None:
+        self.ledger = _Ledger()
+        self.finder: Any = None
+
+    def start(self) -> None:
+
+        from . import device, placement, refusals
+
+        # All are computed before any is installed: they look up originals.
+        planned = [
+            *device.replacements(),
+            *refusals.replacements(),
+            *placement.tensor_replacements(),
+            *placement.collective_replacements(),
+            *replacements(),
+        ]
+        for owner, name, value in planned:
+            self.ledger.replace(owner, name, value)
+        self.finder = Completer(self.ledger.replace)
+        sys.meta_path.insert(0, self.finder)
+        for module_name, complete in COMPLETE.items():
+            if (module := sys.modules.get(module_name)) is not None:
+                complete(module, self.ledger.replace)
+
+    def stop(self) -> None:
+        if self.finder in sys.meta_path:
+            sys.meta_path.remove(self.finder)
+        self.ledger.undo()
+
+
+class _Runtime(PerProcess):
+    active: _Active | None = None
+    depth = 0
+
+
+_runtime = _Runtime(__name__, "_runtime")
+_lock = PerProcessLock(__name__, "_lock", threading.RLock)
+
+
+def enable() -> None:
+    """Answer Megatron's calls into `torch.cuda` on the CPU until the matching `disable()`.
+
+    Calls nest: the runtime stays on until `disable()` has been called as often. It is on for the
+    whole process, not for one thread.
+
+    Raises:
+        RuntimeError: a CUDA device is in reach, so that emulating one would hide it.
+    """
+    with _lock:
+        if _runtime.active is None:
+            _refuse_real_cuda()
+            activation = _Active()
+            with contextlib.ExitStack() as undo_if_it_fails:
+                undo_if_it_fails.callback(activation.stop)
+                activation.start()
+                undo_if_it_fails.pop_all()
+            _runtime.active = activation
+        _runtime.depth += 1
+
+
+def disable() -> None:
+    """Undo one `enable()`; with the last one every replaced name is back, by identity.
+
+    A call without a matching `enable()` does nothing.
+    """
+    with _lock:
+        if _runtime.active is None:
+            return
+        _runtime.depth -= 1
+        if _runtime.depth == 0:
+            activation, _runtime.active = _runtime.active, None
+            activation.stop()
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """Turns the runtime on inside of a block: `with cpu.enabled():`."""
+    enable()
+    try:
+        yield
+    finally:
+        disable()
+
+
+def is_enabled() -> bool:
+    """Returns whether the runtime is on: between `enable()` and its matching `disable()`."""
+    return _runtime.active is not None
+
+
+def replaced_names() -> set[str]:
+    """Return the names that are replaced now, e.g. "torch.cuda.synchronize"; empty when off."""
+    return set() if _runtime.active is None else _runtime.active.ledger.names()
+
+
+def replaced_name_in(error: BaseException) -> str | None:
+    """Return the replaced name that stands in the line which raised `error`, or None."""
+    raised = traceback.extract_tb(error.__traceback__)[-1:]
+    found = [name for frame in raised for name in replaced_names() if name in (frame.line or "")]
+    return max(found, key=len, default=None)
+
+
+def _refuse_real_cuda() -> None:
+    with naming_the_remedy("megatron_idempotent.proof.cpu.enable()"):
+        import torch
+
+    if torch.cuda.is_available():
+        raise real_cuda(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def real_cuda(device_count: int, visible: str | None) -> RuntimeError:
+    """Makes the error of `enable()` in a process that can use a CUDA device."""
+    setting = "is not set" if visible is None else f"is {visible!r}"
+    return RuntimeError(
+        f"megatron_idempotent.proof.cpu emulates CUDA where there is none, but this process can "
+        f"use {device_count} CUDA device(s) (CUDA_VISIBLE_DEVICES {setting}); start it with "
+        f'CUDA_VISIBLE_DEVICES="" to use the CPU runtime'
+    )
+
+
+def _already_compiled() -> None:
+    """Does nothing, in place of a make for a library that the wheel ships built."""
+
+
+Complete = Callable[[ModuleType, str, Any], None]
+
+
+def _optimizer(module: ModuleType, replace: Complete) -> None:
+    # Called after each step of the distributed optimizer with the list of quantized parameters.
+    # Without Transformer Engine that list is empty, and 0.12 raises before it looks.
+    original = vars(module).get("quantize_param_shard")
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def quantize_param_shard(model_params: Any, *args: Any, **kwargs: Any) -> None:
+        if model_params:
+            original(model_params, *args, **kwargs)
+
+    replace(module, "quantize_param_shard", quantize_param_shard)
+
+
+def _moe(module: ModuleType, replace: Complete) -> None:
+    # 0.14 on: the router tests `te_general_gemm is not None` before it uses it.
+    if "te_general_gemm" not in vars(module):
+        replace(module, "te_general_gemm", None)
+
+
+def _datasets(module: ModuleType, replace: Complete) -> None:
+    folder = Path(str(module.__file__)).parent
+    if not (folder / "Makefile").exists() and any(folder.glob("helpers_cpp.*")):
+        replace(module, "compile_helpers", _already_compiled)
+
+
+def _compiler(module: ModuleType, replace: Complete) -> None:
+    # What torch.compiler.set_stance("force_eager") sets, without importing the compiler for it
+    # (7 s): Megatron's `jit_fuser` is torch.compile, bound when Megatron is imported, and the
+    # stance reaches functions that were decorated before.
+    if "_stance" in vars(module):  # torch 2.6 on
+        replace(module, "_stance", module.DynamoStance("force_eager"))
+
+
+COMPLETE: dict[str, Callable[[ModuleType, Complete], None]] = {
+    "torch._dynamo.eval_frame": _compiler,
+    "megatron.core.datasets.utils": _datasets,
+    "megatron.core.optimizer.distrib_optimizer": _optimizer,
+    "megatron.core.transformer.moe.moe_utils": _moe,
+}
+
+
+class Completer(importlib.abc.MetaPathFinder):
+    """Adapts the modules of COMPLETE right after they are loaded; stands in `sys.meta_path`."""
+
+    def __init__(self, complete: Complete) -> None:
+        self._complete = complete
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in COMPLETE:
+            return None
+        spec = None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)):
+                break
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._complete)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: importlib.abc.Loader, complete: Complete) -> None:
+        self._inner = inner
+        self._complete = complete
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module keeps its ordinary loader: source lookup and reload go through it.
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        self._inner.exec_module(module)
+        COMPLETE[module.__name__](module, self._complete)
+
+
+def replacements() -> list[tuple[Any, str, Any]]:
+    return [
+        (torch, "compile", _later(torch.compile)),
+        (torch.compiler, "disable", _later(torch.compiler.disable)),
+    ]
+
+
+def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a decorator so that it decorates plain functions late, and all else at once."""
+
+    @functools.wraps(decorate)
+    def decorator(*args: Any, **options: Any) -> Any:
+        if not args and not options.keys() & {"model", "fn"}:
+            return functools.partial(decorator, **options)
+        if len(args) != 1 or type(args[0]) is not FunctionType:
+            return decorate(*args, **options)
+        return _Function(decorate, args[0], options).called()
+
+    return decorator
+
+
+class _Function:
+    def __init__(
+        self, decorate: Callable[..., Any], plain: FunctionType, options: dict[str, Any]
+    ) -> None:
+        self._decorate, self._plain, self._options = decorate, plain, options
+        self._decorated: Callable[..., Any] | None = None
+
+    def called(self) -> Callable[..., Any]:
+        """Return a function that calls the decorated one; it binds as a method, pickles by name."""
+
+        @functools.wraps(self._plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._now()(*args, **kwargs)
+
+        return call
+
+    def _now(self) -> Callable[..., Any]:
+
+        if is_enabled():
+            return self._plain
+        if self._decorated is None:
+            self._decorated = self._decorate(self._plain, **self._options)
+        return self._decorated

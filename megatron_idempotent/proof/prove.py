@@ -1,0 +1,264 @@
+"""Runs each hazard's reproduction on ranks with the installed Megatron, stock and patched.
+
+A hazard is proven if stock Megatron fails with the error that its case file names, and the same
+code runs with the patches applied. For a hazard that only the caller can avoid, the code that calls
+the helper has to run instead. If the case file has a neighbour, a right program beside the hazard,
+that has to run on stock, and with the patches to the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from megatron_idempotent.patching.api import apply
+from megatron_idempotent.patching.catalog import hazards, patches
+from megatron_idempotent.patching.decide import (
+    OFF_BY_DEFAULT,
+    check_bodies,
+    check_version,
+    version_of,
+)
+from megatron_idempotent.patching.record import Hazard, Limit, Patch
+from megatron_idempotent.patching.report import COVERED, Report
+from megatron_idempotent.patching.settings import check_ids
+from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout
+
+Verdict = Literal[
+    "proven",
+    "documented",
+    "not_applicable",
+    "stock_runs",
+    "other_error",
+    "not_repaired",
+    "false_alarm",
+]
+
+DEADLINE_S = 120.0
+"""The most seconds for one reproduction, which takes about one; one that takes longer has hung."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Says what became of one hazard's reproduction.
+
+    Example:
+        Finding(id="train-interval-timer", verdict="proven", seconds=1.4,
+                stock="AssertionError: timer has already been started", patched="ok")
+    """
+
+    id: str
+    """The hazard."""
+    verdict: Verdict
+    """`proven`: stock fails as the case file says, and patched runs. `documented`: stock fails so,
+    and nothing repairs it. `not_applicable`: the installed packages do not have the hazard, or one
+    that its program needs is missing. Four are failures. `stock_runs`: stock ran without error.
+    `other_error`: stock failed in another way than the case file says. `not_repaired`: patched
+    failed too. `false_alarm`: the patches break the neighbour, which is right on stock."""
+    stock: str
+    """The outcome on stock: `ok`, `Type: message` of the first rank that failed, or the reason why
+    it is not applicable."""
+    patched: str
+    """The outcome with all patches: `ok`, `Type: message`, or `-` if it was not run."""
+    seconds: float
+    """Seconds of all runs."""
+    neighbour: str = "-"
+    """The outcome of the neighbour: `ok`, the fault as `stock: …` or `patched: …`, or `-` if there
+    is none or it was not run."""
+
+    @property
+    def failed(self) -> bool:
+        """True if case file and release disagree."""
+        return self.verdict not in ("proven", "documented", "not_applicable")
+
+
+def prove(
+    ids: Iterable[str] | None = None,
+    *,
+    pool: RankPool | None = None,
+    device: str | None = None,
+) -> Iterator[Finding]:
+    """Run hazards, and yield a finding for each, in order of id.
+
+    Args:
+        ids: the hazards to run; None for all.
+        pool: ranks to run on; None starts a pool and ends it again.
+        device: the device of a pool that is started, as for `RankPool`.
+
+    Raises:
+        UnknownPatchError: no case file has one of the ids.
+        NoDeviceError: `device` is "cuda", and this machine has no GPU for it.
+    """
+    chosen = hazards() if ids is None else check_ids(ids, "prove", hazards())
+    wanted = [hazard for hazard in hazards().values() if hazard.id in chosen]
+    decided = apply(dry_run=True)
+    why_not = {hazard.id: _why_not(hazard, decided) for hazard in wanted}
+    affected = [hazard for hazard in wanted if why_not[hazard.id] is None]
+    own = None
+    if pool is None and affected:
+        ranks = max(hazard.reproduction.ranks for hazard in affected)
+        # Standard output is for the findings; releases print there while they are imported.
+        pool = own = RankPool(ranks, preload=PROGRAM_PRELOAD, stdout=2, device=device)
+    try:
+        if own is not None:
+            own.run(1, _ready, distributed=False)  # or the first hazard would pay for the imports
+        for hazard in wanted:
+            why = why_not[hazard.id]
+            if why is not None:
+                yield Finding(
+                    id=hazard.id, verdict="not_applicable", stock=why, patched="-", seconds=0.0
+                )
+            else:
+                assert pool is not None
+                yield _examine(hazard, pool)
+    finally:
+        if own is not None:
+            own.close()
+
+
+def affected() -> list[str]:
+    """Return the ids of the hazards that the installed Megatron has, by its version and bodies."""
+    decided = apply(dry_run=True)
+    return [h.id for h in hazards().values() if _why_not(h, decided) is None]
+
+
+def _why_not(hazard: Hazard, decided: Report) -> str | None:
+    row = decided[hazard.id] if isinstance(hazard, Patch) else None
+    if row is None or row.status not in COVERED:
+        if row is not None and row.reason != OFF_BY_DEFAULT:
+            return f"{row.status}: {row.reason}"
+        verdict = check_version(hazard, version_of(hazard))
+        if verdict.status is None and isinstance(hazard, Patch):
+            verdict = check_bodies(hazard, named=False)
+        if verdict.status is not None:
+            return f"{verdict.status}: {verdict.reason}"
+    missing = " ".join(name for name in hazard.reproduction.needs if find_spec(name) is None)
+    return f"not_installed: needs {missing} (pip install {missing})" if missing else None
+
+
+def outcome(
+    run: Callable[..., list[Any]],
+    hazard_id: str,
+    *,
+    applied: Iterable[str],
+    repaired: bool = False,
+) -> str:
+    """Run one reproduction with some patches; returns `ok` or `Type: message`.
+
+    Args:
+        run: `RankPool.run`, or the pytest fixture `megatron_ranks`.
+        hazard_id: the hazard.
+        applied: the patches to apply; no others are.
+        repaired: True to run the code that calls the helper, if the hazard has one.
+    """
+    error, _ = _ended(run, _reproduce, hazard_id, applied, repaired)
+    return error or "ok"
+
+
+def beside(run: Callable[..., list[Any]], hazard_id: str) -> str:
+    """Run a hazard's neighbour on stock, and with all patches and the hazard's helper.
+
+    Args:
+        run: as for `outcome`.
+        hazard_id: the hazard.
+
+    Returns:
+        `ok`; `stock: …` if it is not right on stock; `patched: …` if it raises with the patches, or
+        a bit is different; `-` if the hazard has no neighbour.
+    """
+    if hazards()[hazard_id].reproduction.neighbour is None:
+        return "-"
+    error, bits = _ended(run, _neighbour, hazard_id, (), False)
+    if error is not None:
+        return f"stock: {error}"
+    error, patched = _ended(run, _neighbour, hazard_id, patches(), True)
+    if error is not None:
+        return f"patched: {error}"
+    differing = [rank for rank, (a, b) in enumerate(zip(bits, patched, strict=True)) if a != b]
+    return f"patched: other bits than stock's on ranks {differing}" if differing else "ok"
+
+
+def _ended(
+    run: Callable[..., list[Any]],
+    function: Callable[..., Any],
+    hazard_id: str,
+    applied: Iterable[str],
+    *arguments: Any,
+) -> tuple[str | None, list[Any]]:
+    """Run a function on the hazard's ranks; returns its error or None, and the ranks' results.
+
+    An error is `Type: message`.
+    """
+    ranks = hazards()[hazard_id].reproduction.ranks
+    try:
+        return None, run(
+            ranks, function, hazard_id, tuple(applied), *arguments, timeout_s=DEADLINE_S
+        )
+    except RankError as error:
+        return f"{error.exception_type}: {error.message}".strip(), []
+    except RankTimeout as error:
+        return f"RankTimeout: no end within {error.timeout_s:g} s", []
+
+
+def _examine(hazard: Hazard, pool: RankPool) -> Finding:
+    started = time.perf_counter()
+    stock = outcome(pool.run, hazard.id, applied=())
+    limit = isinstance(hazard, Limit)
+    patched = "-" if limit else outcome(pool.run, hazard.id, applied=patches(), repaired=True)
+    verdict: Verdict = "documented" if limit else "proven"
+    neighbour = "-"
+    if stock == "ok":
+        verdict = "stock_runs"
+    elif not re.search(hazard.reproduction.stock_error, stock):
+        verdict = "other_error"
+    elif not limit and patched != "ok":
+        verdict = "not_repaired"
+    else:
+        neighbour = beside(pool.run, hazard.id)
+        if neighbour.startswith("stock"):
+            verdict = "other_error"
+        elif neighbour.startswith("patched"):
+            verdict = "false_alarm"
+    return Finding(
+        id=hazard.id,
+        verdict=verdict,
+        stock=stock,
+        patched=patched,
+        seconds=time.perf_counter() - started,
+        neighbour=neighbour,
+    )
+
+
+def _ready() -> None:
+    """Do nothing on a rank, which waits until the pool has imported torch and Megatron."""
+
+
+def _reproduce(hazard_id: str, applied: tuple[str, ...], repaired: bool) -> None:
+    reproduction = hazards()[hazard_id].reproduction
+    _apply(hazard_id, (*applied, *reproduction.given))
+    if repaired and reproduction.repaired is not None:
+        reproduction.repaired()
+    else:
+        reproduction.run()
+
+
+def _neighbour(hazard_id: str, applied: tuple[str, ...], helped: bool) -> object:
+    _apply(hazard_id, applied)
+    reproduction = hazards()[hazard_id].reproduction
+    program = (helped and reproduction.helped) or reproduction.neighbour
+    assert program is not None
+    return program()
+
+
+def _apply(hazard_id: str, applied: tuple[str, ...]) -> None:
+    # What upstream logs on every rank would bury the table of findings.
+    logging.disable(logging.WARNING)
+    # Ranks are forked afresh for every run, so nothing has to be reverted.
+    apply(exclude=set(patches()) - set(applied))
+    if hazard_id in applied and not patches()[hazard_id].default:
+        apply(only=[hazard_id])

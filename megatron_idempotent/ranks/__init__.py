@@ -1,1 +1,0 @@
-"""Lets ranks agree before anything depends on what one of them found."""

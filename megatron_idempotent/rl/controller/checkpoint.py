@@ -1,0 +1,292 @@
+"""Captures and restores the controller's part of a checkpoint, and reports a row per step."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_idempotent.rl.engines.protocol import Sample
+from megatron_idempotent.rl.metrics.loggers import Logger, Loggers
+from megatron_idempotent.rl.metrics.names import (
+    InflightClock,
+    counts_metrics,
+    idle_metrics,
+    staleness_metrics,
+)
+
+from .buffer import GroupBuffer
+from .protocol import ControllerError, DataPlane, Prompts, Recipe, RolloutGroup, StepOutcome, Store
+from .state import PendingDeletes, RunState, retry
+
+_FORMAT = 1
+
+
+async def capture(shared: RunState, plane: DataPlane) -> dict[str, Any]:
+    """Returns what `put_back` needs: versions, the buffer's state and complete groups, for JSON.
+
+    Log-probs are written as Python writes floats, so they come back bit for bit. Prompts are left
+    out: a resumed run asks for them by their index. A group that the data plane has lost is dropped
+    from the buffer. Errors: those of the data plane after its last attempt.
+    """
+    while True:
+        # The numbers first, and at once: groups become complete while others are read.
+        state = {
+            "format": _FORMAT,
+            "trainer_version": shared.trainer_version,
+            "next_prompt": shared.next_prompt,
+            "sampler": shared.sampler.name,
+            "max_staleness": shared.sampler.max_staleness,
+            "groups_per_step": shared.settings.groups_per_step,
+            "buffer": shared.buffer.state(),
+        }
+        held = [each["id"] for each in state["buffer"]["ready"]]  # type: ignore[index]
+        found = [await _get(shared, plane, group_id) for group_id in held]
+        if None not in found:
+            return {**state, "groups": [_as_json(group) for group in found if group is not None]}
+        for group_id, group in zip(held, found, strict=True):
+            if group is None:
+                shared.lose(group_id)
+
+
+async def put_back(
+    shared: RunState, plane: DataPlane, prompts: Prompts, state: Mapping[str, Any]
+) -> list[int]:
+    """Set the run's versions, buffer and data plane to a captured state; returns its groups' ids.
+
+    Engines still serve what they did.
+    Errors: `ControllerError` for a state of another sampler, of steps of another size, or of
+        another format; those of the data plane after its last attempt.
+    """
+    for name, now in (
+        ("format", _FORMAT),
+        ("sampler", shared.sampler.name),
+        ("max_staleness", shared.sampler.max_staleness),
+        ("groups_per_step", shared.settings.groups_per_step),
+    ):
+        if state.get(name) != now:
+            raise ControllerError(
+                f"the checkpoint was written with {name} = {state.get(name)!r}, now it is {now!r}; "
+                "resume with the same settings, or start a new run"
+            )
+    buffer = GroupBuffer.restored(state["buffer"], shared.buffer.capacity)
+    for fields in state["groups"]:
+        group = _from_json(fields, prompts.prompt(fields["id"]))
+        await retry(shared, "put", functools.partial(plane.put, group))
+    shared.buffer = buffer
+    shared.trainer_version = state["trainer_version"]
+    shared.next_prompt = state["next_prompt"]
+    return [fields["id"] for fields in state["groups"]]
+
+
+async def _get(shared: RunState, plane: DataPlane, group_id: int) -> RolloutGroup | None:
+    """Read a group; returns None if the data plane has lost it. Errors: those of the last try."""
+    try:
+        return await retry(shared, "get", lambda: plane.get(group_id), final=(KeyError,))
+    except KeyError:
+        return None
+
+
+def forget(shared: RunState) -> None:
+    """Empty the buffer and set all versions and flags to those of a run that has not begun."""
+    shared.buffer = GroupBuffer(shared.buffer.capacity)
+    shared.trainer_version = shared.rollout_version = shared.next_prompt = 0
+    shared.published = -1
+    shared.exhausted = shared.permitted = shared.engines_back = shared.publish_failed = False
+
+
+def _as_json(group: RolloutGroup) -> dict[str, Any]:
+    return {
+        "id": group.id,
+        "samples": [dataclasses.asdict(sample) for sample in group.samples],
+        "rewards": list(group.rewards),
+        "failed": group.failed,
+    }
+
+
+def _from_json(fields: Mapping[str, Any], prompt: Any) -> RolloutGroup:
+    samples = [
+        Sample(
+            request_id=each["request_id"],
+            tokens=tuple(each["tokens"]),
+            logprobs=tuple(each["logprobs"]),
+            versions=tuple(each["versions"]),
+            finish_reason=each["finish_reason"],
+        )
+        for each in fields["samples"]
+    ]
+    return RolloutGroup(
+        id=fields["id"],
+        prompt=prompt,
+        samples=tuple(samples),
+        rewards=tuple(fields["rewards"]),
+        failed=fields["failed"],
+    )
+
+
+class Reporting:
+    """Gives loggers a row of metrics per optimizer step.
+
+    Example: `reporting.step(groups, outcome, {"evaluation/reward": 0.5})`.
+    """
+
+    def __init__(
+        self, shared: RunState, recipe: Recipe, loggers: Sequence[Logger] | Loggers
+    ) -> None:
+        self._shared = shared
+        self._recipe = recipe
+        self._given: Sequence[Logger] = () if isinstance(loggers, Loggers) else loggers
+        self._loggers = loggers if isinstance(loggers, Loggers) else Loggers([])
+        self._since: float | None = None
+
+    def open(self) -> None:
+        """Start the thread that calls the loggers, so that none holds up the event loop."""
+        if self._given:
+            self._loggers = Loggers(self._given, threaded=True, lent=True)
+
+    async def close(self) -> None:
+        """Wait until loggers have all rows, and end their thread. The loggers stay open."""
+        if self._given:
+            await asyncio.to_thread(self._loggers.close)
+            self._given = self._loggers.working
+
+    def step(
+        self,
+        groups: Sequence[RolloutGroup],
+        outcome: StepOutcome,
+        extra: Mapping[str, float],
+    ) -> None:
+        """Log the row of the version that a step has just made, from `groups`.
+
+        `extra` are further metrics under their full names, such as `evaluation/reward`.
+        """
+        shared = self._shared
+        version = shared.trainer_version
+        now = shared.measure.now()
+        total_s = now - self._since if self._since is not None else 0.0
+        self._since = now
+        phases = shared.measure.take()
+        generation = shared.inflight.take(now) if shared.inflight is not None else None
+        learnt = {**self._recipe.metrics(groups, version - 1), **outcome.metrics}
+        lags = [version - 1 - group.oldest_version for group in groups]
+        self._loggers.log(
+            {
+                **{f"train/{name}": value for name, value in learnt.items()},
+                "train/response_tokens": float(outcome.tokens),
+                "train/optimizer_steps": float(outcome.updated),
+                **staleness_metrics(lags),
+                **{f"timing/train/{name}_s": seconds for name, seconds in phases.items()},
+                "timing/train/total_s": total_s,
+                "timing/train/tokens_per_s": outcome.tokens / total_s if total_s else 0.0,
+                **idle_metrics(phases, total_s, generation=generation),
+                **counts_metrics(shared.buffer.counts, shared.dropped, shared.retries),
+                **{f"sync/{name}": value for name, value in shared.sync_metrics.items()},
+                **extra,
+            },
+            step=version,
+        )
+        for name, value in (("lag", max(lags, default=0)), ("trainer version", version)):
+            shared.measure.count(name, value)
+
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        """Log the row of version 0 if there are metrics of it, and start the clock of row 1."""
+        if metrics:
+            self._loggers.log(metrics, step=0)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock of the next row: its times and averages begin now."""
+        shared = self._shared
+        self._since = now = shared.measure.now()
+        shared.measure.take()
+        shared.inflight = InflightClock(now)
+        shared.count_generating()
+
+
+class CheckpointSchedule:
+    """Decides which versions get a checkpoint, writes it in two parts, and restores the newest.
+
+    Example: `if checkpoints.due(version): await checkpoints.capture()`, later `await
+    checkpoints.save()`.
+    """
+
+    def __init__(
+        self,
+        shared: RunState,
+        clearing: PendingDeletes,
+        plane: DataPlane,
+        prompts: Prompts,
+        reporting: Reporting,
+        store: Store | None,
+    ) -> None:
+        self._shared = shared
+        self._clearing = clearing
+        self._plane = plane
+        self._prompts = prompts
+        self._reporting = reporting
+        self.store = store
+        self.until = 0
+        """The run's last version, which gets a checkpoint if any do."""
+        self.unrestored = False
+        """True if ranks are lost or a restore was not finished: `restore` has to succeed before
+        anything else."""
+        self._captured: Mapping[str, Any] | None = None
+
+    def due(self, version: int) -> bool:
+        """Returns whether a version gets a checkpoint."""
+        settings = self._shared.settings
+        outer, every = version // settings.minibatches, settings.checkpoint_every
+        if self.store is None or not every or not outer:
+            return False
+        return outer % every == 0 or version >= self.until
+
+    @property
+    def due_early(self) -> bool:
+        """True if a run that ends now, before its last version, gets a checkpoint."""
+        shared = self._shared
+        out_of_prompts = shared.exhausted and shared.trainer_version < self.until
+        return shared.draining or bool(out_of_prompts and shared.settings.checkpoint_every)
+
+    async def capture(self) -> None:
+        """Keep the controller's state as it is now, for `save`."""
+        self._captured = await capture(self._shared, self._plane)
+
+    async def save(self) -> None:
+        """Write a checkpoint with the captured state; does nothing without one or without a store.
+
+        The policy's weights must still be those of the captured version.
+        """
+        state, self._captured = self._captured, None
+        if state is None or self.store is None:
+            return
+        with self._shared.measure.phase("checkpoint", version=state["trainer_version"]):
+            self._shared.doing = "checkpoint"
+            await self.store.save(state["trainer_version"], state)
+            self._shared.progressed()
+
+    async def restore(self, *, starting: bool = False) -> None:
+        """Set ranks, buffer and place in the prompts to the newest checkpoint, or to the beginning.
+
+        `starting` says that nothing was lost: it does not count as a retry.
+        Errors: those of the store, `RanksLost` among them; `ControllerError` for a checkpoint of
+            other settings. Then `unrestored` stays true.
+        """
+        assert self.store is not None, "restore() needs a store"
+        shared = self._shared
+        self.unrestored = True
+        with shared.measure.phase("restore"):
+            shared.doing = "restore"
+            self._captured = None
+            state = await self.store.restore()
+            await self._clearing.clear([held.id for held in shared.buffer.ready])
+            forget(shared)
+            if state is not None:
+                for group_id in await put_back(shared, self._plane, self._prompts, state):
+                    self._clearing.renewed(group_id)
+            if not starting:
+                shared.retries["restore"] += 1
+            self._reporting.begin()
+            shared.progressed()
+        self.unrestored = False

@@ -1,0 +1,428 @@
+"""Samplers decide which groups start, which train next, and which are too old.
+
+The controller calls them through the functions `checked_…`, because a custom one may be wrong.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import inspect
+import itertools
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeVar, get_args
+
+from megatron_idempotent.rl.metrics.loggers import SettingsError
+
+from .protocol import (
+    AbortingSampler,
+    Admission,
+    ControllerError,
+    Generating,
+    Held,
+    Ready,
+    Sampler,
+)
+
+_Group = TypeVar("_Group")
+
+
+class SamplerError(ControllerError):
+    """A sampler raised or gave a wrong answer; the message names sampler, method and fault."""
+
+
+def checked_select(sampler: Sampler, ready: Ready, *, version: int, count: int) -> tuple[Held, ...]:
+    """Returns the groups that a sampler selects, at most `count`, each ready and named once.
+
+    Errors: `SamplerError` if its answer is not of that kind, or if it raises.
+    """
+    answer = asked(sampler, "select", ready, version=version, count=count)
+    groups = _checked(sampler, "select", answer, ready)
+    if len(groups) > count:
+        raise SamplerError(
+            f"sampler {sampler.name} selected {len(groups)} groups of {count} that were asked for; "
+            "return `count` at most"
+        )
+    return groups
+
+
+def checked_evict(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Held, ...]:
+    """Returns the groups that a sampler evicts, each ready and named once.
+
+    Errors: `SamplerError` if its answer is not of that kind, or if it raises.
+    """
+    return _checked(sampler, "evict", asked(sampler, "evict", ready, version=version), ready)
+
+
+def checked_abort(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Generating, ...]:
+    """Returns the groups that a sampler aborts, each being generated and named once.
+
+    A sampler without the method `abort` aborts none.
+    Errors: `SamplerError` if its answer is not of that kind, or if it raises.
+    """
+    if not hasattr(sampler, "abort"):
+        return ()
+    answer = asked(sampler, "abort", ready, version=version)
+    groups = _as_groups(sampler, "abort", answer)
+    running: set[Generating] = set(ready.generating()) if groups else set()
+    for group in groups:
+        if not isinstance(group, Generating) or group not in running:
+            raise SamplerError(
+                f"sampler {sampler.name}: abort returned {group!r}, which is not being generated; "
+                "return groups that `ready.generating()` gives, each once"
+            )
+        running.discard(group)
+    return groups
+
+
+def checked_room(sampler: Sampler, admission: Admission) -> float:
+    """Returns how many more groups a sampler lets start.
+
+    Errors: `SamplerError` if its answer is no real number, or if it raises.
+    """
+    answer = asked(sampler, "room", admission)
+    if not isinstance(answer, numbers.Real):
+        raise SamplerError(
+            f"sampler {sampler.name}: room returned {answer!r}; return a number of groups"
+        )
+    return float(answer)
+
+
+def asked(sampler: Sampler, method: str, *args: Any, **named: Any) -> Any:
+    """Calls a sampler's method and returns its answer. Errors: `SamplerError` if it raises."""
+    try:
+        return getattr(sampler, method)(*args, **named)
+    except Exception as error:
+        raise SamplerError(f"sampler {sampler.name}: {method} raised {error!r}") from error
+
+
+def _as_groups(sampler: Sampler, method: str, answer: Iterable[_Group]) -> tuple[_Group, ...]:
+    try:
+        return tuple(answer)
+    except TypeError as error:
+        raise SamplerError(
+            f"sampler {sampler.name}: {method} returned a {type(answer).__name__}; return the "
+            "groups, or an empty list"
+        ) from error
+
+
+def _checked(
+    sampler: Sampler, method: str, answer: Iterable[Held], ready: Ready
+) -> tuple[Held, ...]:
+    groups = _as_groups(sampler, method, answer)
+    seen: set[int] = set()
+    for held in groups:
+        if held not in ready:
+            raise SamplerError(
+                f"sampler {sampler.name}: {method} returned {held!r}, which is not among the "
+                f"{len(ready)} ready groups; return groups that `ready` gives"
+            )
+        if held.id in seen:
+            raise SamplerError(
+                f"sampler {sampler.name}: {method} returned group {held.id} twice; return each once"
+            )
+        seen.add(held.id)
+    return groups
+
+
+# More than any buffer holds: its capacity is the only bound.
+_ALL = 2**31
+
+
+class FirstReadySampler:
+    """Trains groups in the order in which they became complete, and never evicts one.
+
+    It does not bound staleness: a slow group may be any number of versions old when it is
+    complete. Capacity alone bounds how many groups start ahead. Example: `FirstReadySampler()`.
+    """
+
+    name = "first_ready"
+    max_staleness = None
+    drains = False
+
+    def required_capacity(self, groups_per_step: int) -> int:
+        """Returns the number of groups in one step."""
+        return groups_per_step
+
+    def room(self, admission: Admission) -> int:
+        """Returns a number above any capacity, so that the buffer's is the only bound."""
+        del admission
+        return _ALL
+
+    def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
+        """Returns the first `count` groups by arrival."""
+        del version
+        return list(itertools.islice(ready, count))
+
+    def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
+        """Returns no group."""
+        del ready, version
+        return ()
+
+
+Order = Literal["freshest", "oldest"]
+"""Says which groups train first: those with the smallest staleness, by arrival among equals; or
+those that arrived first."""
+
+
+def checked_window(name: str, value: object) -> int:
+    """Returns `value` if it is an int from 0 on. Errors: `SettingsError`, with `name`, if not."""
+    if type(value) is not int or value < 0:
+        raise SettingsError(f"{name} is {value!r}; allowed: 0 or more versions")
+    return value
+
+
+def room_within(window: int, admission: Admission) -> int:
+    """Returns how many groups may start if each is to train at a staleness of at most `window`.
+
+    It is (window + rollout_version + 1) x groups_per_step - accepted - running, or 0 if that is
+    negative: an optimizer step uses groups_per_step groups and makes one version, so the group that
+    is accepted last trains at version window + rollout_version at the latest.
+    """
+    steps = window + admission.rollout_version + 1
+    return max(0, steps * admission.groups_per_step - admission.accepted - admission.running)
+
+
+class WindowedSampler:
+    """Trains groups with 0 <= version - held.version <= max_staleness, and evicts older ones.
+
+    Example: `WindowedSampler(max_staleness=2)`.
+    """
+
+    name = "windowed"
+    drains = False
+
+    def __init__(
+        self,
+        max_staleness: int,
+        order: Order = "freshest",
+        *,
+        gated: bool = True,
+        abort_stale: bool = False,
+    ) -> None:
+        """
+        Args:
+            max_staleness: the most versions between a group's weights and those it trains.
+            order: says which groups train first, `freshest` or `oldest`.
+            gated: True to start groups only once they can train within the window. False leaves
+                capacity as the only bound, and more groups are thrown away.
+            abort_stale: True to end groups that became too old while they are being generated.
+
+        Errors: `SettingsError` for a window below 0, an unknown order, or another type.
+        """
+        self._window = checked_window("max_staleness", max_staleness)
+        if order not in get_args(Order):
+            raise SettingsError(f"order is {order!r}; allowed: {', '.join(get_args(Order))}")
+        for name, value in (("gated", gated), ("abort_stale", abort_stale)):
+            if type(value) is not bool:
+                raise SettingsError(f"{name} is {value!r}; allowed: true or false")
+        self._order = order
+        self._gated = gated
+        self._abort_stale = abort_stale
+
+    @property
+    def max_staleness(self) -> int:
+        """The most versions between a group's weights and those it trains."""
+        return self._window
+
+    def required_capacity(self, groups_per_step: int) -> int:
+        """Returns `groups_per_step` x (`max_staleness` + 1): all that `room` lets start at once.
+
+        With fewer places, training would wait for groups that the window allows to start.
+        """
+        return groups_per_step * (self._window + 1)
+
+    def room(self, admission: Admission) -> int:
+        """Returns how many more groups can train within the window; see `room_within`.
+
+        With `gated=False` it is any number, or 0 while engines serve weights that are too old.
+        """
+        if self._gated:
+            return room_within(self._window, admission)
+        lag = admission.trainer_version - admission.rollout_version
+        return _ALL if lag <= self._window else 0
+
+    def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
+        """Returns up to `count` groups within the window, in the sampler's order."""
+        eligible = [each for each in ready.versions() if 0 <= version - each <= self._window]
+        groups: Iterator[Held]
+        if self._order == "freshest":
+            groups = itertools.chain.from_iterable(map(ready.of_version, reversed(eligible)))
+        else:
+            by_version = [ready.of_version(each) for each in eligible]
+            groups = heapq.merge(*by_version, key=lambda held: held.arrival)
+        return list(itertools.islice(groups, count))
+
+    def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
+        """Returns all complete groups that are older than the window."""
+        stale = itertools.takewhile(lambda each: version - each > self._window, ready.versions())
+        return [held for each in stale for held in ready.of_version(each)]
+
+    def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
+        """Returns the groups being generated that are older than the window, with `abort_stale`."""
+        return list(ready.generating_before(version - self._window)) if self._abort_stale else ()
+
+
+class StrictSampler(WindowedSampler):
+    """Trains only groups that the weights to be trained have drawn: on-policy, with staleness 0.
+
+    Example: `StrictSampler()`.
+    """
+
+    name = "strict"
+
+    def __init__(self, *, gated: bool = True, abort_stale: bool = False) -> None:
+        """Take the arguments of `WindowedSampler`, with a `max_staleness` of 0."""
+        super().__init__(max_staleness=0, gated=gated, abort_stale=abort_stale)
+
+
+class InOrderSampler:
+    """Trains groups by ascending id, each once every lower id is trained, filtered or in the step.
+
+    The order in which engines finish does not matter: prompts and the recipe's rejections alone
+    decide which groups a step trains, and which weights drew them. Two things make it so: groups
+    are started by ascending id, and engines get new weights only once all groups for which there is
+    room are complete (`drains`), among them those started in place of rejected ones. No group has
+    tokens of two versions. The price is that engines wait for the slowest group of every version.
+
+    No group exceeds `max_staleness`, so none is evicted. While engines serve version r, at most
+    (lookahead + r + 1) x groups_per_step groups of the run are accepted, all of them with lower
+    ids than those that are started later. A step takes groups_per_step of them in order and makes
+    one version, so the last of them trains at version lookahead + r.
+    Example: `InOrderSampler(lookahead=1)`.
+    """
+
+    name = "in_order"
+    drains = True
+
+    def __init__(self, lookahead: int) -> None:
+        """Take `lookahead`, the number of steps whose groups may start before their turn.
+
+        Errors: `SettingsError` if it is no int, or below 0.
+        """
+        self._lookahead = checked_window("lookahead", lookahead)
+
+    @property
+    def max_staleness(self) -> int:
+        """The lookahead, since a group trains at most that many versions after its own."""
+        return self._lookahead
+
+    def required_capacity(self, groups_per_step: int) -> int:
+        """Returns `groups_per_step` x (`lookahead` + 1): all that `room` lets start at once."""
+        return groups_per_step * (self._lookahead + 1)
+
+    def room(self, admission: Admission) -> int:
+        """Returns how many more groups can train within the lookahead; see `room_within`."""
+        return room_within(self._lookahead, admission)
+
+    def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
+        """Returns up to `count` groups of the lowest ids, all below the lowest unfinished one."""
+        del version
+        limit = ready.lowest_unfinished
+        first = itertools.islice(ready.by_id(), count)
+        return list(itertools.takewhile(lambda held: limit is None or held.id < limit, first))
+
+    def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
+        """Returns no group, since none gets older than the lookahead."""
+        del ready, version
+        return ()
+
+
+_KNOWN: dict[str, type[Sampler]] = {
+    each.name: each for each in (WindowedSampler, StrictSampler, FirstReadySampler, InOrderSampler)
+}
+_METHODS = ("required_capacity", "room", "select", "evict")
+
+
+def load_sampler(name_or_path: str, **options: Any) -> Sampler:
+    """Make a sampler: `windowed`, `strict`, `first_ready`, `in_order` or `package.module:Class`.
+
+    `options` are its constructor's arguments. A custom class needs the attributes and methods of
+    `protocol.Sampler`, and inherits from nothing.
+    Example: `load_sampler("windowed", max_staleness=2, order="oldest")`.
+    Errors: `SettingsError` for an unknown name, an unknown or missing option, and a class that
+        cannot be imported or is no sampler.
+    """
+    build = _KNOWN[name_or_path] if name_or_path in _KNOWN else _imported(name_or_path)
+    _check_options(name_or_path, build, options)
+    try:
+        sampler = build(**options)
+    except SettingsError:
+        raise
+    except Exception as error:
+        raise SettingsError(
+            f"sampler {name_or_path} cannot be made with {options}: it raised {error!r}"
+        ) from error
+    if name_or_path not in _KNOWN:
+        _check_sampler(name_or_path, sampler)
+    return sampler
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module_name, colon, attribute = path.partition(":")
+    if not (colon and module_name and attribute):
+        raise SettingsError(
+            f"sampler is {path!r}; allowed: {', '.join(sorted(_KNOWN))}, or package.module:Class"
+        )
+    try:
+        build = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingsError(
+            f"sampler {path!r} cannot be imported: {error}; name a class in a module on the path"
+        ) from error
+    if not callable(build):
+        raise SettingsError(f"sampler {path!r} is a {type(build).__name__}; give a class")
+    return build  # type: ignore[no-any-return]
+
+
+def _check_options(name: str, build: Callable[..., Any], options: dict[str, Any]) -> None:
+    signature = inspect.signature(build)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        known = ", ".join(map(str, signature.parameters.values())) or "none"
+        raise SettingsError(f"sampler {name}: {error}; its options: {known}") from error
+
+
+def _check_sampler(path: str, sampler: Any) -> None:
+    """Checks that a sampler has the parts of `protocol.Sampler`, with their arguments and types.
+
+    Errors: `SettingsError` for the first part that is missing or wrong.
+    """
+    parts = [part for part in vars(Sampler) if not part.startswith("_")]
+    missing = [part for part in parts if not hasattr(sampler, part)]
+    missing += [m for m in _METHODS if m not in missing and not callable(getattr(sampler, m))]
+    if missing:
+        raise SettingsError(
+            f"sampler {path!r} is no sampler: it has no {', '.join(missing)}; see "
+            "megatron_idempotent.rl.controller.protocol.Sampler"
+        )
+    if hasattr(sampler, "abort") and not callable(sampler.abort):
+        raise SettingsError(f"sampler {path!r} has abort {sampler.abort!r}; allowed: a method")
+    for method in (*_METHODS, *(["abort"] if hasattr(sampler, "abort") else [])):
+        _check_arguments(path, method, getattr(sampler, method))
+    window = sampler.max_staleness
+    if not (isinstance(sampler.name, str) and sampler.name):
+        raise SettingsError(f"sampler {path!r} has name {sampler.name!r}; allowed: a string")
+    if window is not None and (type(window) is not int or window < 0):
+        raise SettingsError(
+            f"sampler {path!r} has max_staleness {window!r}; allowed: 0 or more versions, or None"
+        )
+    if type(sampler.drains) is not bool:
+        raise SettingsError(f"sampler {path!r} has drains {sampler.drains!r}; allowed: a bool")
+
+
+def _check_arguments(path: str, method: str, bound: Callable[..., Any]) -> None:
+    wanted = list(inspect.signature(getattr(AbortingSampler, method)).parameters.values())[
+        1:
+    ]  # no self
+    positional = [each.name for each in wanted if each.kind is each.POSITIONAL_OR_KEYWORD]
+    named = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
+    try:
+        inspect.signature(bound).bind(*positional, **named)
+    except TypeError as error:
+        raise SettingsError(
+            f"sampler {path!r}: {method} is called with ({', '.join(positional + list(named))}), "
+            f"the last {len(named)} by name, and {error}"
+        ) from error

@@ -1,0 +1,264 @@
+"""Holds the state that the controller's loops share, and small helpers that all of them use."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+from megatron_idempotent.rl.metrics.names import InflightClock
+from megatron_idempotent.rl.metrics.timeline import Timeline
+
+from .buffer import GroupBuffer
+from .protocol import Admission, DataPlane, Prompts, Sampler, Status
+from .samplers import checked_room
+from .settings import ControllerSettings
+
+
+class Measure:
+    """Adds up the seconds of each phase of a run, and draws the phases on a timeline if it has one.
+
+    Example: `with measure.phase("policy_training"): …`.
+    """
+
+    def __init__(self, timeline: Timeline | None) -> None:
+        self._timeline = timeline
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @staticmethod
+    def now() -> float:
+        """Returns the event loop's time in seconds, which may be a virtual clock's."""
+        return asyncio.get_running_loop().time()
+
+    @contextmanager
+    def phase(self, name: str, *, track: str = "train", **args: Any) -> Iterator[None]:
+        """Add the block's seconds to a phase, also if it raises, and draw it with `args`."""
+        start = self.now()
+        try:
+            yield
+        finally:
+            end = self.now()
+            self._seconds[name] += end - start
+            self.span(track, name, start, args)
+
+    def span(self, track: str, name: str, start: float, args: Mapping[str, Any]) -> None:
+        """Draw a span that began at `start`, by `now`'s clock, and ends now."""
+        if self._timeline is not None:
+            self._timeline.span(track, name, start, self.now(), args)
+
+    def count(self, name: str, value: float) -> None:
+        """Draw the new value of a counter."""
+        if self._timeline is not None:
+            self._timeline.count(name, self.now(), value)
+
+    def mark(self, track: str, name: str) -> None:
+        """Draw a mark for an event that happens now."""
+        if self._timeline is not None:
+            self._timeline.mark(track, name, self.now())
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds by phase since the last call, and starts again from 0."""
+        taken = dict(self._seconds)
+        self._seconds.clear()
+        return taken
+
+
+class RunState:
+    """Holds the state of one run.
+
+    Only coroutines of one event loop change it, so it stays the same between two of their awaits.
+    """
+
+    def __init__(
+        self, settings: ControllerSettings, sampler: Sampler, measure: Measure, *, capacity: int
+    ) -> None:
+        self.settings = settings
+        self.sampler = sampler
+        self.measure = measure
+        self.buffer = GroupBuffer(capacity)
+        self.state: Literal["starting", "running", "draining", "ended"] = "starting"
+        self.trainer_version = 0
+        self.rollout_version = 0
+        self.train_steps = 0
+        self.published = -1
+        """The version that was published last; -1 if this run has published none."""
+        self.permitted = False
+        """True if groups may start with the published weights."""
+        self.next_prompt = 0
+        self.exhausted = False
+        self.publish_failed = False
+        """True if a publish during a step has failed, so that no groups of it will come."""
+        self.engines_back = False
+        """True if an engine answers again after all were lost; it needs the weights."""
+        self.step_groups = 0
+        self.doing = ""
+        self.dropped: Counter[str] = Counter()
+        """Groups that could not be generated, by reason."""
+        self.dropped_for = ""
+        """The last error that a group was dropped for."""
+        self.retries: Counter[str] = Counter()
+        self.idle_since = 0.0
+        self.sync_metrics: Mapping[str, float] = {}
+        """Metrics of the last publish."""
+        self.inflight: InflightClock | None = None
+        """Integrates the number of groups being generated over time; None before the first row."""
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def count_generating(self) -> None:
+        """Note how many groups are being generated, for averages and the timeline."""
+        generating = self.buffer.counts.generating
+        if self.inflight is not None:
+            self.inflight.now(self.measure.now(), generating)
+        self.measure.count("generating groups", generating)
+
+    def lose(self, group_id: int) -> None:
+        """Drop a ready group that the data plane has lost, so that another takes its place."""
+        self.buffer.drop(group_id, "filtered", "lost")
+        self.dropped["lost"] += 1
+        self.tell()
+
+    def progressed(self) -> None:
+        """Note that the run has made progress: restart the watchdog's time and wake all waiters."""
+        self.idle_since = self.measure.now()
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake all coroutines that wait in `change`."""
+        # Not an Event: that belongs to one event loop, and a run to one each.
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def change(self) -> None:
+        """Wait until `tell` or `progressed` is called."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    @property
+    def current(self) -> bool:
+        """True if engines have the weights of the newest outer step."""
+        return self.published >= self.trainer_version - (
+            self.trainer_version % self.settings.minibatches
+        )
+
+    @property
+    def draining(self) -> bool:
+        """True if the run is to end as soon as it can."""
+        return self.state == "draining"
+
+    def room(self) -> int:
+        """Returns how many groups may start now, within sampler, capacity and concurrency.
+
+        Errors: `SamplerError`.
+        """
+        if not self.permitted or self.state != "running" or self.exhausted:
+            return 0
+        running = self.buffer.counts.generating
+        admission = Admission(
+            rollout_version=self.rollout_version,
+            trainer_version=self.trainer_version,
+            groups_per_step=self.settings.groups_per_step,
+            accepted=self.buffer.accepted,
+            running=running,
+        )
+        places = int(min(checked_room(self.sampler, admission), self.buffer.free))
+        if self.settings.concurrency:
+            places = min(places, self.settings.concurrency - running)
+        return max(places, 0)
+
+
+def status_of(shared: RunState, prompts: Prompts) -> Status:
+    """Returns the state of a run now. Errors: `SamplerError`."""
+    counts = shared.buffer.counts
+    fields = {each.name: getattr(counts, each.name) for each in dataclasses.fields(counts)}
+    running = shared.state in ("running", "draining")
+    return Status(
+        state=shared.state,
+        trainer_version=shared.trainer_version,
+        rollout_version=shared.rollout_version,
+        train_steps=shared.train_steps,
+        outer_steps=shared.trainer_version // shared.settings.minibatches,
+        epoch=prompts.epoch(shared.next_prompt),
+        inflight_rollouts=counts.generating,
+        rollouts_permitted=shared.room() > 0,
+        ready_groups=counts.ready,
+        step_groups=shared.step_groups,
+        doing=shared.doing,
+        idle_s=shared.measure.now() - shared.idle_since if running else 0.0,
+        counts={**fields, "running": counts.running},
+    )
+
+
+_T = TypeVar("_T")
+
+
+async def retry(
+    shared: RunState,
+    what: str,
+    call: Callable[[], Awaitable[_T]],
+    *,
+    final: tuple[type[Exception], ...] = (),
+) -> _T:
+    """Makes an idempotent call in up to `group_attempts` attempts; returns its result.
+
+    Each failure counts as a retry of `what`. Errors: those of the last attempt; those of a type in
+    `final` after the first, since trying again would not help.
+    """
+    settings, attempt = shared.settings, 0
+    while True:
+        try:
+            return await call()
+        except final:
+            raise
+        except Exception:
+            shared.retries[what] += 1
+            attempt += 1
+            if attempt == settings.group_attempts:
+                raise
+        await asyncio.sleep(settings.retry_wait_s * 2 ** (attempt - 1))
+
+
+_log = logging.getLogger(__name__)
+
+
+class PendingDeletes:
+    """Clears groups from the data plane, and remembers those that it could not clear yet.
+
+    Example: `await clearing.clear([3, 4])`.
+    """
+
+    def __init__(self, shared: RunState, plane: DataPlane) -> None:
+        self._shared = shared
+        self._plane = plane
+        self._owed: set[int] = set()
+
+    async def clear(self, group_ids: Iterable[int]) -> None:
+        """Clear groups from the data plane, with all that an earlier call could not clear.
+
+        It never raises for the data plane: a failure is logged, and the next call makes up for it.
+        """
+        self._owed.update(group_ids)
+        ids = sorted(self._owed)
+        if not ids:
+            return
+        try:
+            await self._plane.clear(ids)
+        except Exception as error:  # noqa: BLE001 (a store of others; what it was for is done)
+            _log.warning("%d groups are not cleared yet: %r", len(ids), error)
+            self._shared.retries["clear"] += 1
+        else:
+            self._owed.difference_update(ids)
+
+    def owe(self, group_id: int) -> None:
+        """Have the next `clear` include a group, which the data plane may or may not have."""
+        self._owed.add(group_id)
+
+    def renewed(self, group_id: int) -> None:
+        """Take a group off the list of those to clear, because it is put again under its id."""
+        self._owed.discard(group_id)

@@ -1,0 +1,387 @@
+"""Keeps the weights that are served and staged, with their versions, and exchanges all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_idempotent.fp8.blockwise import BLOCK, E4M3, dequantize_blockwise
+from megatron_idempotent.rl.engines.protocol import EngineError, refuse_kv_scales
+from megatron_idempotent.rl.weights import (
+    Bucket,
+    Staging,
+    TensorInfo,
+    UpdateDamaged,
+    UpdateRefused,
+    WeightUpdate,
+)
+from megatron_idempotent.rl.weights.staging import SideStream, used_here
+
+# transformers holds the experts of a layer in two tensors, [E, 2 I, H] and [E, H, I], and
+# checkpoints have three matrices for each expert.
+_EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<fused>gate_up_proj|down_proj)$")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Names the place of a checkpoint's tensor in the model."""
+
+    info: TensorInfo
+    whole: str
+    """The name of the model's own tensor."""
+    part: tuple[int, slice] | None = None
+    """The expert and its rows; None for the whole tensor."""
+
+
+class ServedWeights:
+    """Serves a model's parameters and saved buffers, and exchanges them.
+
+    Tensors are exchanged by pointer: the time does not depend on their size, and old tensors are
+    there until the last of them is replaced. Tied weights are one tensor.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._tensors: dict[str, torch.Tensor] = _own_tensors(model)
+        self._infos = {name: TensorInfo.of(name, each) for name, each in self._tensors.items()}
+        self._places = {
+            place.info.name: place
+            for info in self._infos.values()
+            for place in _checkpoint_places(info)
+        }
+        self._before: dict[str, torch.Tensor] = {}
+        self.device: torch.device = model.device
+
+    @property
+    def expected(self) -> tuple[TensorInfo, ...]:
+        """Every tensor of an update, by its name in a checkpoint."""
+        return tuple(place.info for place in self._places.values())
+
+    @torch.no_grad()
+    def assemble(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the model's own tensors, put together from those of a checkpoint.
+
+        The served weights do not change. If only some parts of a tensor come, the others are copied
+        from what is served.
+        """
+        whole: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            place = self._places[name]
+            if place.part is None:
+                whole[place.whole] = tensor
+            else:
+                if place.whole not in whole:
+                    whole[place.whole] = self._copy(place.whole)
+                expert, rows = place.part
+                whole[place.whole][expert, rows] = tensor
+        return whole
+
+    def exchange(self, whole: Mapping[str, torch.Tensor]) -> None:
+        """Serve these tensors. If it raises, `torn` says whether all old ones are back."""
+        try:
+            for name, tensor in whole.items():
+                self._before.setdefault(name, self._tensors[name].data)
+                self._put(name, tensor)
+        except Exception:
+            self.restore()
+            raise
+        self._before.clear()
+
+    def restore(self) -> None:
+        """Serve what was served before an exchange that failed."""
+        for name in list(self._before):
+            self._put(name, self._before[name])
+            del self._before[name]
+
+    @property
+    def torn(self) -> bool:
+        """True if tensors of more than one version are served."""
+        return bool(self._before)
+
+    def free(self) -> None:
+        """Give up all tensors' memory; an exchange of all of them takes it again."""
+        self._before.clear()
+        for name, tensor in self._tensors.items():
+            self._put(name, tensor.data.new_empty(0))
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        self._tensors[name].data = used_here(tensor)
+
+    def _copy(self, name: str) -> torch.Tensor:
+        info, served = self._infos[name], self._tensors[name].data
+        if served.shape == info.shape:
+            return served.clone()
+        return torch.empty(info.shape, dtype=info.dtype, device=self.device)  # freed: all come
+
+
+def _own_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors that a checkpoint has, each once; tied ones under their first name."""
+    saved = model.state_dict(keep_vars=True)
+    unique = {id(tensor): name for name, tensor in reversed(saved.items())}
+    return {name: tensor for name, tensor in saved.items() if unique[id(tensor)] == name}
+
+
+def _checkpoint_places(info: TensorInfo) -> list[_Place]:
+    """Returns the places of a checkpoint's tensors in one of the model's tensors."""
+    found = _EXPERTS.fullmatch(info.name)
+    if found is None or len(info.shape) != 3:
+        return [_Place(info=info, whole=info.name)]
+    experts, rows, columns = info.shape
+    if found["fused"] == "down_proj":
+        parts = {"down_proj": slice(0, rows)}
+    else:
+        parts = {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
+    return [
+        _Place(
+            info=TensorInfo(
+                name=f"{found['experts']}.{expert}.{projection}.weight",
+                shape=(part.stop - part.start, columns),
+                dtype=info.dtype,
+            ),
+            whole=info.name,
+            part=(expert, part),
+        )
+        for expert in range(experts)
+        for projection, part in parts.items()
+    ]
+
+
+_SCALE = "_scale_inv"
+
+
+class Incoming(Staging):
+    """Gathers an update's tensors, each as the model has it or as `Fp8Export` makes it.
+
+    A matrix in E4M3 needs its scales, float32, as `name` + `_scale_inv`, in its own bucket or a
+    later one.
+    """
+
+    def __init__(
+        self, update: WeightUpdate, *, expected: Iterable[TensorInfo], device: torch.device
+    ) -> None:
+        """
+        Args:
+            update: the update that is staged.
+            expected: every tensor of the model, by the names that the update has.
+            device: the device that tensors are kept on.
+        """
+        expected = tuple(expected)
+        super().__init__(update, expected=expected)
+        self._dtypes = {info.name: info.dtype for info in expected}
+        self._device = device
+        self.side = SideStream(device)
+        """The CUDA stream for copies, so that they do not wait for what the model computes."""
+
+    def add(self, bucket: Bucket) -> None:
+        """Check a copy of the bucket and keep it: its sender may free or change what it sent.
+
+        Errors: those of `Staging.add`.
+        """
+        with self.side.complete():
+            copies = {
+                name: tensor.detach().to(self._device, copy=True).contiguous()
+                for name, tensor in bucket.tensors.items()
+            }
+            super().add(dataclasses.replace(bucket, tensors=copies))
+
+    def complete(self) -> Mapping[str, torch.Tensor]:
+        """Return all tensors in the model's own types. Errors: those of `Staging.complete`."""
+        came = super().complete()
+        whole = {}
+        for name, tensor in came.items():
+            if tensor.dtype == E4M3 and name in self._dtypes:
+                if name + _SCALE not in came:
+                    raise UpdateDamaged(
+                        f"update {self.update.id}: {name} came in {E4M3} without {name}{_SCALE}; "
+                        "send both"
+                    )
+                whole[name] = dequantize_blockwise(
+                    tensor, came[name + _SCALE], dtype=self._dtypes[name]
+                )
+            elif name in self._dtypes:
+                whole[name] = tensor
+        return whole
+
+    def _check_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            info = self._expected.get(name)
+            if tensor.dtype != E4M3 or info is None or len(info.shape) != 2:
+                continue
+            self._expected[name] = dataclasses.replace(info, dtype=E4M3)
+            blocks = tuple(-(-size // BLOCK) for size in info.shape)
+            scales = TensorInfo(name=name + _SCALE, shape=blocks, dtype=torch.float32)
+            self._expected[scales.name] = scales
+        super()._check_fit(tensors)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Torn:
+    """Describes a commit that failed, after which the old weights could not be put back."""
+
+    update_id: str
+    version: int | None
+    trouble: str
+
+
+class WeightVersions:
+    """Stages, commits and takes back updates of one model's weights.
+
+    Call `commit` and `rollback` only while no forward is running. An exchange that fails puts back
+    what was there; only if that fails, too, are weights of two versions in the model.
+    """
+
+    def __init__(self, weights: ServedWeights, *, name: str, version: int) -> None:
+        self.version: int | None = version
+        """The version that is served; None if the weights were freed, or are torn."""
+        self.trouble = ""
+        """The reason why no version is served; empty if one is."""
+        self._weights = weights
+        self._name = name
+        self._last = version
+        self._arriving: tuple[WeightUpdate, asyncio.Task[None]] | None = None
+        self._staged: tuple[WeightUpdate, dict[str, torch.Tensor]] | None = None
+        self._committed: WeightUpdate | None = None
+        self._torn: _Torn | None = None
+
+    async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
+        """See `RolloutEngine.stage`. It raises `UpdateRefused` if it is rolled back meanwhile."""
+        if self._committed == update:
+            return
+        refuse_kv_scales(self._name, update, "its key-value cache is not quantised")
+        self._refuse(update)
+        self._staged = None
+        task = asyncio.ensure_future(self._receive(update, buckets))
+        self._arriving = (update, task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+            self._arriving = None
+        if task.cancelled():
+            raise UpdateRefused(
+                f"{self._name} gave up update {update.id} while it was staged: it was rolled back, "
+                "or its weights were freed"
+            )
+        task.result()
+
+    def commit(self, update_id: str) -> int:
+        """Serve the staged update; returns its version.
+
+        Errors: `EngineError` for an id that is not staged, or if tensors cannot be exchanged.
+        """
+        if self._staged is None or self._staged[0].id != update_id:
+            has = "nothing" if self._staged is None else f"update {self._staged[0].id}"
+            raise EngineError(
+                f"{self._name} was to commit update {update_id} and has {has} staged; stage it"
+            )
+        update, tensors = self._staged
+        try:
+            self._weights.exchange(tensors)
+        except Exception as error:
+            raise EngineError(
+                f"{self._name} could not commit update {update.id}: {type(error).__name__}: "
+                f"{error}; {self._after_failure(update)}"
+            ) from error
+        self.version, self._last, self.trouble = update.version, update.version, ""
+        self._committed, self._staged, self._torn = update, None, None
+        return update.version
+
+    def committed(self, update_id: str) -> int | None:
+        """Return the version of the last commit if this is its id and its weights are served."""
+        if self._committed is None or self._committed.id != update_id:
+            return None
+        return self.version
+
+    async def rollback(self, update_id: str) -> None:
+        """See `RolloutEngine.rollback`. Errors: `EngineError` if weights cannot be restored."""
+        await self._give_up(update_id)
+        if self._torn is not None and self._torn.update_id == update_id:
+            try:
+                self._weights.restore()
+            except Exception as error:
+                raise EngineError(
+                    f"{self._name} could not take back update {update_id}: "
+                    f"{type(error).__name__}: {error}; it stays DIRTY: stage all weights again"
+                ) from error
+            self._put_back(self._torn)
+        if self._staged is not None and self._staged[0].id == update_id:
+            self._staged = None
+
+    async def free(self, why: str) -> None:
+        """Give up all weights: served, staged and arriving ones; `why` becomes the trouble."""
+        await self._give_up(None)
+        self._staged = self._committed = self._torn = None
+        self._weights.free()
+        self.version, self.trouble = None, why
+
+    def _after_failure(self, update: WeightUpdate) -> str:
+        if self._weights.torn:
+            before = self._torn or _Torn(
+                update_id=update.id, version=self.version, trouble=self.trouble
+            )
+            self._torn = dataclasses.replace(before, update_id=update.id)
+            self.version = None
+            self.trouble = (
+                f"update {update.id} was committed in part; commit it again or roll it back"
+            )
+            return self.trouble
+        if self._torn is not None:
+            self._put_back(self._torn)  # what an earlier attempt had left is back as well
+        return "what was there before is back"
+
+    def _put_back(self, torn: _Torn) -> None:
+        self.version, self.trouble, self._torn = torn.version, torn.trouble, None
+
+    async def _give_up(self, update_id: str | None) -> None:
+        if self._arriving is not None and update_id in (None, self._arriving[0].id):
+            task = self._arriving[1]
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _receive(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
+        incoming = Incoming(update, expected=self._weights.expected, device=self._weights.device)
+        try:
+            async for bucket in buckets:
+                await asyncio.to_thread(incoming.add, bucket)
+        finally:
+            close = getattr(buckets, "aclose", None)
+            if close is not None:
+                with contextlib.suppress(Exception):  # the update's own error is the one to see
+                    await close()
+        self._staged = (update, await asyncio.to_thread(self._assembled, incoming))
+
+    def _assembled(self, incoming: Incoming) -> dict[str, torch.Tensor]:
+        with incoming.side.complete():
+            return self._weights.assemble(incoming.complete())
+
+    def _refuse(self, update: WeightUpdate) -> None:
+        if self._arriving is not None:
+            raise UpdateRefused(
+                f"{self._name} was given update {update.id} while {self._arriving[0].id} is being "
+                "staged; wait for that one, or roll it back"
+            )
+        if self._committed is not None and self._committed.id == update.id:
+            raise UpdateRefused(
+                f"{self._name} was given update {update.id} of version {update.version} and has "
+                f"committed one of that id in version {self._committed.version}; give it another id"
+            )
+        # Freed weights may come again in the version that they had.
+        least = self._last + 1 if self.version is not None else self._last
+        if update.version < least:
+            raise UpdateRefused(
+                f"{self._name} was given update {update.id} of version {update.version} and has "
+                f"version {self._last}; send {least} or later"
+            )
+        if update.base_version is not None and update.base_version != self.version:
+            serves = "no version" if self.version is None else f"version {self.version}"
+            raise UpdateRefused(
+                f"{self._name} was given update {update.id}, which builds on version "
+                f"{update.base_version}, and serves {serves}; send all tensors"
+            )

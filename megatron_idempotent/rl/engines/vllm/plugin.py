@@ -1,0 +1,23 @@
+"""Registers the transfer engine with vLLM, which loads this plugin in each of its processes."""
+
+from __future__ import annotations
+
+BACKEND = "megatron_idempotent"
+"""The name of the transfer engine, for `--weight-transfer-config '{"backend": …}'`."""
+EXTENSION = "megatron_idempotent.rl.engines.vllm.worker.StagingExtension"
+"""The value of `--worker-extension-cls`: the client's commands to workers go through it."""
+
+
+def register() -> None:
+    """Make the transfer engine known to vLLM; an entry point of `vllm.general_plugins`.
+
+    The engine itself is imported when vLLM asks for it. Twice: no-op, because vLLM loads plugins
+    more than once in a process.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    # vLLM forgets nothing and refuses a second registration, and has no public way to ask.
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "megatron_idempotent.rl.engines.vllm.worker", "StagedTransfer"
+        )

@@ -1,0 +1,186 @@
+"""Extends vLLM's workers by the client's commands, and by an engine that commits updates."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.platforms import current_platform
+
+from megatron_idempotent.rl.weights import TensorInfo
+from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, expected_tensors
+
+from .inbox import Inbox, Weights
+from .kv_scales import CacheScales, LayerScales
+
+
+class StagingExtension:
+    """Adds the client's commands to vLLM's worker, which `--worker-extension-cls` mixes it into."""
+
+    weight_transfer_engine: Any
+
+    def megatron_idempotent(self, command: str) -> dict[str, Any]:
+        """Runs one command of the client, given as JSON; returns the worker's state after it.
+
+        vLLM runs it between two steps of the model, so it does not wait for anything: a thread
+        receives buckets. It never raises, because vLLM would log that as an error of the engine:
+        errors come back under "error", as in `Inbox.answer`.
+        """
+        asked = json.loads(command)
+        inbox = getattr(self.weight_transfer_engine, "inbox", None)
+        if inbox is None:
+            return {
+                "error": {
+                    "kind": "EngineUnsupported",
+                    "message": "the engine was started with another weight transfer backend; "
+                    'start it with --weight-transfer-config \'{"backend": "megatron_idempotent"}\'',
+                }
+            }
+        if asked["do"] == "settle":
+            return self._settle(inbox)
+        answered: dict[str, Any] = inbox.answer(asked)
+        return answered
+
+    def _settle(self, inbox: Any) -> dict[str, Any]:
+        """End an update that another worker's error, or a lost client, has left open here."""
+        state: dict[str, Any] = inbox.answer({"do": "state"})
+        if not state["updating"]:
+            return state
+        inbox.failed(RuntimeError("it did not end on all workers"))
+        try:
+            self.finish_weight_update()  # type: ignore[attr-defined]
+        except Exception as error:  # noqa: BLE001 (it is raised by the client)
+            found = {"kind": "EngineError", "message": f"finish_weight_update failed: {error}"}
+            return {**inbox.answer({"do": "state"}), "error": found}
+        settled: dict[str, Any] = inbox.answer({"do": "state"})
+        return settled
+
+
+@dataclasses.dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Holds nothing: every update opens its own transport."""
+
+
+@dataclasses.dataclass
+class CommitInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Names the weights to load. Example: `{"update_id": "run-7/12"}`, or `{"restore": true}`."""
+
+    update_id: str = ""
+    restore: bool = False
+    """True to load the weights before a commit that failed half-way, instead of an update."""
+
+
+class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """Loads staged weights through the model's own loader, layer by layer, as vLLM's engines do.
+
+    `inbox` takes them in while the model serves. vLLM calls three methods while it is paused:
+    `start_weight_update`, `update_weights` with a CommitInfo, `finish_weight_update`. If loading
+    fails the layers are put together again, so that all three may be called once more; until then
+    `inbox` says that the worker is dirty.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = CommitInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._apart = False
+        self._scales = CacheScales(
+            model,
+            whole=vllm_config.parallel_config.pipeline_parallel_size == 1,
+            doubled=current_platform.is_fp8_fnuz(),
+        )
+        # Those of the weights that were served last; None once an update is served.
+        self._scales_before: Mapping[str, LayerScales] | None = None
+        self.inbox = Inbox(
+            rank=vllm_config.parallel_config.rank,
+            expected=self._expected,
+            checkpoint=lambda: Checkpoint(self._directory),
+            check_scales=self._scales.check,
+        )
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Do nothing: each update sets up its own transport."""
+
+    def start_weight_update(self) -> None:
+        """Take the model's layers apart."""
+        self._together()  # an earlier attempt may have left them so
+        self.inbox.began()
+        if self._scales_before is None:
+            self._scales_before = self._scales.read()
+        self._apart = True
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load the staged weights. Errors: `UpdateRefused`, and those of the model's loader."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: CommitInfo) -> None:
+        """See `update_weights`."""
+        try:
+            self._load(self.inbox.to_load(update_info.update_id, restore=update_info.restore))
+        except BaseException as error:
+            self.inbox.failed(error)
+            self._together()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Put the layers together; from here on the update is what is served."""
+        self._together(self.inbox.loaded_scales)
+        self.inbox.finished()
+        if not self.inbox.dirty:
+            self._scales_before = None
+
+    def shutdown(self) -> None:
+        """Forget what is staged: vLLM ends, or releases the trainer's connection."""
+        self.inbox.forget()
+
+    def _load(self, weights: Weights) -> None:
+        # One by one: what is read from disk is not to be in memory all at once.
+        self.model.load_weights((name, weights[name]) for name in weights)
+
+    def _together(self, scales: Mapping[str, float] | None = None) -> None:
+        if self._apart:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._apart = False
+            # After it: where the checkpoint is not quantised it has set all of them to 1.
+            self._scales.write(self._scales_before or {}, scales)
+
+    def _expected(self) -> tuple[TensorInfo, ...]:
+        config = self.model_config.hf_text_config
+        return expected_tensors(
+            self._directory,
+            dtype=self.model_config.dtype,
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+        )
+
+    @functools.cached_property
+    def _directory(self) -> Path:
+        """The folder of the checkpoint, which vLLM has downloaded if it was given a name."""
+        named = Path(self.model_config.model)
+        if named.is_dir():
+            return named
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                self.model_config.model, revision=self.model_config.revision, local_files_only=True
+            )
+        )

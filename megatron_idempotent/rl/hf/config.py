@@ -1,0 +1,375 @@
+"""Describes the architecture of a Hugging Face checkpoint in Megatron's terms.
+
+A configuration that Megatron's GPTModel does not compute exactly is refused with all reasons at
+once. The errors of checkpoints are defined here, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron_idempotent.rl.weights.records import WeightsError
+from megatron_idempotent.rl.weights.safetensors_io import listed, read_json
+from megatron_idempotent.window.agreement import describe, exchange, refuse_if_poisoned
+
+
+class UnsupportedArchitecture(WeightsError):
+    """Megatron's GPTModel would not compute the model exactly; the message lists all reasons."""
+
+
+class CheckpointMismatch(WeightsError):
+    """Tensors do not fit the model by name, shape or type; the message lists them."""
+
+
+class FailedElsewhere(WeightsError):
+    """Another rank could not go on; the message says which, and why."""
+
+
+def agree_on(error: BaseException | None, what: str, *, deadline_s: float) -> None:
+    """Raise on all ranks if any rank brings an error: there its own, elsewhere `FailedElsewhere`.
+
+    All ranks of the default group take part, if there is one.
+
+    Args:
+        error: the error on this rank; None if there is none.
+        what: the state that the failure leaves, as in "nothing was loaded".
+        deadline_s: how long to wait for the slowest rank, in seconds.
+    """
+    refuse_if_poisoned()
+    failures = exchange(None if error is None else describe(error), deadline_s)
+    if error is not None:
+        raise error
+    if failures:
+        ranks_by_text: dict[str, list[str]] = {}
+        for rank, text in sorted(failures.items()):
+            ranks_by_text.setdefault(text, []).append(str(rank))
+        told = "; ".join(f"rank {', '.join(ranks)}: {t}" for t, ranks in ranks_by_text.items())
+        raise FailedElsewhere(f"{what}: {told}")
+
+
+SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+#: What Megatron's RotaryEmbedding has in its source for Llama 3's scaling; only the factor is free.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+
+
+def architecture_fields(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of an `Architecture` from those of config.json; `where` is for errors.
+
+    Errors: `UnsupportedArchitecture` listing all that GPTModel does not compute.
+    """
+    bad: list[str] = []
+    names = config.get("architectures") or []
+    name = names[0] if len(names) == 1 else None
+    if name not in SUPPORTED:
+        bad.append(f"architectures={names!r} (one of {', '.join(SUPPORTED)})")
+    bad += [f"{key} is missing" for key in _REQUIRED if not isinstance(config.get(key), int)]
+    heads = config.get("num_attention_heads") or 1
+    hidden = config.get("hidden_size") or 1
+    # An absent head_dim is another one for this model.
+    derived = 128 if name == "Qwen3ForCausalLM" and "head_dim" not in config else hidden // heads
+    head_dim = config.get("head_dim") or derived
+    groups = config.get("num_key_value_heads") or heads
+    if heads % groups:
+        bad.append(f"num_attention_heads={heads} and num_key_value_heads={groups} (a multiple)")
+    if head_dim % 2:
+        bad.append(f"head_dim={head_dim} (rotary embeddings take an even one)")
+    theta, factor = _rope(config, bad)
+    _check_layers(config, name, bad)
+    moe = _experts(config, bad) if name == "Qwen3MoeForCausalLM" else {}
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        bad.append(f"dtype={config.get('dtype', config.get('torch_dtype'))!r}")
+    if bad:
+        raise UnsupportedArchitecture(
+            f"{where} asks for what Megatron's GPTModel does not compute exactly: {listed(bad)}"
+        )
+    return {
+        "name": name,
+        "layers": config["num_hidden_layers"],
+        "hidden": hidden,
+        "ffn": config["intermediate_size"],
+        "heads": heads,
+        "query_groups": groups,
+        "head_dim": head_dim,
+        "vocab_size": config["vocab_size"],
+        "max_positions": config.get("max_position_embeddings") or 2048,
+        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_factor": factor,
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "qkv_bias": name == "Qwen2ForCausalLM",
+        "qk_norm": name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        "init_std": config.get("initializer_range", 0.02),
+        "attention_dropout": config.get("attention_dropout") or 0.0,
+        "dtype": dtype,
+        **moe,
+    }
+
+
+def _check_layers(config: Mapping[str, Any], name: Any, bad: list[str]) -> None:
+    if config.get("hidden_act", "silu") != "silu":
+        bad.append(f"hidden_act={config['hidden_act']!r} (silu)")
+    flags = ["mlp_bias"] + (["attention_bias"] if name != "Qwen2ForCausalLM" else [])
+    bad += [f"{flag}={config[flag]!r} (false)" for flag in flags if config.get(flag)]
+    if config.get("quantization_config"):
+        bad.append("quantization_config (weights that are not quantized)")
+    layers = config.get("num_hidden_layers") or 0
+    types = config.get("layer_types")
+    if types is not None:
+        others = sorted({str(each) for each in types} - {"full_attention"})
+        if others:
+            bad.append(f"layer_types has {', '.join(others)} (full_attention)")
+    elif config.get("use_sliding_window") and config.get("sliding_window") is not None:
+        # Qwen's dense models slide from this layer on, those with experts in all layers.
+        first = 0 if name == "Qwen3MoeForCausalLM" else config.get("max_window_layers", 28)
+        if first < layers:
+            bad.append(f"sliding_window={config['sliding_window']!r} from layer {first} on (none)")
+
+
+def _rope(config: Mapping[str, Any], bad: list[str]) -> tuple[float, float | None]:
+    """Returns RoPE's base, and the factor of Llama 3's scaling or None; adds faults to `bad`."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1, 1.0):
+        bad.append(f"partial_rotary_factor={partial!r} (1)")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        bad.append(f"rope_type={kind!r} (default or llama3)")
+        return theta, None
+    rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    for key, value in _LLAMA3.items():
+        if rope.get(key) != value:
+            bad.append(f"llama3 rope with {key}={rope.get(key)!r} ({value:g})")
+    if not isinstance(rope.get("factor"), (int, float)):
+        bad.append(f"llama3 rope with factor={rope.get('factor')!r} (a number)")
+        return theta, None
+    return theta, float(rope["factor"])
+
+
+def _experts(config: Mapping[str, Any], bad: list[str]) -> dict[str, Any]:
+    # transformers 5 writes the second name.
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    chosen = config.get("num_experts_per_tok") or 0
+    normalized = bool(config.get("norm_topk_prob", False))
+    if not experts or not 0 < chosen <= experts:
+        bad.append(f"num_experts={experts} and num_experts_per_tok={chosen}")
+    if not isinstance(config.get("moe_intermediate_size"), int):
+        bad.append("moe_intermediate_size is missing")
+    if config.get("mlp_only_layers"):
+        bad.append(f"mlp_only_layers={config['mlp_only_layers']!r} (none)")
+    if config.get("decoder_sparse_step", 1) != 1:
+        bad.append(f"decoder_sparse_step={config['decoder_sparse_step']!r} (1)")
+    if normalized and chosen == 1:
+        bad.append("norm_topk_prob=True with num_experts_per_tok=1 (a router without gradient)")
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_ffn": config.get("moe_intermediate_size") or 0,
+        "normalize_expert_weights": normalized,
+    }
+
+
+Name = Literal["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """Describes a causal language model by its sizes.
+
+    Example:
+        arch = Architecture.read("/models/qwen3-8b")
+        config = arch.transformer_config(tensor_model_parallel_size=2)
+        model = build_gpt(arch, config)
+    """
+
+    name: Name
+    """The name in config.json's `architectures`."""
+    layers: int
+    hidden: int
+    ffn: int
+    """The number of inner features of the MLP."""
+    heads: int
+    """The number of heads of queries."""
+    query_groups: int
+    """The number of heads of keys, and of values."""
+    head_dim: int
+    vocab_size: int
+    """The number of tokens, without padding."""
+    max_positions: int
+    norm_epsilon: float
+    rope_theta: float
+    rope_factor: float | None = None
+    """The factor of Llama 3's scaling of RoPE; None without such scaling."""
+    tied: bool
+    """True if the output layer shares the embedding's weight."""
+    qkv_bias: bool
+    qk_norm: bool
+    init_std: float
+    attention_dropout: float
+    dtype: torch.dtype
+    """The type that the checkpoint names for its weights."""
+    experts: int = 0
+    """The number of experts in each layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    """The number of inner features of an expert."""
+    normalize_expert_weights: bool = True
+    """True if the weights of a token's experts are divided by their sum."""
+
+    @classmethod
+    def read(cls, directory: str | Path) -> Architecture:
+        """Reads a checkpoint's config.json; takes the fields of transformers 4 and 5.
+
+        Errors: `UnsupportedArchitecture` with a list of all that GPTModel would not compute
+            exactly; `CheckpointDamaged` if the file is missing or no JSON.
+        """
+        path = Path(directory) / "config.json"
+        return cls(**architecture_fields(read_json(path), str(path)))
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Architecture:
+        """Reads a configuration such as `transformers`' `config.to_dict()`. Errors: as `read`."""
+        return cls(**architecture_fields(config, "the configuration"))
+
+    def padded_vocab_size(self, tensor_parallel: int, *, divisible_by: int = 1) -> int:
+        """Returns the vocabulary padded to a multiple of `divisible_by` × `tensor_parallel`.
+
+        Megatron's embedding has that many rows over all ranks.
+        """
+        step = divisible_by * tensor_parallel
+        return -(-self.vocab_size // step) * step
+
+    def transformer_config(self, **overrides: Any) -> Any:
+        """Return a `TransformerConfig` of this model, with Megatron's defaults for all else.
+
+        Weights are of the checkpoint's type unless `params_dtype` is overridden. Experts are not
+        balanced (`moe_router_load_balancing_type="none"`), as in transformers' forward.
+
+        Args:
+            overrides: fields of TransformerConfig: parallel sizes, fusions, recomputation.
+        """
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        dtype = overrides.get("params_dtype", self.dtype)
+        values = {
+            **self._layers(),
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
+            "bf16": dtype is torch.bfloat16,
+            "fp16": dtype is torch.float16,
+            **overrides,
+        }
+        return TransformerConfig(**values)
+
+    def _layers(self) -> dict[str, Any]:
+        moe: dict[str, Any] = {}
+        if self.experts:
+            moe = {
+                "num_moe_experts": self.experts,
+                "moe_router_topk": self.experts_per_token,
+                "moe_ffn_hidden_size": self.expert_ffn,
+                # A softmax over the chosen logits is one over all, divided by the chosen's sum.
+                "moe_router_pre_softmax": not self.normalize_expert_weights,
+                "moe_router_load_balancing_type": "none",
+                "moe_aux_loss_coeff": 0.0,
+                "moe_token_dispatcher_type": "alltoall",
+            }
+        return {
+            "num_layers": self.layers,
+            "hidden_size": self.hidden,
+            "ffn_hidden_size": self.ffn,
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.query_groups,
+            "kv_channels": self.head_dim,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": self.norm_epsilon,
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "add_bias_linear": False,
+            "add_qkv_bias": self.qkv_bias,
+            "qk_layernorm": self.qk_norm,
+            "init_method_std": self.init_std,
+            "attention_dropout": self.attention_dropout,
+            "hidden_dropout": 0.0,
+            "attention_softmax_in_fp32": True,
+            **moe,
+        }
+
+    def megatron_arguments(self) -> list[str]:
+        """Return this model's arguments for the command line of a `megatron.training` program.
+
+        Lengths, batch sizes, parallel sizes and the optimizer are the program's own. The tokenizer
+        is the NullTokenizer, because that takes the vocabulary's size.
+
+        Errors: `ValueError` for a rotary base that is no whole number, which the parser refuses.
+        """
+        if self.rope_theta != int(self.rope_theta):
+            raise ValueError(
+                f"rope_theta is {self.rope_theta}, and --rotary-base takes whole numbers: build "
+                "the model with build_gpt() instead"
+            )
+        flags = [
+            ("--group-query-attention", True),
+            ("--swiglu", True),
+            ("--disable-bias-linear", True),
+            # As models of transformers have it, whose weights are half precision.
+            ("--attention-softmax-in-fp32", True),
+            ("--add-qkv-bias", self.qkv_bias),
+            ("--qk-layernorm", self.qk_norm),
+            ("--untie-embeddings-and-output-weights", not self.tied),
+            ("--use-rope-scaling", self.rope_factor is not None),
+            ("--bf16", self.dtype is torch.bfloat16),
+            ("--fp16", self.dtype is torch.float16),
+            ("--moe-router-pre-softmax", self.experts and not self.normalize_expert_weights),
+        ]
+        values: dict[str, Any] = {
+            "--num-layers": self.layers,
+            "--hidden-size": self.hidden,
+            "--ffn-hidden-size": self.ffn,
+            "--num-attention-heads": self.heads,
+            "--num-query-groups": self.query_groups,
+            "--kv-channels": self.head_dim,
+            "--normalization": "RMSNorm",
+            "--norm-epsilon": self.norm_epsilon,
+            "--position-embedding-type": "rope",
+            "--rotary-base": int(self.rope_theta),
+            "--init-method-std": self.init_std,
+            "--attention-dropout": self.attention_dropout,
+            "--hidden-dropout": 0.0,
+            "--max-position-embeddings": self.max_positions,
+            "--tokenizer-type": "NullTokenizer",
+            "--vocab-size": self.vocab_size,
+            "--make-vocab-size-divisible-by": 1,
+        }
+        if self.rope_factor is not None:
+            values["--rope-scaling-factor"] = self.rope_factor
+        if self.experts:
+            values |= {
+                "--num-experts": self.experts,
+                "--moe-router-topk": self.experts_per_token,
+                "--moe-ffn-hidden-size": self.expert_ffn,
+                "--moe-router-load-balancing-type": "none",
+                "--moe-aux-loss-coeff": 0.0,
+                "--moe-token-dispatcher-type": "alltoall",
+            }
+        chosen = [flag for flag, wanted in flags if wanted]
+        return [*(f"{name}={value}" for name, value in values.items()), *chosen]

@@ -1,0 +1,398 @@
+"""Gives a Megatron model's weights under Hugging Face names, whole, on rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_idempotent.fp8.blockwise import BLOCK, E4M3
+from megatron_idempotent.fp8.export import Fp8Export
+from megatron_idempotent.rl.weights.records import TensorInfo
+from megatron_idempotent.rl.weights.safetensors_io import listed
+from megatron_idempotent.window.params import finish_gathers
+
+from .buckets import BucketStream
+from .config import Architecture, CheckpointMismatch, FailedElsewhere
+from .load import placed_slots
+from .names import Placed, SlotPart, hf_shapes
+
+
+class TensorPart(NamedTuple):
+    """Names a range of a tensor along `dim`, and the rank of the group that sends it."""
+
+    dim: int
+    start: int
+    size: int
+    rank: int
+
+
+class OwnedSlice(NamedTuple):
+    """Pairs a part of a tensor that this rank has with the slot that it is in."""
+
+    share: SlotPart
+    placed: Placed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Lists all tensors in the order in which they are sent, and the parts of each."""
+
+    infos: tuple[TensorInfo, ...]
+    """The tensors, with the parameters' types."""
+    parts: tuple[tuple[TensorPart, ...], ...]
+    """The parts of each tensor, in order along their dimension."""
+    held: Mapping[tuple[str, int, int, int], OwnedSlice]
+    """The parts that this rank has, by name, dimension, start and size."""
+
+
+def make_plan(
+    shapes: Mapping[str, tuple[int, ...]],
+    placed: Sequence[Placed] | None,
+    error: BaseException | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Plan:
+    """Tell all ranks of the group what this one has, and return the plan that comes of it.
+
+    All ranks of the group enter, if there is one.
+
+    Args:
+        shapes: the shapes of all tensors, in order.
+        placed: this rank's slots; None if they could not be found.
+        error: the reason why they could not; all ranks raise then.
+        group: the ranks that have the model; None for the default group.
+
+    Raises:
+        FailedElsewhere: another rank brings an error.
+        CheckpointMismatch: parts of tensors that no rank has, or types that differ.
+    """
+    held: dict[tuple[str, int, int, int], OwnedSlice] = {}
+    for each in placed or ():
+        for share in each.slot.shares():
+            held.setdefault(share.place, OwnedSlice(share, each))
+    mine = {place: each.placed.parameter.dtype for place, each in held.items()}
+    told = _everybody(mine, None if error is None else f"{type(error).__name__}: {error}", group)
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text is not None]
+    if failed:
+        raise FailedElsewhere(f"there is nothing to export: {listed(failed)}")
+    owners: dict[str, dict[tuple[int, int, int], tuple[int, torch.dtype]]] = {}
+    wrong: list[str] = []
+    for rank, (places, _) in enumerate(told):
+        for (name, *place), dtype in places.items():
+            dim, start, size = place
+            _, there = owners.setdefault(name, {}).setdefault((dim, start, size), (rank, dtype))
+            if there != dtype:
+                wrong.append(f"{name} is {there} and {dtype} on rank {rank}")
+    infos, parts = [], []
+    for name, shape in shapes.items():
+        found = owners.get(name, {})
+        ordered = tuple(TensorPart(*place, rank) for place, (rank, _) in sorted(found.items()))
+        if not _covers(ordered, shape):
+            spans = [f"{start} to {start + size}" for _, start, size, _ in ordered]
+            wrong.append(f"of {name} {list(shape)} there is {', '.join(spans) or 'nothing'}")
+            continue
+        dtypes = {dtype for _, dtype in found.values()}
+        if len(dtypes) > 1:
+            wrong.append(f"{name} is of several types, {sorted(map(str, dtypes))}")
+        infos.append(TensorInfo(name=name, shape=shape, dtype=dtypes.pop()))
+        parts.append(ordered)
+    if wrong:
+        raise CheckpointMismatch(
+            f"the ranks' chunks do not make up the model: {listed(wrong)}; pass all chunks of "
+            "every rank"
+        )
+    return Plan(infos=tuple(infos), parts=tuple(parts), held=held)
+
+
+_Told = tuple[dict[tuple[str, int, int, int], torch.dtype], str | None]
+
+
+def _everybody(
+    mine: dict[tuple[str, int, int, int], torch.dtype],
+    text: str | None,
+    group: dist.ProcessGroup | None,
+) -> list[_Told]:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [(mine, text)]
+    told: list[_Told] = [({}, None)] * dist.get_world_size(group)
+    dist.all_gather_object(told, (mine, text), group=group)
+    return told
+
+
+def _covers(parts: Sequence[TensorPart], shape: Sequence[int]) -> bool:
+    """Returns whether parts follow each other along one dimension, from its start to its end."""
+    at = 0
+    for part in parts:
+        if part.dim != parts[0].dim or part.start != at:
+            return False
+        at += part.size
+    return bool(parts) and at == shape[parts[0].dim]
+
+
+class Shipping:
+    """Fetches tensors of a plan, as `BucketStream` asks for them.
+
+    Rows go straight from a parameter into their tensor. Parts whose bytes are not consecutive, or
+    that have another type, are packed first: at a time never more bytes than the largest such part,
+    and on rank 0 never more than the largest tensor.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        infos: tuple[TensorInfo, ...],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """
+        Args:
+            plan: the result of `make_plan`.
+            infos: the tensors as they are to arrive.
+            device: the device on which rank 0 wants them.
+            group: the plan's group; None for the default group.
+        """
+        self._plan, self._infos, self._device, self._group = plan, infos, device, group
+        self._rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self._largest = max((info.nbytes for info in infos), default=0)
+        mine = (
+            _bytes_of(info, part)
+            for info, parts in zip(infos, plan.parts, strict=True)
+            for part in parts
+            if part.rank == self._rank
+        )
+        self._packing = max(mine, default=0)
+
+    @property
+    def keeps(self) -> bool:
+        """True on the rank at which tensors arrive."""
+        return self._rank == 0
+
+    def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
+        """Return the tensors, whole, on rank 0; nothing on others."""
+        return self._receive(members) if self._rank == 0 else self._send(members)
+
+    def _send(self, members: range) -> Mapping[str, torch.Tensor]:
+        flight = _Flight(self._packing, self._group)
+        for member in members:
+            for part in self._plan.parts[member]:
+                if part.rank == self._rank:
+                    self._send_part(self._infos[member], part, flight)
+        flight.land()
+        return {}
+
+    def _send_part(self, info: TensorInfo, part: TensorPart, flight: _Flight) -> None:
+        held = self._held(info, part)
+        rows = _consecutive(held)
+        if rows is None or rows.dtype != info.dtype:
+            rows = flight.room(_shape_of(info, part), info.dtype, held.placed.parameter.device)
+            _copy(held, rows)
+        flight.add(dist.isend, rows, 0)
+
+    def _receive(self, members: range) -> Mapping[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        flight = _Flight(self._largest, self._group)
+        for member in members:
+            info = self._infos[member]
+            tensors[info.name] = torch.empty(info.shape, dtype=info.dtype, device=self._device)
+            for part in self._plan.parts[member]:
+                self._receive_part(info, part, flight, tensors[info.name])
+        flight.land()
+        return tensors
+
+    def _receive_part(
+        self, info: TensorInfo, part: TensorPart, flight: _Flight, whole: torch.Tensor
+    ) -> None:
+        rows = whole.narrow(part.dim, part.start, part.size)
+        if part.rank == self._rank:
+            _copy(self._held(info, part), rows)
+        elif rows.is_contiguous():
+            flight.add(dist.irecv, rows, part.rank)
+        else:
+            packed = flight.room(_shape_of(info, part), info.dtype, self._device)
+            flight.add(dist.irecv, packed, part.rank, into=rows)
+
+    def _held(self, info: TensorInfo, part: TensorPart) -> OwnedSlice:
+        return self._plan.held[(info.name, part.dim, part.start, part.size)]
+
+
+class _Flight:
+    """Holds messages under way, and the memory that is packed for them."""
+
+    def __init__(self, most: int, group: dist.ProcessGroup | None) -> None:
+        self._most, self._packed, self._group = most, 0, group
+        self._messages: list[dist.P2POp] = []
+        self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns memory for a packed part; waits for earlier messages if there is too little."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._packed + size > self._most:
+            self.land()
+        self._packed += size
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def add(
+        self,
+        way: Callable[..., Any],
+        rows: torch.Tensor,
+        peer: int,
+        into: torch.Tensor | None = None,
+    ) -> None:
+        flat = rows.reshape(-1).view(torch.uint8)  # as bytes: backends do not take all types
+        self._messages.append(dist.P2POp(way, flat, group=self._group, group_peer=peer))
+        if into is not None:
+            self._arriving.append((rows, into))
+
+    def land(self) -> None:
+        """Wait for all messages, and put packed parts in place."""
+        if self._messages:
+            for work in dist.batch_isend_irecv(self._messages):
+                work.wait()
+        for packed, into in self._arriving:
+            into.copy_(packed)
+        self._messages.clear()
+        self._arriving.clear()
+        self._packed = 0
+
+
+def _consecutive(held: OwnedSlice) -> torch.Tensor | None:
+    """Return the part if it is consecutive in memory, else None."""
+    (start, size), *others = held.share.segments
+    rows = held.placed.view.narrow(held.share.dim, start, size)
+    return rows if not others and rows.is_contiguous() else None
+
+
+def _copy(held: OwnedSlice, into: torch.Tensor) -> None:
+    at, dim, view = 0, held.share.dim, held.placed.view
+    for start, size in held.share.segments:
+        into.narrow(dim, at, size).copy_(view.narrow(dim, start, size))
+        at += size
+
+
+def _shape_of(info: TensorInfo, part: TensorPart) -> list[int]:
+    shape = list(info.shape)
+    shape[part.dim] = part.size
+    return shape
+
+
+def _bytes_of(info: TensorInfo, part: TensorPart) -> int:
+    return info.nbytes // info.shape[part.dim] * part.size
+
+
+class MegatronWeights:
+    """Implements `WeightSource` for the chunks of all ranks, in any parallel layout.
+
+    The layout may have tensor, pipeline, virtual pipeline, expert and data parallel ranks. When the
+    source is made, ranks tell each other once what they have. Then every part of a tensor goes to
+    rank 0 from the lowest rank that has it, in one message. Tied embeddings are sent once, as the
+    embedding; rows that pad the vocabulary are not sent.
+
+    Parameters are read while a bucket is made: change none between the first bucket and the last.
+    Iterating again reads them again.
+
+    Rank 0 holds a bucket and at most one more tensor, in addition to what its caller keeps; others
+    hold at most the largest of their shards.
+
+    Example:
+        source = MegatronWeights(chunks, Architecture.read(directory), dtype=torch.bfloat16)
+        with source.buckets(bucket_bytes=1 << 30) as buckets:
+            for bucket in buckets:
+                ...
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        arch: Architecture,
+        *,
+        dtype: torch.dtype | None = None,
+        fp8: Fp8Export | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Begin with a collective of all ranks of the group.
+
+        Args:
+            chunks: this rank's chunks, bare or in DDP and Float16Module. DDP's pending gathers are
+                finished whenever an iteration starts.
+            arch: the chunks' architecture; the same on all ranks.
+            dtype: the type that weights are cast to before they are sent; None for the parameters'
+                own.
+            fp8: quantizes matrices, on rank 0, once they are whole. A ValueError of it, as for
+                values that are not finite, is raised there only.
+            group: ranks that have the whole model between them, the first of which is rank 0 here;
+                None for the default group. With a group for each replica, each may have an engine
+                of its own.
+
+        Raises:
+            CheckpointMismatch: chunks that are not of that architecture, or not all of it.
+            FailedElsewhere: the same on other ranks.
+            ValueError: a dtype that is not of floating point.
+        """
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"MegatronWeights() got dtype={dtype}; allowed: floating point")
+        self._chunks, self._fp8 = list(chunks), fp8
+        placed, error = None, None
+        try:
+            placed = placed_slots(self._chunks, arch)
+        except (ValueError, RuntimeError) as bad:
+            error = bad
+        plan = make_plan(hf_shapes(arch), placed, error, group=group)
+        infos = plan.infos
+        if dtype is not None:
+            infos = tuple(dataclasses.replace(info, dtype=dtype) for info in infos)
+        self._outputs = [_outputs(info, fp8) for info in infos]
+        device = placed[0].parameter.device if placed else torch.device("cpu")
+        self._fetch = Shipping(plan, infos, device, group)
+
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """Return all tensors in the order in which they are sent; moves no data."""
+        return tuple(info for infos in self._outputs for info in infos)
+
+    def buckets(self, *, bucket_bytes: int) -> BucketStream:
+        """Return a stream of the weights, read as they are while it is taken.
+
+        All ranks call it, and take all buckets or close the stream.
+
+        Errors: `ValueError` for a size that is no positive int.
+        """
+        finish_gathers(self._chunks)
+        return BucketStream(
+            self._outputs,
+            self._fetch,
+            bucket_bytes=bucket_bytes,
+            convert=None if self._fp8 is None else self._fp8.weights,
+            keeps=self._fetch.keeps,
+        )
+
+    def quantization_config(self) -> dict[str, Any] | None:
+        """Returns config.json's entry for quantized weights; None if they are not."""
+        if self._fp8 is None:
+            return None
+        metas = [
+            (info.name, torch.empty(info.shape, dtype=info.dtype, device="meta"))
+            for info in self.tensors()
+        ]
+        return self._fp8.quantization_config(
+            (name, meta.to(torch.bfloat16) if meta.dtype == E4M3 else meta)
+            for name, meta in metas
+            if not name.endswith("_scale_inv")
+        )
+
+
+def _outputs(info: TensorInfo, fp8: Fp8Export | None) -> tuple[TensorInfo, ...]:
+    """Returns the tensors that one tensor is sent as: itself, or its codes and scales."""
+    if fp8 is None or not fp8.converts(info.name, torch.empty(info.shape, device="meta")):
+        return (info,)
+    *lead, rows, columns = info.shape
+    scales = (*lead, -(-rows // BLOCK), -(-columns // BLOCK))
+    return (
+        dataclasses.replace(info, dtype=E4M3),
+        TensorInfo(name=f"{info.name}_scale_inv", shape=scales, dtype=torch.float32),
+    )

@@ -1,0 +1,129 @@
+"""Gives the weights of a transformers model under FSDP2, under the names of its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from megatron_idempotent.rl.weights.records import TensorInfo
+
+from .buckets import BucketStream
+
+#: What wrappers put between the parts of a name.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+
+class FSDPWeights:
+    """Implements `WeightSource` for a model of `transformers` that `fully_shard` shards.
+
+    Parameters are put together one at a time, on all ranks, and kept on rank 0: others hold one
+    whole parameter. Weights of all experts of a Qwen3-MoE layer, which transformers keeps in one
+    tensor, go as its checkpoints have them: `mlp.experts.3.gate_proj.weight`. Tied weights go once.
+
+    Do not iterate between `microbatch()` and `finish()` of a split step, except in its `reading()`.
+
+    Example:
+        source = FSDPWeights(model, dtype=torch.bfloat16)
+    """
+
+    def __init__(self, model: Any, *, dtype: torch.dtype | None = None) -> None:
+        """
+        Args:
+            model: the root module, on the same mesh on all ranks.
+            dtype: the type that shards are cast to before they are put together; None for the
+                parameters' own.
+
+        Raises:
+            ValueError: parameters of another shape than checkpoints have, or a dtype that is not
+                of floating point.
+        """
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"FSDPWeights() got dtype={dtype}; allowed: floating point")
+        self._model, self._dtype = model, dtype
+        self._outputs = [_outputs(n, p, dtype) for n, p in _parameters(model).items()]
+
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """Return all tensors in the order of the model's parameters; moves no data."""
+        return tuple(info for infos in self._outputs for info in infos)
+
+    def buckets(self, *, bucket_bytes: int) -> BucketStream:
+        """Return a stream of the weights, read as they are while it is taken.
+
+        All ranks call it, and take all buckets or close the stream.
+
+        Errors: `ValueError` for a size that is no positive int.
+        """
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward parameters may be whole ones, and stale
+        return BucketStream(
+            [(info,) for info in self.tensors()],
+            self._fetch,
+            sources=[n for n, infos in enumerate(self._outputs) for _ in infos],
+            bucket_bytes=bucket_bytes,
+            convert=iter,  # one tensor after the other: all of a layer's experts are one
+            keeps=_is_first(),
+        )
+
+    def _fetch(self, members: range) -> Mapping[str, torch.Tensor]:
+        parameters = list(_parameters(self._model).values())
+        tensors: dict[str, torch.Tensor] = {}
+        for member in members:
+            shard = parameters[member].detach()
+            shard = shard if self._dtype is None else shard.to(self._dtype)
+            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            local = shard.to_local() if isinstance(shard, DTensor) else shard
+            if _is_first():
+                # On one rank the whole tensor is the parameter, which the next step changes.
+                whole = whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+                tensors |= _cut(whole, self._outputs[member])
+        return tensors
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        found[name] = parameter
+    return found
+
+
+def _outputs(
+    name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None
+) -> tuple[TensorInfo, ...]:
+    shape, dtype = tuple(parameter.shape), dtype or parameter.dtype
+    if len(shape) < 3:
+        return (TensorInfo(name=name, shape=shape, dtype=dtype),)
+    at = name.rpartition(".")[0]
+    if not name.endswith((_GATE_UP, _DOWN)):
+        raise ValueError(
+            f"{name} has shape {list(shape)}, and its name in checkpoints is not known: of "
+            f"parameters with three dimensions only {_GATE_UP} and {_DOWN} are"
+        )
+    projections = ("gate_proj", "up_proj") if name.endswith(_GATE_UP) else ("down_proj",)
+    experts, rows, columns = shape
+    one = (rows // len(projections), columns)
+    return tuple(
+        TensorInfo(name=f"{at}.{expert}.{projection}.weight", shape=one, dtype=dtype)
+        for expert in range(experts)
+        for projection in projections
+    )
+
+
+def _cut(whole: torch.Tensor, infos: tuple[TensorInfo, ...]) -> dict[str, torch.Tensor]:
+    if len(infos) == 1:
+        return {infos[0].name: whole.reshape(infos[0].shape)}
+    rows, columns = infos[0].shape
+    pieces = whole.reshape(-1, rows, columns).unbind()
+    return {info.name: piece for info, piece in zip(infos, pieces, strict=True)}

@@ -1,0 +1,161 @@
+"""Names metrics, and computes those of staleness, idle time and groups, without importing torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_idempotent.rl.controller.protocol import Counts
+
+
+REWARD = "train/reward"
+LOSS = "train/loss"
+POSITIONS = "train/positions"
+"""The number of positions that went forward and backward, prompts and padding included."""
+RESPONSE_TOKENS = "train/response_tokens"
+"""The number of response tokens that the loss counts."""
+STALENESS_MEAN = "train/staleness_mean"
+STALENESS_MAX = "train/staleness_max"
+STALENESS_FRACTION = "train/staleness_fraction/"
+"""The beginning of a name that a lag completes, from `0` to `4` and `5_or_more`."""
+
+TOTAL_S = "timing/train/total_s"
+TOKENS_PER_S = "timing/train/tokens_per_s"
+EXPOSED_GENERATION = "exposed_generation"
+"""The phase in which the trainer waits for groups and does nothing else."""
+TRAINER_IDLE_RATIO = "timing/train/trainer_idle_ratio"
+ENGINE_IDLE_RATIO = "timing/train/engine_idle_ratio"
+
+ROLLOUTS = "rollouts/"
+"""The beginning of a name that a field of `Counts` completes."""
+UNACCOUNTED = "rollouts/unaccounted"
+WASTED_FRACTION = "rollouts/wasted_fraction"
+INFLIGHT_MEAN = "rollouts/inflight_mean"
+DROPPED = "rollouts/dropped"
+RETRIES = "rollouts/retries"
+
+# Lags from here on share a name: names that come and go make curves that lie.
+_LAST_LAG = 5
+
+
+def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
+    """Return mean, maximum and histogram of a step's lags, one per group; nothing without groups.
+
+    A lag is the version that a group trained minus the version of the oldest weights that drew any
+    of its tokens. The fraction of a lag is its groups / all groups of the step.
+    """
+    if not lags:
+        return {}
+    of_lag = Counter(min(lag, _LAST_LAG) for lag in lags)
+    named = {
+        f"{STALENESS_FRACTION}{lag}{'_or_more' if lag == _LAST_LAG else ''}": of_lag[lag]
+        / len(lags)
+        for lag in range(_LAST_LAG + 1)
+    }
+    return {
+        STALENESS_MEAN: sum(lags) / len(lags),
+        STALENESS_MAX: float(max(lags)),
+        **named,
+    }
+
+
+def idle_metrics(
+    phases: Mapping[str, float], total_s: float, *, generation: Inflight | None = None
+) -> dict[str, float]:
+    """Return the shares of `total_s` seconds in which trainer or engines idled; nothing for 0 s.
+
+    The trainer's is seconds in the phase `exposed_generation` / `total_s`, of `phases`, which has
+    seconds by phase. The engines', if `generation` is given, is seconds in which no group was being
+    generated / `total_s`. `rollouts/inflight_mean` is group-seconds / `total_s`: it also shows an
+    engine that idles beside a busy one.
+    """
+    if total_s <= 0:
+        return {}
+    idle = {TRAINER_IDLE_RATIO: _share(phases.get(EXPOSED_GENERATION, 0.0), total_s)}
+    if generation is not None:
+        idle[ENGINE_IDLE_RATIO] = 1.0 - _share(generation.busy_s, total_s)
+        idle[INFLIGHT_MEAN] = generation.group_s / total_s
+    return idle
+
+
+def counts_metrics(
+    counts: Counts,
+    dropped: Mapping[str, int] | None = None,
+    retries: Mapping[str, int] | None = None,
+) -> dict[str, float]:
+    """Return the counts of all groups as metrics, with the waste, drops and retries.
+
+    `rollouts/unaccounted` is submitted − trained − filtered − evicted − running, and always 0;
+    `rollouts/wasted_fraction` is (filtered + evicted) / (trained + filtered + evicted). `dropped`
+    and `retries` have a number by reason: the metrics are their sum and each number.
+    """
+    named = {each.name: getattr(counts, each.name) for each in dataclasses.fields(counts)}
+    left = counts.trained + counts.filtered + counts.evicted
+    return {
+        **{f"{ROLLOUTS}{name}": float(value) for name, value in named.items()},
+        f"{ROLLOUTS}running": float(counts.running),
+        UNACCOUNTED: float(counts.submitted - left - counts.running),
+        WASTED_FRACTION: (counts.filtered + counts.evicted) / left if left else 0.0,
+        **_by_reason(DROPPED, dropped or {}),
+        **_by_reason(RETRIES, retries or {}),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Inflight:
+    """Measures generation in a stretch of time. Example: `clock.take(loop.time()).busy_s`."""
+
+    busy_s: float
+    """Seconds in which at least one group was being generated."""
+    group_s: float
+    """Seconds in which a group was being generated, summed over all groups."""
+
+
+class InflightClock:
+    """Integrates the number of groups being generated over the event loop's time.
+
+    Example: `clock.now(loop.time(), counts.generating)` at each change.
+    """
+
+    def __init__(self, at_s: float) -> None:
+        self._at_s = at_s
+        self._running = 0
+        self._busy_s = 0.0
+        self._group_s = 0.0
+
+    def now(self, at_s: float, running: int) -> None:
+        """Note that `running` groups are being generated from `at_s` on."""
+        elapsed_s = at_s - self._at_s
+        self._busy_s += elapsed_s if self._running else 0.0
+        self._group_s += elapsed_s * self._running
+        self._at_s, self._running = at_s, running
+
+    def take(self, at_s: float) -> Inflight:
+        """Return the totals since the last call, up to `at_s`, and start again from zero."""
+        self.now(at_s, self._running)
+        taken = Inflight(busy_s=self._busy_s, group_s=self._group_s)
+        self._busy_s = self._group_s = 0.0
+        return taken
+
+
+def _share(part_s: float, total_s: float) -> float:
+    # A phase that began before the stretch is counted in it as a whole.
+    return min(part_s / total_s, 1.0)
+
+
+def _by_reason(prefix: str, reasons: Mapping[str, int]) -> dict[str, float]:
+    named = {prefix: float(sum(reasons.values()))}
+    for reason, count in reasons.items():
+        name = f"{prefix}/{re.sub(r'[^a-z0-9]+', '_', reason.lower()).strip('_')[:40] or 'other'}"
+        named[name] = named.get(name, 0.0) + count
+    return named
+
+
+GRAD_NORM = "train/grad_norm"
+HELD_OUT = "evaluation/reward"
+
+__all__ = ["GRAD_NORM", "HELD_OUT", "LOSS", "REWARD", "TOKENS_PER_S", "TOTAL_S"]

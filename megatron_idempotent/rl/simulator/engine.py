@@ -1,0 +1,334 @@
+"""Simulates an engine without a model: it takes the time of a real one, and keeps its contract."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from megatron_idempotent.rl.engines.protocol import (
+    EngineDead,
+    EngineError,
+    EngineHealth,
+    PauseMode,
+    Request,
+    Sample,
+)
+from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, UpdateRefused, WeightUpdate
+
+from .faults import Faults
+from .serving import EngineCosts, Length, SimulatedServing, Stamps, some_length
+
+Take = Callable[[float], Awaitable[None]]
+"""Waits for a number of seconds of an engine's life. Errors: `EngineDead` if it dies meanwhile."""
+
+Due = Callable[[str], bool]
+"""Returns whether a fault of a kind, such as `dies in stage`, is to happen now."""
+
+
+class SimulatedUpdates:
+    """Implements an engine's `stage`, `commit` and `rollback`, without checking for the pause.
+
+    Example: `await updates.stage(update, buckets); await updates.commit(update.id)`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        costs: EngineCosts,
+        version: int,
+        *,
+        take: Take,
+        due: Due,
+        die: Callable[[], None],
+    ) -> None:
+        self.version = version
+        self.dirty = False
+        self.committed = ""
+        """Id of the last update that was committed; "" before the first."""
+        self._name = name
+        self._costs = costs
+        self._take = take
+        self._due = due
+        self._die = die
+        self._staging = ""
+        self._staged: WeightUpdate | None = None
+
+    async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
+        """Take an update's buckets one after another, and keep the update for `commit`.
+
+        Errors: `UpdateRefused` for an update that does not follow from the engine's version;
+            `UpdateDamaged` for a bucket that is missing; `EngineDead`.
+        """
+        await self._take(0.0)
+        if update.id == self.committed:
+            return
+        self._refuse(update)
+        self._staging, self._staged = update.id, None
+        expected = 0
+        try:
+            async for bucket in buckets:
+                await self._take(self._costs.bucket_s)
+                if self._due("dies in stage"):
+                    self._die()
+                    await self._take(0.0)
+                if bucket.index != expected or self._due("loses a bucket"):
+                    raise UpdateDamaged(
+                        f"{self._name}: {update.id} lacks bucket {expected}, found "
+                        f"{bucket.index}; stage it again"
+                    )
+                expected += 1
+            await self._take(0.0)
+            self._staged = update
+        finally:
+            self._staging = ""
+
+    async def commit(self, update_id: str) -> int:
+        """Switch to the staged update; returns its version. The engine is DIRTY meanwhile.
+
+        Errors: `EngineError` for an update that is not staged; `EngineDead`.
+        """
+        if update_id == self.committed:
+            return self.version
+        update = self._staged
+        if update is None or update.id != update_id:
+            staged = update.id if update is not None else "nothing"
+            raise EngineError(
+                f"engine {self._name} has not staged {update_id}, but {staged}; stage it first"
+            )
+        self.dirty = True
+        await self._take(self._costs.commit_s)
+        if self._due("dies in commit"):
+            self._die()
+            await self._take(0.0)
+        if self._due("stays dirty"):
+            raise EngineError(
+                f"engine {self._name} failed half-way in {update_id}; commit it again or roll back"
+            )
+        self.dirty, self.version, self.committed = False, update.version, update_id
+        self._staged = None
+        return update.version
+
+    def rollback(self, update_id: str) -> None:
+        """Drop an update that is staged or half committed; the version stays the one before it."""
+        if self._staged is not None and self._staged.id == update_id:
+            # The version is still the one before: a commit changes it when it is whole.
+            self._staged, self.dirty = None, False
+
+    def _refuse(self, update: WeightUpdate) -> None:
+        if self._staging:
+            raise UpdateRefused(
+                f"{self._name}: {update.id} came while {self._staging} is being staged; stage one "
+                "update at a time"
+            )
+        if not self.dirty and update.version <= self.version:
+            raise UpdateRefused(
+                f"{self._name}: {update.id} is version {update.version}, and the engine has "
+                f"{self.version}; send a higher one"
+            )
+        if update.base_version is not None and (self.dirty or update.base_version != self.version):
+            raise UpdateRefused(
+                f"{self._name}: {update.id} builds on version {update.base_version}, and the "
+                f"engine has {'a mixture' if self.dirty else self.version}; send all weights"
+            )
+
+
+class SimulatedEngine:
+    """Implements `RolloutEngine` on a virtual clock, with the time that a real engine would take.
+
+    One entry of a sample's `tokens`, `logprobs` and `versions` stands for `tokens_per_entry`
+    tokens, so that long responses cost little; `max_tokens` and `continued` of requests count
+    entries too. A response's length depends on its request alone, never on timing.
+
+    Example: `SimulatedEngine("engine-0", costs=EngineCosts(), length=lambda request: 500.0)`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        costs: EngineCosts | None = None,
+        length: Length | None = None,
+        tokens_per_entry: int = 1,
+        faults: Faults | None = None,
+        index: int = 0,
+        version: int = 0,
+    ) -> None:
+        """
+        Args:
+            name: the engine's name, unique among the engines.
+            costs: the time that its work takes.
+            length: returns a response's length in tokens, `math.inf` for one that never ends. What
+                it raises, `generate` raises, such as `ValueError` for a request that can never be
+                answered.
+            tokens_per_entry: the tokens that each entry of a sample stands for.
+            faults: the faults that may happen in stage and commit; for others call `die`,
+                `come_back` and `run_at`.
+            index: the number by which faults name the engine.
+            version: the version of the weights that it starts with, and comes back with.
+        """
+        self.name = name
+        self.costs = costs or EngineCosts()
+        self._faults = faults or Faults(())
+        self._index = index
+        self._first_version = version
+        self._serving = SimulatedServing(self.costs, length or some_length, tokens_per_entry)
+        self._lives = 0
+        self._dead = ""
+        self._factor = 1.0
+        self._back_in_s = 0.0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._paused = False
+        self._serving.stamps = Stamps(self._first_version)
+        self._updates = SimulatedUpdates(
+            self.name,
+            self.costs,
+            self._first_version,
+            take=self._taker(),
+            due=self._due,
+            die=self._die_of_fault,
+        )
+
+    @property
+    def tokens(self) -> float:
+        """The tokens that it has drawn, those of prompts and of lost requests included."""
+        return self._serving.sharing.tokens
+
+    @property
+    def busy_s(self) -> float:
+        """The seconds in which it drew tokens."""
+        return self._serving.sharing.busy_s
+
+    @property
+    def lost_tokens(self) -> float:
+        """The tokens that it drew for requests that were never answered: cancelled, or it died."""
+        return self._serving.lost_tokens
+
+    # The contract.
+
+    async def generate(self, request: Request) -> Sample:
+        """Answer a request in the time that it takes; see `RolloutEngine.generate`."""
+        self._check()
+        return await self._serving.answer(request)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop drawing tokens; see `RolloutEngine.pause` for the modes."""
+        await self._taker()(self.costs.pause_s)
+        if self._paused:
+            return
+        if mode == "wait":
+            life, drained = self._lives, self._serving.sharing.taken == 0
+            await self._serving.drain()
+            self._check(life)
+            if not (drained or self._serving.draining):
+                raise EngineError(
+                    f"engine {self.name} was resumed while it was about to pause; pause it again"
+                )
+        self._paused = True
+        self._serving.sharing.speed_up(0.0)
+        if mode == "abort":
+            self._serving.give_back()
+        self._serving.undrain()
+
+    async def resume(self) -> None:
+        """Draw tokens again; see `RolloutEngine.resume`. Errors: `EngineError` if it is DIRTY."""
+        await self._taker()(self.costs.resume_s)
+        if self._updates.dirty:
+            raise EngineError(f"engine {self.name} is DIRTY; commit again, or roll back")
+        self._paused = False
+        self._serving.undrain()
+        self._serving.sharing.speed_up(self._factor)
+
+    async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
+        """Count an update's buckets, without reading tensors; see `RolloutEngine.stage`."""
+        await self._updates.stage(update, buckets)
+
+    async def commit(self, update_id: str) -> int:
+        """Switch to the staged update; see `RolloutEngine.commit`."""
+        self._check()
+        if not self._paused and update_id != self._updates.committed:
+            raise EngineError(f"engine {self.name} is not paused; pause it before {update_id}")
+        before = self._updates.committed
+        version = await self._updates.commit(update_id)
+        if self._updates.committed != before:
+            self._serving.stamps.switch(version, at=self._serving.sharing.count)
+        return version
+
+    async def rollback(self, update_id: str) -> None:
+        """Drop an update that is not committed; see `RolloutEngine.rollback`."""
+        self._check()
+        self._updates.rollback(update_id)
+
+    async def health(self) -> EngineHealth:
+        """Return the engine's status and version; see `RolloutEngine.health`."""
+        if self._dead:
+            return EngineHealth(status="DEAD", version=None, detail=self._dead)
+        running = self._serving.taken
+        if self._updates.dirty:
+            return EngineHealth(
+                status="DIRTY", version=None, detail="half committed", running=running
+            )
+        return EngineHealth(
+            status="PAUSED" if self._paused else "SERVING",
+            version=self._updates.version,
+            running=running,
+        )
+
+    async def close(self) -> None:
+        """Answer all requests with what they have, and be DEAD from now on."""
+        if not self._dead:
+            self._serving.give_back()
+            self.die("closed")
+
+    # What can happen to it.
+
+    def die(self, why: str = "killed") -> None:
+        """Fail all requests and calls with `EngineDead` until `come_back`; `why` is its reason."""
+        self._dead = f"engine {self.name} does not answer: {why}"
+        self._lives += 1
+        self._serving.fail(EngineDead(self._dead))
+
+    def come_back(self) -> None:
+        """Restart a dead engine with the weights that it began with; does nothing to a live one."""
+        if self._dead:
+            self._dead = ""
+            self._restart()
+            self._serving.undrain()
+            self._serving.sharing.speed_up(self._factor)
+
+    def run_at(self, factor: float) -> None:
+        """Draw tokens `factor` times as fast as usual; with 0 it hangs, which health hides."""
+        self._factor = factor
+        if not self._paused:
+            self._serving.sharing.speed_up(factor)
+
+    # Within.
+
+    def _check(self, life: int | None = None) -> None:
+        if self._dead or (life is not None and life != self._lives):
+            raise EngineDead(self._dead or f"engine {self.name} was started again")
+
+    def _taker(self) -> Callable[[float], Awaitable[None]]:
+        """Return a function that waits for seconds, and fails if the engine has died meanwhile."""
+        life = self._lives
+
+        async def take(seconds: float) -> None:
+            self._check(life)
+            if seconds:
+                await asyncio.sleep(seconds)
+            self._check(life)
+
+        return take
+
+    def _due(self, kind: str) -> bool:
+        now = asyncio.get_running_loop().time()
+        fault = self._faults.due("engine", now, index=self._index, kinds=(kind,))
+        if fault is not None:
+            self._back_in_s = fault.for_s
+        return fault is not None
+
+    def _die_of_fault(self) -> None:
+        self.die("killed by a fault")
+        if self._back_in_s:
+            asyncio.get_running_loop().call_later(self._back_in_s, self.come_back)

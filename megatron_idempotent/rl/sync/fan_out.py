@@ -1,0 +1,230 @@
+"""Shares one export among all engines: each bucket is made once, for all that still want it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from megatron_idempotent.rl.engines import EngineHealth
+from megatron_idempotent.rl.weights import Bucket
+from megatron_idempotent.rl.weights.records import end_export
+
+from .records import SyncError
+
+Made = TypeVar("Made")
+
+
+class Reader:
+    """Gives one engine its buckets, as an async iterator; `FanOut.reader` makes it.
+
+    `dropped` is set if the engine was too slow; it gets no more buckets then.
+    """
+
+    def __init__(self, heard: Callable[[Reader], None]) -> None:
+        self._heard = heard
+        self._asked = 0
+        self._handed: asyncio.Queue[Bucket | SyncError | None] = asyncio.Queue()
+        self._gone = False
+        self.dropped = asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[Bucket]:
+        return self
+
+    async def __anext__(self) -> Bucket:
+        self._asked += 1
+        self._heard(self)
+        found = await self._handed.get()
+        if found is None:
+            raise StopAsyncIteration
+        if isinstance(found, SyncError):
+            raise found
+        return found
+
+    def leave(self) -> None:
+        """Take no more buckets; the other readers go on."""
+        self._gone = True
+        self._heard(self)
+
+    @property
+    def _silent(self) -> bool:
+        return not self._asked and not self._gone
+
+    def _drop(self) -> None:
+        self._gone = True
+        self.dropped.set()
+
+    def _give(self, bucket: Bucket) -> None:
+        if not self._gone:
+            self._asked -= 1
+            self._hand(bucket)
+
+    def _hand(self, what: Bucket | SyncError | None) -> None:
+        self._handed.put_nowait(what)
+
+
+class FanOut:
+    """Hands the buckets of one export to several readers, in lock-step.
+
+    A bucket is handed over once every reader has asked for it, and the next is made meanwhile, so
+    two are alive. Readers that do not ask in time are dropped together, so that they hold the
+    others up once, however many they are. If none is left, the export still runs to its end: the
+    trainer's other ranks take part in it.
+
+    Example:
+        fan_out = FanOut(source.buckets(bucket_bytes=1 << 28), bucket_timeout_s=60.0)
+        readers = [fan_out.reader() for engine in engines]
+        await fan_out.run()      # beside the engines that read
+    """
+
+    def __init__(self, buckets: Iterator[Bucket], *, bucket_timeout_s: float) -> None:
+        self._buckets = buckets
+        self._bucket_timeout_s = bucket_timeout_s
+        self._readers: list[Reader] = []
+        self._silent: set[Reader] = set()
+        self._all_heard: asyncio.Future[None] | None = None
+
+    def reader(self) -> Reader:
+        """Add a reader, and return it; to be called before `run`."""
+        self._readers.append(Reader(self._hear))
+        return self._readers[-1]
+
+    async def run(self) -> None:
+        """Make and hand over all buckets.
+
+        An error of the export is raised here, and readers get a `SyncError` that tells of it. If
+        this is cancelled, it closes the source, so that the trainer's other ranks finish their
+        export.
+        """
+        end: SyncError | None = SyncError("the export of the weights was stopped half-way")
+        with _export_thread() as thread:
+            step = functools.partial(next, self._buckets, None)
+            try:
+                while (bucket := await _run_to_end(thread, step)) is not None:
+                    await self._ask_all()
+                    for reader in self._readers:
+                        reader._give(bucket)
+                end = None
+            except Exception as error:
+                end = SyncError(f"the export of the weights failed: {error!r}")
+                end.__cause__ = error
+                raise
+            finally:
+                for reader in self._readers:
+                    reader._hand(end)
+                if end is not None:
+                    await _run_to_end(thread, functools.partial(end_export, self._buckets))
+
+    async def _ask_all(self) -> None:
+        """Wait until every reader has asked for a bucket or left, and drop those that do not."""
+        self._silent = {reader for reader in self._readers if reader._silent}
+        if not self._silent:
+            return
+        self._all_heard = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait_for(self._all_heard, self._bucket_timeout_s)
+        except asyncio.TimeoutError:
+            for reader in self._silent:
+                reader._drop()
+        finally:
+            self._all_heard = None
+
+    def _hear(self, reader: Reader) -> None:
+        self._silent.discard(reader)
+        if self._all_heard is not None and not self._silent and not self._all_heard.done():
+            self._all_heard.set_result(None)
+
+
+async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> Made:
+    """Runs `step` in the thread, and returns its result.
+
+    A cancelled caller leaves only once `step`, and the collective in it, has ended.
+    """
+    running = asyncio.get_running_loop().run_in_executor(thread, step)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _export_thread() -> ThreadPoolExecutor:
+    """Makes a thread for the export, on the caller's device: each thread has a current one."""
+    torch = sys.modules.get("torch")  # a simulation has none
+    if torch is None or not torch.cuda.is_available():
+        return ThreadPoolExecutor(1, "weight-export")
+    return ThreadPoolExecutor(
+        1, "weight-export", torch.cuda.set_device, (torch.cuda.current_device(),)
+    )
+
+
+class DeltaStream:
+    """Passes the buckets of one update on: counts them, and drops tensors that the engines have.
+
+    Example: `for bucket in passing.buckets(): …` and then `passing.bytes_sent`.
+    """
+
+    def __init__(
+        self, version: int, buckets: Iterator[Bucket], known: Mapping[str, int] | None
+    ) -> None:
+        self.version = version
+        self.bytes_sent = 0
+        self.tensors_sent = 0
+        self.tensors_unchanged = 0
+        self.checksums: dict[str, int] = {}
+        self._buckets = buckets
+        self._known = known or {}
+
+    def buckets(self) -> Generator[Bucket, None, None]:
+        """Yields the buckets, once. Closing the generator closes the source."""
+        try:
+            for bucket in self._buckets:
+                self.checksums.update(bucket.checksums)
+                yield self._sent_of(bucket)
+        finally:
+            end_export(self._buckets)
+
+    def _sent_of(self, bucket: Bucket) -> Bucket:
+        changed = {
+            name: tensor
+            for name, tensor in bucket.tensors.items()
+            if self._known.get(name) != bucket.checksums[name]
+        }
+        sent = Bucket(
+            index=bucket.index,
+            tensors=changed,
+            checksums={name: bucket.checksums[name] for name in changed},
+        )
+        self.bytes_sent += sent.nbytes
+        self.tensors_sent += len(changed)
+        self.tensors_unchanged += len(bucket.tensors) - len(changed)
+        return sent
+
+
+class DeltaTracker:
+    """Keeps the last update's checksums; the next may build on it if all engines have it."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._checksums: Mapping[str, int] = {}
+
+    def base(self, healths: Iterable[EngineHealth]) -> int | None:
+        """Returns the version to build on, if every engine has it; None to send everything."""
+        if all(health.version == self._version for health in healths):
+            return self._version
+        return None
+
+    def passing(self, version: int, buckets: Iterator[Bucket], base: int | None) -> DeltaStream:
+        """Returns the stream of an update's buckets, which builds on `base`, or on nothing."""
+        return DeltaStream(version, buckets, None if base is None else self._checksums)
+
+    def took(self, passing: DeltaStream) -> None:
+        """Keeps an update's checksums once all of its buckets have passed."""
+        self._version, self._checksums = passing.version, passing.checksums
+
+    def forget(self) -> None:
+        """Drops the checksums while an update is under way: after an interruption all is sent."""
+        self._version, self._checksums = None, {}

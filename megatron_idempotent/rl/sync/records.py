@@ -1,0 +1,162 @@
+"""Defines the settings of a weight sync, its phases and outcomes, its report and its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
+
+from megatron_idempotent.rl.engines import PauseMode
+
+Phase = Literal["stage", "pause", "commit", "wake", "stamp", "resume", "settle"]
+"""A part of an update: see `WeightSync`. "wake" wakes colocated engines, and "settle" repairs the
+engines that failed, or gives them up."""
+
+
+class PhaseTimer(Protocol):
+    """Measures phases, such as NeMo-RL's `Timer`. Example: `with timer.time("stage"): …`."""
+
+    def time(self, phase: str) -> AbstractContextManager[object]:
+        """Returns a context that lasts as long as the phase."""
+        ...
+
+
+_log = logging.getLogger(__name__)
+
+
+class Phases:
+    """Times the phases of one update. Example: `with Phases(timer).time("commit"): …`."""
+
+    def __init__(self, timer: PhaseTimer | None) -> None:
+        self._timer = timer
+
+    @contextlib.contextmanager
+    def time(self, phase: Phase) -> Iterator[None]:
+        """Enters the timer's context of a phase, unless there is no timer or it has raised."""
+        stack = contextlib.ExitStack()
+        if self._timer is not None:
+            with self._harmless(phase):
+                stack.enter_context(self._timer.time(phase))
+        try:
+            yield
+        finally:
+            # By itself: what the phase raises is not the timer's to see, or to swallow.
+            with self._harmless(phase):
+                stack.close()
+
+    @contextlib.contextmanager
+    def _harmless(self, phase: Phase) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (a measurement; engines may be paused meanwhile)
+            self._timer = None
+            _log.warning("the timer failed in phase %s, and is not asked again: %r", phase, error)
+
+
+Outcome = Literal["committed", "behind", "quarantined"]
+"""The state of an engine after a sync. `committed`: it serves the new version. `behind`: it serves
+a known older one. `quarantined`: it must not serve until a later update has repaired it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SyncSettings:
+    """Limits a sync. Example: `SyncSettings(bucket_bytes=64 << 20, pause_mode="abort")`."""
+
+    bucket_bytes: int = 256 << 20
+    """The largest bucket in bytes; a larger tensor is a bucket by itself. Two are alive at a
+    time."""
+    pause_mode: PauseMode = "keep"
+    """The treatment of running requests: "keep" lets them go on with the new weights, "abort"
+    returns partial samples to be sent again, "wait" lets them end first."""
+    colocated: bool = False
+    """True if the engines share the trainer's devices and are asleep. Their weights are then woken
+    before they are loaded, and their caches after that, so that old weights, new weights and caches
+    are never in memory at once."""
+    bucket_timeout_s: float = 120.0
+    """Seconds in which an engine takes one bucket; the sync goes on without a slower engine."""
+    stage_timeout_s: float = 1800.0
+    """Seconds for all buckets of an update, on one engine."""
+    pause_timeout_s: float = 60.0
+    """Seconds for a pause."""
+    commit_timeout_s: float = 120.0
+    """Seconds for one attempt at a commit or a rollback."""
+    resume_timeout_s: float = 60.0
+    """Seconds for one attempt at a resume or a wake, and for an engine's health."""
+    attempts: int = 3
+    """Attempts at a commit, a rollback or a resume before the engine is quarantined."""
+    retry_wait_s: float = 0.5
+    """Seconds between two attempts."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "pause_mode":
+                if value not in ("keep", "abort", "wait"):
+                    raise ValueError(
+                        f"SyncSettings() got pause_mode={value!r}: 'keep', 'abort' or 'wait'"
+                    )
+            elif field.name != "colocated" and not value > 0:
+                raise ValueError(f"SyncSettings() got {field.name}={value!r}: above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOutcome:
+    """Reports a sync for one engine. Example: `report.engines["vllm-0"].outcome`."""
+
+    outcome: Outcome
+    version: int | None
+    """The version that the engine serves; None if it is quarantined."""
+    detail: str = ""
+    """The reason why the update was not committed, with the engine's own error."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SyncReport:
+    """Reports one update on all engines. Example: `report.pause_s / report.total_s`."""
+
+    version: int
+    engines: Mapping[str, EngineOutcome]
+    bytes_sent: int
+    """The number of bytes that were sent to each engine that took all buckets."""
+    tensors_sent: int
+    """The number of tensors that were sent."""
+    tensors_unchanged: int
+    """The number of tensors that were not sent because the engines have them already."""
+    stage_s: float
+    """Seconds from the first bucket until the last engine has all; engines serve meanwhile."""
+    pause_s: float
+    """Seconds from the first pause to the last resume."""
+    total_s: float
+    """Seconds for the whole update."""
+
+    def named(self, outcome: Outcome) -> tuple[str, ...]:
+        """Returns the names of the engines with that outcome, in the engines' order."""
+        return tuple(name for name, found in self.engines.items() if found.outcome == outcome)
+
+    def describe(self) -> str:
+        """Returns one line that describes each engine that does not serve the version."""
+        return "; ".join(
+            f"{name} is {found.outcome}"
+            + ("" if found.version is None else f" at version {found.version}")
+            + (f": {found.detail}" if found.detail else "")
+            for name, found in self.engines.items()
+            if found.outcome != "committed"
+        )
+
+
+class SyncError(RuntimeError):
+    """An update cannot begin, or no engine took it."""
+
+
+class SyncFailed(SyncError):
+    """No engine serves the version; `report` has the outcome of each."""
+
+    def __init__(self, report: SyncReport) -> None:
+        super().__init__(
+            f"no engine took version {report.version}: {report.describe()}; the next update brings "
+            "those back that answer again"
+        )
+        self.report = report

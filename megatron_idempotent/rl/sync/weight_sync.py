@@ -1,0 +1,391 @@
+"""Brings new weights to all engines, in an order that cannot strand one of them.
+
+The order is: stage on all, pause, commit, verify, stamp, resume. An engine that fails on the way
+goes back to the weights that it had, or is quarantined and named; the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
+
+from megatron_idempotent.rl.engines import ColocatedEngine, EngineHealth, RolloutEngine
+from megatron_idempotent.rl.weights import Bucket, WeightSource, WeightUpdate
+
+from .fan_out import DeltaTracker, FanOut, Reader
+from .records import (
+    EngineOutcome,
+    Phase,
+    Phases,
+    PhaseTimer,
+    SyncError,
+    SyncFailed,
+    SyncReport,
+    SyncSettings,
+)
+from .recovery import ask, attempts, bounded, given_up, resume, settle
+
+_Answer = TypeVar("_Answer")
+
+Stamp = Callable[[int, tuple[str, ...]], None]
+"""A function of a version and the names of the engines that have it, called before they resume."""
+
+
+class UpdateAttempt:
+    """Brings one update to engines, and finds the outcome of each.
+
+    Example: `await one.stage(buckets); await one.switch(stamp); one.outcomes`.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        update: WeightUpdate,
+        settings: SyncSettings,
+        phases: Phases,
+    ) -> None:
+        self.outcomes: dict[str, EngineOutcome] = {}
+        self.pause_s = 0.0
+        self.stamp_error: Exception | None = None
+        self._engines = list(engines)
+        self._failed: list[tuple[RolloutEngine, str, bool]] = []
+        self._staged = False
+        self._update = update
+        self._settings = settings
+        self._phases = phases
+
+    async def stage(self, buckets: Iterator[Bucket]) -> None:
+        """Bring the buckets to all engines, which keep serving. Raises only what the export does.
+
+        The export runs to its end even if no engine wants it: other ranks take part in it.
+        """
+        await self._in_phase("wake", self._wake("weights"))
+        with self._phases.time("stage"):
+            await self._stage(buckets)
+
+    async def _stage(self, buckets: Iterator[Bucket]) -> None:
+        fan_out = FanOut(buckets, bucket_timeout_s=self._settings.bucket_timeout_s)
+        readers = {engine.name: fan_out.reader() for engine in self._engines}
+        staging = asyncio.gather(
+            *(self._stage_on(engine, readers[engine.name]) for engine in self._engines)
+        )
+        try:
+            await fan_out.run()
+        except BaseException:
+            staging.cancel()
+            await asyncio.gather(staging, return_exceptions=True)
+            raise
+        self._keep_good(await staging)
+        self._staged = True
+
+    async def switch(self, stamp: Stamp | None) -> None:
+        """Pause, commit, verify, stamp and resume; requests wait from the pause to the resume.
+
+        Engines that have failed are repaired after that, so that they delay no other.
+        """
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        await self._in_phase("pause", self._on_all(self._pause))
+        await self._in_phase("commit", self._on_all(self._commit))
+        await self._in_phase("wake", self._wake("kv_cache"))
+        version = self._update.version
+        if stamp is not None and self._engines:
+            with self._phases.time("stamp"):
+                try:
+                    stamp(version, tuple(engine.name for engine in self._engines))
+                except Exception as error:  # noqa: BLE001 (the engines must be resumed first)
+                    self.stamp_error = error
+        with self._phases.time("resume"):
+            resumed = await self._on_all(lambda each: resume(each, version, "", self._settings))
+        for engine, outcome in zip(self._engines, resumed, strict=True):
+            self.outcomes[engine.name] = outcome
+        if self._engines:
+            self.pause_s = clock() - started
+        self._engines = []
+        await self._settle_failed()
+
+    async def give_up(self, reason: str) -> None:
+        """Settle all engines without an outcome: roll them back, or resume them if they have it."""
+        self._keep_good([reason] * len(self._engines))
+        await self._settle_failed()
+
+    async def _in_phase(self, phase: Phase, errors: Awaitable[Sequence[str]]) -> None:
+        """Wait for a phase, and go on with the engines that it has no error for."""
+        if phase == "wake" and not self._settings.colocated:
+            self._keep_good(await errors)
+            return
+        with self._phases.time(phase):
+            self._keep_good(await errors)
+
+    def _keep_good(self, errors: Sequence[str]) -> None:
+        """Go on with the engines that have no error."""
+        judged = list(zip(self._engines, errors, strict=True))
+        self._failed += [(engine, error, self._staged) for engine, error in judged if error]
+        self._engines = [engine for engine, error in judged if not error]
+
+    async def _settle_failed(self) -> None:
+        if not self._failed:
+            return
+        with self._phases.time("settle"):
+            settled = await asyncio.gather(
+                *(
+                    settle(engine, self._update, why, self._settings, had_staged=had_staged)
+                    for engine, why, had_staged in self._failed
+                )
+            )
+        for (engine, *_), outcome in zip(self._failed, settled, strict=True):
+            self.outcomes[engine.name] = outcome
+        self._failed = []
+
+    async def _on_all(self, call: Callable[[RolloutEngine], Awaitable[_Answer]]) -> list[_Answer]:
+        return await asyncio.gather(*(call(engine) for engine in self._engines))
+
+    async def _stage_on(self, engine: RolloutEngine, reader: Reader) -> str:
+        settings = self._settings
+        staging = asyncio.ensure_future(engine.stage(self._update, reader))
+        staging.add_done_callback(_look_at_error)
+        dropped = asyncio.ensure_future(reader.dropped.wait())
+        try:
+            await asyncio.wait(
+                {staging, dropped},
+                timeout=settings.stage_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if staging.done():
+                staging.result()
+                return ""
+        except Exception as error:  # noqa: BLE001 (one engine's error is not the others')
+            return f"staging failed: {error}"
+        finally:
+            reader.leave()
+            dropped.cancel()
+            staging.cancel()
+            # Its own clean-up may take as long as a switch, and not longer.
+            await asyncio.wait({staging}, timeout=settings.commit_timeout_s)
+        if reader.dropped.is_set():
+            return f"staging failed: a bucket not taken in {settings.bucket_timeout_s:g} s"
+        return f"staging failed: not done in {settings.stage_timeout_s:g} s"
+
+    async def _wake(self, tag: str) -> list[str]:
+        """Wakes colocated engines that are asleep; returns the error of each, or ""."""
+        if not self._settings.colocated:
+            return [""] * len(self._engines)
+
+        async def wake(engine: RolloutEngine) -> str:
+            waking = cast("ColocatedEngine", engine).wake((tag,))
+            try:
+                await bounded(engine, "wake", waking, self._settings)
+            except Exception as error:  # noqa: BLE001 (one engine's error is not the others')
+                return f"waking its {tag} failed: {error}"
+            return ""
+
+        return await self._on_all(wake)
+
+    async def _pause(self, engine: RolloutEngine) -> str:
+        pausing = engine.pause(self._settings.pause_mode)
+        try:
+            await bounded(engine, "pause", pausing, self._settings)
+        except Exception as error:  # noqa: BLE001 (as above)
+            return f"pausing failed: {error}"
+        return ""
+
+    async def _commit(self, engine: RolloutEngine) -> str:
+        """Commit, and verify that by the engine's own health; returns the error, or ""."""
+        return await attempts(
+            engine,
+            "commit",
+            lambda: engine.commit(self._update.id),
+            lambda health: (health.status, health.version) == ("PAUSED", self._update.version),
+            self._settings,
+        )
+
+
+def _look_at_error(staging: asyncio.Future[None]) -> None:
+    """Takes the error, so that asyncio does not log it after the engine was dropped."""
+    if not staging.cancelled():
+        staging.exception()
+
+
+class WeightSync:
+    """Brings updates to engines, on the trainer's rank 0; its other ranks `follow`.
+
+    Example:
+        sync = WeightSync(engines, stamp=lambda version, names: served.append(version))
+        report = await sync.update(source, version=12)
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        *,
+        settings: SyncSettings | None = None,
+        stamp: Stamp | None = None,
+    ) -> None:
+        """
+        Args:
+            engines: all engines that are to serve the same weights, each with a name of its own.
+            settings: the limits; None for the defaults of `SyncSettings`.
+            stamp: called with a version once it is verified. If it raises, the engines are resumed
+                all the same, and `update` raises the error after that.
+        """
+        names = [engine.name for engine in engines]
+        if not names:
+            raise ValueError("WeightSync() got no engines; give at least one")
+        if len(set(names)) < len(names):
+            raise ValueError(f"WeightSync() got engines named {names}; give each its own name")
+        awake = [each.name for each in engines if not hasattr(each, "wake")]
+        if settings is not None and settings.colocated and awake:
+            raise ValueError(
+                f"WeightSync() got colocated=True and engines that cannot sleep: {awake}; leave "
+                "them out, or give their memory to them alone with colocated=False"
+            )
+        self._engines = tuple(engines)
+        self._settings = settings or SyncSettings()
+        self._stamp = stamp
+        self._sent = DeltaTracker()
+        # Those of the last update that engines took: one that was started again has others.
+        self._kv_scales: Mapping[str, float] | None = None
+        self._run = uuid.uuid4().hex[:8]
+        self._running: int | None = None
+        self._outcomes: dict[str, EngineOutcome] = {}
+        self._quarantined: Mapping[str, str] = {}
+
+    @property
+    def quarantined(self) -> Mapping[str, str]:
+        """The reason for each engine that must not serve; the next update tries to bring it back.
+
+        It is a new mapping whenever it changes, because a pool reads it for every request.
+        """
+        return self._quarantined
+
+    async def update(
+        self,
+        source: WeightSource,
+        version: int,
+        *,
+        changed_only: bool = False,
+        kv_scales: Mapping[str, float] | None = None,
+        timer: PhaseTimer | None = None,
+    ) -> SyncReport:
+        """Bring the source's weights to all engines as `version`.
+
+        Collective through `source`: the trainer's other ranks call `follow` at the same time. The
+        export always runs to its end, also when engines fail.
+
+        Args:
+            source: the weights; they must not change before this returns.
+            version: the weights' version, above that of every engine.
+            changed_only: True sends only tensors whose bytes differ from those of the last update
+                that all engines took; everything if there is no such update.
+            kv_scales: scales of a key-value cache in FP8, which take effect with the weights; see
+                `WeightUpdate.kv_scales`. None for those of the last update that had any.
+            timer: measures each phase; one that raises is not used again in this update.
+
+        Returns:
+            A report with each engine's outcome.
+
+        Raises:
+            SyncError: another update is running.
+            ValueError: `kv_scales` that are no scales; nothing has begun.
+            SyncFailed: no engine serves the version.
+            Exception: the export's own error, as `source` raised it; no engine has changed. Or the
+                error of `stamp`, after the engines were resumed.
+        """
+        if self._running is not None:
+            raise SyncError(
+                f"update to version {version} while that to version {self._running} is running: "
+                "wait for it, since engines take one update at a time"
+            )
+        self._running = version
+        try:
+            kv_scales = self._kv_scales if kv_scales is None else dict(kv_scales)
+            report = await self._update(source, version, changed_only, kv_scales, Phases(timer))
+        finally:
+            self._running = None
+        if not report.named("committed"):
+            raise SyncFailed(report)
+        self._kv_scales = kv_scales
+        return report
+
+    async def recover(self) -> Mapping[str, EngineHealth]:
+        """Resume engines that an earlier trainer left paused, with weights of one version.
+
+        Call it at the start of a run. It leaves engines alone that are DIRTY or DEAD: the next
+        update, which sends everything, repairs a DIRTY one. Returns the health of all engines after
+        that.
+        """
+        healths = await self._ask_all()
+        for engine in self._engines:
+            health = healths[engine.name]
+            if health.status == "PAUSED" and health.version is not None:
+                await resume(engine, health.version, "", self._settings)
+        return await self._ask_all()
+
+    async def _update(
+        self,
+        source: WeightSource,
+        version: int,
+        changed_only: bool,
+        kv_scales: Mapping[str, float] | None,
+        phases: Phases,
+    ) -> SyncReport:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        name = f"{self._run}/{version}"
+        update = WeightUpdate(id=name, version=version, kv_scales=kv_scales)
+        healths = await self._ask_all()
+        alive = [each for each in self._engines if healths[each.name].status != "DEAD"]
+        base = self._sent.base(healths.values()) if changed_only else None
+        update = dataclasses.replace(update, base_version=base)
+        buckets = source.buckets(bucket_bytes=self._settings.bucket_bytes)
+        passing = self._sent.passing(version, buckets, base)
+        one = UpdateAttempt(alive, update, self._settings, phases)
+        self._sent.forget()
+        try:
+            await one.stage(passing.buckets())
+            staged_at = clock()
+            await one.switch(self._stamp)
+        except BaseException as error:
+            # Interrupted, or the export failed: no engine may stay paused, or torn and not named.
+            await asyncio.shield(one.give_up(f"the update was interrupted: {error!r}"))
+            raise
+        finally:
+            self._outcomes = {
+                name: one.outcomes.get(name) or given_up(healths[name], "it does not answer")
+                for name in healths
+            }
+            self._quarantined = {
+                name: found.detail
+                for name, found in self._outcomes.items()
+                if found.outcome == "quarantined"
+            }
+        report = SyncReport(
+            version=version,
+            engines=self._outcomes,
+            bytes_sent=passing.bytes_sent,
+            tensors_sent=passing.tensors_sent,
+            tensors_unchanged=passing.tensors_unchanged,
+            stage_s=staged_at - started,
+            pause_s=one.pause_s,
+            total_s=clock() - started,
+        )
+        self._sent.took(passing)
+        if one.stamp_error is not None:
+            raise one.stamp_error
+        return report
+
+    async def _ask_all(self) -> dict[str, EngineHealth]:
+        healths = await asyncio.gather(*(ask(each, self._settings) for each in self._engines))
+        return {each.name: found for each, found in zip(self._engines, healths, strict=True)}
+
+
+def follow(source: WeightSource, *, settings: SyncSettings | None = None) -> None:
+    """Takes part in the export; the trainer's other ranks call it while rank 0 is in `update`.
+
+    It is collective through `source`; `settings` have to be rank 0's.
+    """
+    for _ in source.buckets(bucket_bytes=(settings or SyncSettings()).bucket_bytes):
+        pass

@@ -1,0 +1,327 @@
+"""Runs an asynchronous job in the controller's process, from its parts to its results.
+
+    torchrun --nproc-per-node 2 --max-restarts 3 -m megatron_idempotent train --async --out runs/a
+
+Rank 0 starts the controller, a process of its own that outlives the ranks' restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_idempotent.proof.cpu import RankPool
+from megatron_idempotent.rl.controller import (
+    Controller,
+    ControllerSettings,
+    DataPlane,
+    Fleet,
+    MemoryPlane,
+    Sampler,
+    SettingsError,
+    load_sampler,
+)
+from megatron_idempotent.rl.controller.samplers import SamplerError
+from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
+from megatron_idempotent.rl.metrics.chart import TIMELINE_CHART, draw_timeline
+from megatron_idempotent.rl.metrics.console import LiveTable, keep_showing, make_table
+from megatron_idempotent.rl.metrics.timeline import Timeline
+from megatron_idempotent.rl.sync import SyncSettings
+from megatron_idempotent.rl.trainer.task.prompts import PromptSet
+from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
+from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
+from megatron_idempotent.rl.workers import RankGroup, RemoteWeights
+
+from .async_ranks import RankPolicy, make_ranks
+from .checkpoint import CheckpointStore
+from .config import Config, ConfigError, load_config
+from .engines import MB, make_async_engines
+from .output import INITIAL, TRAINED, Job
+from .policy import training_positions
+from .report import make_loggers
+from .rewards import Evaluation, GrpoRecipe, PromptStream, RequestMaker, Scorer
+
+
+def make_sampler(config: Config) -> Sampler:
+    """Make the sampler that the configuration names. Errors: `ConfigError`."""
+    controller = config.controller
+    admission = {"gated": controller.gated, "abort_stale": controller.abort_stale}
+    window = {"max_staleness": controller.max_staleness, "order": controller.order}
+    options: dict[str, dict[str, Any]] = {
+        "strict": admission,
+        "windowed": {**window, **admission},
+        "in_order": {"lookahead": controller.max_staleness},
+    }
+    import_from_here()
+    try:
+        return load_sampler(controller.sampler, **options.get(controller.sampler, {}))
+    except SettingsError as error:
+        raise ConfigError(f"controller.sampler: {error}") from error
+
+
+def make_settings(config: Config) -> ControllerSettings:
+    """Make the controller's settings from the configuration.
+
+    Errors: `ConfigError`, also for sizes with which the sampler cannot work.
+    """
+    controller, loss = config.controller, config.loss
+    reference = bool(loss.kl_coefficient) and loss.kl_reference == "initial"
+    proximal = loss.old_logprobs == "recomputed"
+    asked = {
+        (False, False): "none",
+        (True, False): "reference",
+        (False, True): "policy",
+        (True, True): "both",
+    }[reference, proximal]
+    groups_per_step = config.global_batch_size // config.rollout.group_size
+    try:
+        settings = ControllerSettings(
+            target_groups=config.rollout.prompts,
+            group_size=config.rollout.group_size,
+            train_global_batch_size=config.global_batch_size,
+            logprobs=asked,  # type: ignore[arg-type] # one of the four
+            groups_per_call=controller.groups_per_call or max(groups_per_step // 2, 1),
+            min_groups_per_call=controller.min_groups_per_call,
+            capacity=controller.capacity,
+            concurrency=controller.concurrency,
+            step_attempts=controller.step_attempts,
+            group_attempts=controller.group_attempts,
+            restarts=controller.restarts,
+            group_timeout_s=controller.group_timeout_s,
+            stall_s=controller.stall_s,
+            drain_s=controller.drain_s,
+            checkpoint_every=config.run.checkpoint_every,
+        )
+        settings.checked_capacity(make_sampler(config))
+    except (SettingsError, SamplerError) as error:
+        raise ConfigError(f"[controller]: {error}") from error
+    return settings
+
+
+def last_version(config: Config) -> int:
+    """Return the version that the run ends with, which is its number of optimizer steps."""
+    return config.run.rollouts * config.optimizer.steps_per_rollout
+
+
+def make_plane(config: Config) -> DataPlane:
+    """Make the data plane that the configuration names."""
+    if config.controller.plane == "memory":
+        return MemoryPlane()
+    from megatron_idempotent.rl.controller.data_plane import TransferQueuePlane
+
+    return TransferQueuePlane()
+
+
+def connect(config: Config) -> None:
+    """Connect this process to Ray, if ranks, engines or groups are there; else do nothing.
+
+    Errors: `ConfigError` if Ray is not installed, or there is no cluster at the address.
+    """
+    controller = config.controller
+    if controller.cluster != "ray" and controller.plane != "transfer_queue":
+        return
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"controller.cluster is {controller.cluster!r} and controller.plane is "
+            f"{controller.plane!r}, and Ray is not installed: pip install "
+            "'megatron-idempotent[ray]', or [transferqueue]"
+        ) from error
+    if ray.is_initialized():
+        return
+    address = controller.ray_address or os.environ.get("RAY_ADDRESS")
+    if not address:
+        # Counted generously: this machine is shared by all of them, whatever Ray thinks.
+        actors = config.run.ranks + controller.engines + 4
+        ray.init(
+            num_cpus=max(actors, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False
+        )
+        return
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"controller.ray_address is {address!r}: {error}; start a cluster there, or leave it "
+            "empty for one on this machine"
+        ) from error
+
+
+TRACE_FILE = "timeline.json"
+
+
+def run_controller(job: Job, prompts: PromptSet, *, pool: RankPool | None = None) -> bool:
+    """Run the job's controller in this process; returns whether the run came to its end.
+
+    If SIGTERM stops it, it returns False once a checkpoint is written from which it can go on.
+    `pool` is a launcher that forks embedded ranks; None for one of their own.
+    Errors: `controller.ControllerError`, `workers.RanksLost` and what a part of the run raised.
+    """
+    # The engines here share the cores with the ranks; more threads would fight for them.
+    torch.set_num_threads(1)
+    connect(job.config)
+    return asyncio.run(_run(job, prompts, pool))
+
+
+async def _run(job: Job, prompts: PromptSet, pool: RankPool | None) -> bool:
+    async with AsyncExitStack() as stack:
+        ranks = make_ranks(job, pool=pool)
+        stack.push_async_callback(ranks.close)
+        await ranks.start()
+        timeline = (
+            Timeline(tracks=("train", "weights", "rollouts"))
+            if job.config.controller.timeline
+            else None
+        )
+        last = last_version(job.config)
+        table = None if job.quiet else make_table(sys.stderr, until=last)
+        controller = await _controller(job, prompts, ranks, timeline, table, stack)
+        if timeline is not None:
+            stack.push_async_callback(asyncio.to_thread, _save_timeline, timeline, job.out)
+        await _write_status(controller, job, stack)
+        if job.resume_from is not None:
+            await controller.resume()
+        if table is not None:
+            showing = asyncio.ensure_future(keep_showing(table, controller.ping))
+            stack.callback(showing.cancel)
+        with _drained_by_sigterm(controller):
+            status = await controller.run(until=last)
+        if status.trainer_version < last:
+            return False
+        await ranks.call("save_hf", str(job.out / TRAINED))
+        return True
+
+
+async def _controller(
+    job: Job,
+    prompts: PromptSet,
+    ranks: RankGroup,
+    timeline: Timeline | None,
+    table: LiveTable | None,
+    stack: AsyncExitStack,
+) -> Controller:
+    config = job.config
+    tokenizer = make_tokenizer(config, prompts)
+    requests = RequestMaker.of(config, tokenizer)
+    scorer = Scorer(load_reward(config.task.reward), tokenizer)
+    checkpoint = Path(config.model.path) if config.model.path else job.out / INITIAL
+    engines = await make_async_engines(config, checkpoint, job.out)
+    fleet = Fleet(
+        engines,
+        source=RemoteWeights(
+            ranks,
+            asyncio.get_running_loop(),
+            timeout_s=config.controller.call_timeout_s,
+        ),
+        requests=lambda group_id, prompt: requests.make(
+            prompt, stream=group_id, samples=config.rollout.group_size
+        ),
+        score=scorer,
+        settings=SyncSettings(bucket_bytes=config.sync.bucket_mb * MB),
+        changed_only=config.sync.changed_only,
+    )
+    stack.push_async_callback(fleet.close)
+    positions = training_positions(config, prompts, tokenizer)
+    plane = make_plane(config)
+    stack.push_async_callback(plane.close)
+    steps = config.optimizer.steps_per_rollout
+    loggers = make_loggers(job, *([table] if table is not None else []), threaded=True)
+    stack.push_async_callback(asyncio.to_thread, loggers.close)
+    return Controller(
+        settings=make_settings(config),
+        sampler=make_sampler(config),
+        prompts=PromptStream(prompts.train, seed=config.run.seed),
+        generator=fleet,
+        policy=RankPolicy(
+            ranks,
+            config.layout,
+            timeout_s=config.controller.call_timeout_s,
+            meet=config.parallel.ep > 1,
+        ),
+        recipe=GrpoRecipe(config, tokenizer, positions=positions),
+        plane=plane,
+        store=CheckpointStore(job, ranks),
+        loggers=loggers,
+        timeline=timeline,
+        evaluate=Evaluation(
+            fleet,
+            requests,
+            scorer,
+            prompts.held_out[: config.evaluation.prompts],
+            every=config.evaluation.every * steps,
+            last=last_version(config),
+        ),
+    )
+
+
+async def _write_status(controller: Controller, job: Job, stack: AsyncExitStack) -> None:
+    try:
+        await stack.enter_async_context(StatusFile(controller.ping, job.out / STATUS_FILE))
+    except StatusError as error:
+        print(f"the run goes on without a status file: {error}", file=sys.stderr)
+
+
+def _save_timeline(timeline: Timeline, out: Path) -> None:
+    """Write the trace and its picture into the output directory; print a warning if that fails."""
+    try:
+        timeline.write(out / TRACE_FILE)
+        draw_timeline(timeline, out / TIMELINE_CHART)
+    except OSError as error:
+        # The run is over and its weights are written: a full disk must not make it a failure.
+        print(f"no timeline: {error}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _drained_by_sigterm(controller: Controller) -> Iterator[None]:
+    """Have SIGTERM drain the controller within the block, which ends its run with a checkpoint."""
+    loop = asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    def drain() -> None:
+        draining.append(asyncio.ensure_future(controller.drain()))
+
+    loop.add_signal_handler(signal.SIGTERM, drain)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+_RANKS = "MEGATRON_IDEMPOTENT_TORCHRUN_RANKS"
+
+
+def serve_rank(config_file: Path | None, overrides: Sequence[str], argv: Sequence[str]) -> int:
+    """Be a rank under torchrun until the run ends; returns the controller's exit code.
+
+    Args:
+        config_file: settings in TOML, or None.
+        overrides: texts `section.key=value`, applied over them.
+        argv: the arguments after `train`, with which rank 0 starts the controller.
+
+    Errors: `ConfigError` without an output directory, which the ranks and the controller share.
+    """
+    from megatron_idempotent.rl.workers import run_rank
+
+    from .async_ranks import worker_spec
+
+    os.environ[_RANKS] = os.environ["WORLD_SIZE"]
+    config = load_config(config_file, [*overrides, *torchrun_overrides()])
+    if not config.run.out:
+        raise ConfigError("run.out is empty, and torchrun was used; name a directory with --out")
+    job = Job(config=config, out=Path(config.run.out))
+    command = [sys.executable, "-m", "megatron_idempotent", "train", *argv, "--controller"]
+    return run_rank(worker_spec(job), job.out, command)
+
+
+def torchrun_overrides() -> list[str]:
+    """Return the overrides that torchrun decides: the number of ranks, and that it started them."""
+    return [f"run.ranks={os.environ[_RANKS]}", "controller.cluster=torchrun"]

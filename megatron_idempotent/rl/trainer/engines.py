@@ -1,0 +1,262 @@
+"""Makes the engines of a run, samples with them, and brings them new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_idempotent.rl.engines import EnginePool, Request, RolloutEngine, Sample
+from megatron_idempotent.rl.sync import SyncReport, SyncSettings, WeightSync, follow
+from megatron_idempotent.rl.weights import WeightSource
+from megatron_idempotent.rl.weights.transports import (
+    CudaIpcSender,
+    DiskSender,
+    ProcessGroupSender,
+    Sender,
+    SharedMemorySender,
+)
+
+from .config import Config
+from .policy import MegatronPolicy
+
+if TYPE_CHECKING:
+    from megatron_idempotent.rl.engines.ray import RayEngine
+
+Result = TypeVar("Result")
+
+
+class Engines:
+    """Answers this rank's requests with the run's engines, and brings them new weights.
+
+    Example: `engines.publish(version=0); samples = engines.generate(requests)`.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        source: WeightSource,
+        *,
+        shared: bool,
+        settings: SyncSettings,
+        changed_only: bool,
+        request_timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            engines: the engines that this rank speaks with; empty on other ranks than 0 if shared.
+            source: reads the trainer's weights.
+            shared: True if rank 0 samples for all ranks.
+            settings: limits of a publish.
+            changed_only: True to send only the weights that changed since the last publish.
+            request_timeout_s: seconds that one response may take.
+        """
+        # One loop for the whole run: connections and locks of engines belong to theirs.
+        self._runner = asyncio.Runner()
+        self._engines = tuple(engines)
+        self._source = source
+        self._shared = shared
+        self._settings = settings
+        self._changed_only = changed_only
+        self._request_timeout_s = request_timeout_s
+        self._sync = WeightSync(engines, settings=settings) if engines else None
+        self._pool = EnginePool(engines, sync=self._sync) if engines else None
+        self._first_version: int | None = None
+
+    def publish(self, version: int) -> SyncReport | None:
+        """Bring the current weights to all engines, as `version`; collective if they are shared.
+
+        Returns the report on ranks that have engines. Engines that could not be updated, or are
+        quarantined, get no requests. Errors: those of `WeightSync.update`.
+        """
+        if self._sync is None:
+            follow(self._source, settings=self._settings)
+            return None
+        if self._first_version is None:
+            self._first_version = self._run(self._above_all()) - version
+        return self._run(self._bring(self._first_version + version))
+
+    def generate(self, requests: Sequence[Request]) -> Sequence[Sample]:
+        """Draw a sample for each request, in their order; collective if engines are shared.
+
+        `publish` must have been called. Errors: those of `EnginePool.generate`; `TimeoutError`
+        after `request_timeout_s`.
+        """
+        if not self._shared:
+            return self._generate(requests)
+        # Small objects of our own; the ranks are processes of one program.
+        asked: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(tuple(requests), asked if dist.get_rank() == 0 else None)
+        answers: list[Any] = []
+        if dist.get_rank() == 0:
+            samples = iter(self._generate([request for part in asked for request in part]))
+            answers = [[next(samples) for _ in part] for part in asked]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, answers or None)
+        found: Sequence[Sample] = mine[0]
+        return found
+
+    def close(self) -> None:
+        """Close all engines, and the event loop that they run in."""
+        try:
+            for engine in self._engines:
+                self._run(engine.close())
+        finally:
+            self._runner.close()
+
+    def _generate(self, requests: Sequence[Request]) -> list[Sample]:
+        pool, first = self._pool, self._first_version
+        assert pool is not None
+        assert first is not None, "publish() comes before generate()"
+
+        async def one(request: Request) -> Sample:
+            async with asyncio.timeout(self._request_timeout_s):
+                sample = await pool.generate(request)
+            versions = tuple(version - first for version in sample.versions)
+            return dataclasses.replace(sample, versions=versions)
+
+        async def all_of_them() -> list[Sample]:
+            return await asyncio.gather(*map(one, requests))
+
+        return self._run(all_of_them())
+
+    async def _bring(self, version: int) -> SyncReport:
+        assert self._sync is not None
+        assert self._pool is not None
+        report = await self._sync.update(self._source, version, changed_only=self._changed_only)
+        await self._pool.reprobe()
+        return report
+
+    async def _above_all(self) -> int:
+        """Return a version above those that engines serve, which may be another run's."""
+        assert self._sync is not None
+        healths = await self._sync.recover()
+        return 1 + max((health.version or 0) for health in healths.values())
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self._runner.run(work)
+
+
+MB = 1 << 20
+
+
+def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: Path) -> Engines:
+    """Make an engine on every rank, or connect rank 0 to servers for all ranks. Collective.
+
+    `checkpoint` is the Hugging Face one that the weights are from; `out` the output directory.
+    """
+    shared = config.rollout.engine != "transformers"
+    engines: Sequence[RolloutEngine] = ()
+    if not shared or dist.get_rank() == 0:
+        engines = _MAKERS[config.rollout.engine](config, checkpoint, out)
+    return Engines(
+        engines,
+        policy.source(shared=shared),
+        shared=shared,
+        settings=SyncSettings(bucket_bytes=config.sync.bucket_mb * MB),
+        changed_only=config.sync.changed_only,
+        request_timeout_s=config.rollout.request_timeout_s,
+    )
+
+
+def server_engines(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
+    """Make engines of the vLLM or SGLang servers at `rollout.engine_url`."""
+    return _MAKERS[config.rollout.engine](config, checkpoint, out)
+
+
+def _transformers(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
+    from megatron_idempotent.rl.engines.transformers import TransformersEngine
+
+    name = f"rank-{dist.get_rank()}"
+    return [TransformersEngine(checkpoint, name=name, device=_device(config))]
+
+
+def _device(config: Config) -> str | None:
+    return None if config.run.device == "cpu" else "cuda"
+
+
+def _vllm(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
+    from megatron_idempotent.rl.engines.vllm import VllmEngine
+
+    directory = _directory(config, out)
+    return [VllmEngine(url, transport=lambda: _sender(config, directory)) for url in _urls(config)]
+
+
+def _sglang(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
+    from megatron_idempotent.rl.engines.sglang import SglangEngine
+
+    directory = _directory(config, out)
+    return [SglangEngine(url, checkpoint=checkpoint, directory=directory) for url in _urls(config)]
+
+
+def _sender(config: Config, directory: Path) -> Sender:
+    sync = config.sync
+    if sync.transport == "disk":
+        return DiskSender(directory)
+    if sync.transport == "shared_memory":
+        return SharedMemorySender()
+    if sync.transport == "cuda_ipc":
+        return CudaIpcSender()
+    return ProcessGroupSender(
+        sync.address or "127.0.0.1",
+        ranks=sync.workers,
+        backend="nccl" if sync.transport == "nccl" else "gloo",
+    )
+
+
+def _directory(config: Config, out: Path) -> Path:
+    return Path(config.sync.directory) if config.sync.directory else (out / "sync").absolute()
+
+
+def _urls(config: Config) -> list[str]:
+    return [url.strip() for url in config.rollout.engine_url.split(",") if url.strip()]
+
+
+_MAKERS: dict[str, Callable[[Config, Path, Path], Sequence[RolloutEngine]]] = {
+    "transformers": _transformers,
+    "vllm": _vllm,
+    "sglang": _sglang,
+}
+
+
+def _ray_engines(config: Config, checkpoint: Path, names: Sequence[str]) -> list[RayEngine]:
+    from megatron_idempotent.rl.engines.ray import RayEngine
+
+    factory = "megatron_idempotent.rl.engines.transformers:TransformersEngine"
+    restarts = config.controller.restarts
+    return [
+        RayEngine(factory, checkpoint.absolute(), name=name, restarts=restarts) for name in names
+    ]
+
+
+async def make_async_engines(
+    config: Config, checkpoint: Path, out: Path
+) -> Sequence[RolloutEngine]:
+    """Make the engines of an asynchronous run: servers, Ray actors, or models in this process.
+
+    `checkpoint` is the Hugging Face one from which they load a model; the policy's weights come
+    with the first publish.
+    """
+    if config.rollout.engine != "transformers":
+        return server_engines(config, checkpoint, out)
+    names = [f"engine-{number}" for number in range(config.controller.engines)]
+    if config.controller.cluster == "ray":
+        actors = _ray_engines(config, checkpoint, names)
+        await asyncio.gather(*(actor.start() for actor in actors))
+        return actors
+    from transformers.utils import logging
+
+    from megatron_idempotent.rl.engines.transformers import TransformersEngine
+
+    # Of loading a checkpoint: it would be drawn into the middle of the live table.
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    # No runtime is on in this process: "cuda" is a GPU.
+    device = "cuda" if config.run.device == "cuda" else None
+    return [
+        await asyncio.to_thread(TransformersEngine, checkpoint, name=name, device=device)
+        for name in names
+    ]

@@ -1,0 +1,299 @@
+"""Turns prompts into requests, and samples into rewards, advantages and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_idempotent.rl.controller import Fleet, LogprobsOf, RolloutGroup
+from megatron_idempotent.rl.engines import Request, Sample
+from megatron_idempotent.rl.metrics.names import HELD_OUT
+from megatron_idempotent.rl.trainer.task.prompts import Prompt, prompt_at
+from megatron_idempotent.rl.trainer.task.reward import FieldsOf, Reward
+from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
+
+from .batch import Batch, Row, pack_rows
+from .config import Config
+from .loss import corrected
+
+# A group whose rewards differ by rounding alone must not be blown up to unit variance.
+_SMALLEST_STD = 1e-4
+
+
+def group_advantages(rewards: Sequence[float], *, normalize_std: bool) -> tuple[float, ...]:
+    """Return each sample's advantage: reward - mean of the group, divided by (std + 1e-4) if asked.
+
+    The standard deviation is the population's: its denominator is the group size. If all rewards
+    are equal, all advantages are 0.
+
+    Example: `group_advantages((1.0, 0.0), normalize_std=False)` is `(0.5, -0.5)`.
+    """
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [reward - mean for reward in rewards]
+    if not normalize_std:
+        return tuple(centred)
+    std = math.sqrt(math.fsum(value * value for value in centred) / len(rewards))
+    return tuple(value / (std + _SMALLEST_STD) for value in centred)
+
+
+class RequestMaker:
+    """Makes requests, each with a seed of its own.
+
+    A request's seed is a hash of the run's seed, the stream, the prompt's row and the sample's
+    index. Example: `maker.make(prompt, stream=0, samples=16)`.
+    """
+
+    def __init__(
+        self, tokenizer: TextTokenizer, *, temperature: float, max_response_tokens: int, seed: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._temperature = temperature
+        self._max_response_tokens = max_response_tokens
+        self._seed = seed
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: TextTokenizer) -> RequestMaker:
+        """Make a maker of requests from the configuration."""
+        return cls(
+            tokenizer,
+            temperature=config.rollout.temperature,
+            max_response_tokens=config.rollout.max_response_tokens,
+            seed=config.run.seed,
+        )
+
+    def make(self, prompt: Prompt, *, stream: int, samples: int) -> list[Request]:
+        """Make a request for each of `samples` samples of a prompt.
+
+        Another `stream`, such as another rollout's index, gives other seeds.
+        """
+        tokens = self._tokenizer.encode_prompt(prompt.text)
+        return [
+            self._request(f"{stream}/{prompt.row}/{sample}", tokens) for sample in range(samples)
+        ]
+
+    def _request(self, name: str, tokens: tuple[int, ...]) -> Request:
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        return Request(
+            id=name,
+            prompt=tokens,
+            max_tokens=self._max_response_tokens,
+            stop_tokens=self._tokenizer.end_ids,
+            temperature=self._temperature,
+            seed=int.from_bytes(digest, "big") >> 1,  # engines take what fits into int64
+        )
+
+
+#: The first stream of evaluations; rollouts and groups use lower ones.
+EVALUATION_STREAM = 1 << 40
+
+
+class Scorer:
+    """Scores samples with the verifier. Example: `await scorer(0, prompt, samples)`."""
+
+    def __init__(self, reward: Reward, tokenizer: TextTokenizer) -> None:
+        self._reward = reward
+        self._fields = FieldsOf(reward)
+        self._tokenizer = tokenizer
+
+    async def __call__(
+        self, group_id: int, prompt: Prompt, samples: Sequence[Sample]
+    ) -> Sequence[float]:
+        """Return a reward per sample; the verifier runs in a thread, since it may be slow."""
+        return await asyncio.to_thread(self.rewards, prompt, samples)
+
+    def rewards(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[float, ...]:
+        """Return the verifier's reward for each sample, from its text and whether it ended."""
+        return tuple(
+            float(
+                self._reward(
+                    self._tokenizer.decode(sample.tokens),
+                    prompt.answer,
+                    finished=sample.finish_reason == "stop",
+                    **self._fields(prompt.fields),
+                )
+            )
+            for sample in samples
+        )
+
+
+def group_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Return sums over samples and over groups, by name; `group_means` makes means of them.
+
+    They can be added up over ranks before.
+    """
+    rewards = [reward for group in groups for reward in group.rewards]
+    return {
+        "reward": sum(rewards),
+        "solved": float(sum(reward == 1.0 for reward in rewards)),
+        "samples": float(len(rewards)),
+        "tied": float(sum(len(set(group.rewards)) == 1 for group in groups)),
+        "groups": float(len(groups)),
+    }
+
+
+def group_means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean reward, and the shares of solved samples and of tied groups, from sums.
+
+    A sample is solved with a reward of 1. A tied group's rewards are all equal: it teaches nothing.
+    """
+    return {
+        "reward": sums["reward"] / sums["samples"],
+        "solved_fraction": sums["solved"] / sums["samples"],
+        "tied_group_fraction": sums["tied"] / sums["groups"],
+    }
+
+
+def evaluation_means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean reward and the share of solved samples on held-out prompts, from sums."""
+    return {
+        HELD_OUT: sums["reward"] / sums["samples"],
+        "evaluation/solved_fraction": sums["solved"] / sums["samples"],
+    }
+
+
+class Evaluation:
+    """Measures the mean reward on held-out prompts, of one sample each, at training temperature.
+
+    Example: `metrics = await evaluation(40)`.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        requests: RequestMaker,
+        scorer: Scorer,
+        prompts: Sequence[Prompt],
+        *,
+        every: int,
+        last: int,
+    ) -> None:
+        """Evaluate version 0, every `every`-th version and version `last`.
+
+        With an `every` of 0 it evaluates the first and the last version only.
+        """
+        self._fleet = fleet
+        self._requests = requests
+        self._scorer = scorer
+        self._prompts = prompts
+        self._every = every
+        self._last = last
+
+    async def __call__(self, version: int) -> Mapping[str, float]:
+        """Return metrics of a version, or nothing if it is not due."""
+        if not self.due(version):
+            return {}
+        drawn = (self._one(prompt, version) for prompt in self._prompts)
+        return evaluation_means(group_sums(await asyncio.gather(*drawn)))
+
+    def due(self, version: int) -> bool:
+        """Returns whether a version is evaluated."""
+        return version in (0, self._last) or (self._every > 0 and version % self._every == 0)
+
+    async def _one(self, prompt: Prompt, version: int) -> RolloutGroup:
+        stream = EVALUATION_STREAM + version
+        (request,) = self._requests.make(prompt, stream=stream, samples=1)
+        sample = await self._fleet.sample(request)
+        rewards = await self._scorer(prompt.row, prompt, [sample])
+        return RolloutGroup(id=prompt.row, prompt=prompt, samples=(sample,), rewards=tuple(rewards))
+
+
+class GrpoRecipe:
+    """Implements `controller.Recipe` for GRPO.
+
+    Example: `recipe.batch(groups, recipe.inputs(groups), {})`.
+    """
+
+    def __init__(self, config: Config, tokenizer: TextTokenizer, *, positions: int) -> None:
+        """Take the configuration, the tokenizer and the length T of training sequences."""
+        self._config = config
+        self._tokenizer = tokenizer
+        self._positions = positions
+        # By group, until its step is reported: one that is taken again counts once.
+        self._corrections: dict[int, Mapping[str, float]] = {}
+
+    def rejects(self, group: RolloutGroup) -> str:
+        """Return "tied" for a group whose rewards are all equal, with `controller.drop_tied`."""
+        tied = len(set(group.rewards)) == 1
+        return "tied" if tied and self._config.controller.drop_tied else ""
+
+    def inputs(self, groups: Sequence[RolloutGroup]) -> Batch:
+        """Make a batch with a row per sample, with its advantage and the engine's log-probs."""
+        rows = [row for group in groups for row in self._rows(group)]
+        return pack_rows(rows, positions=self._positions, pad_id=self._tokenizer.pad_id)
+
+    def batch(
+        self,
+        groups: Sequence[RolloutGroup],
+        inputs: Any,
+        logprobs: Mapping[LogprobsOf, torch.Tensor],
+    ) -> Batch:
+        """Add to `inputs` what the loss needs of `logprobs`: reference and corrected weights."""
+        loss = self._config.loss
+        batch: Batch = inputs
+        reference_BT = logprobs.get("reference")
+        if loss.kl_coefficient and loss.kl_reference == "old":
+            reference_BT = batch.old_logprobs_BT
+        batch = dataclasses.replace(batch, reference_logprobs_BT=reference_BT)
+        if loss.old_logprobs != "recomputed":
+            return batch
+        batch, found = corrected(batch, logprobs["policy"], loss)
+        # All that train together have one measure; of a step taken again the last one counts.
+        self._corrections[groups[0].id] = found
+        return batch
+
+    def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
+        """Return means over the samples or groups of one optimizer step."""
+        sums = group_sums(groups)
+        samples = sums["samples"]
+        return {
+            **_correction_metrics([self._corrections.pop(each.id, {}) for each in groups]),
+            **group_means(sums),
+            "response_length": sum(group.tokens for group in groups) / samples,
+            "failed_samples": float(sum(group.failed for group in groups)),
+            "mixed_version_fraction": sum(
+                len(set(sample.versions)) > 1 for group in groups for sample in group.samples
+            )
+            / samples,
+        }
+
+    def _rows(self, group: RolloutGroup) -> list[Row]:
+        prompt = self._tokenizer.encode_prompt(group.prompt.text)
+        normalize_std = self._config.loss.normalize_std
+        advantages = group_advantages(group.rewards, normalize_std=normalize_std)
+        return [(prompt, *each) for each in zip(group.samples, advantages, strict=True)]
+
+
+def _correction_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return means of corrections over response tokens; nothing if no log-probs were recomputed."""
+    parts = [part for part in parts if part]
+    tokens = sum(part["tokens"] for part in parts)
+    if not tokens:
+        return {}
+    names = ("ratio", "kl", "rejected", "truncated", "not_finite")
+    means = {f"correction/{name}": sum(part[name] for part in parts) / tokens for name in names}
+    return means | {"correction/largest_ratio": max(part["largest_ratio"] for part in parts)}
+
+
+class PromptStream:
+    """Implements `controller.Prompts`: repeats the data without end, each time in another order.
+
+    Example: `stream.prompt(0).text`.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
+        self._prompts = prompts
+        self._seed = seed
+
+    def prompt(self, index: int) -> Prompt:
+        """Return the prompt at an index from 0."""
+        return prompt_at(self._prompts, index, seed=self._seed)
+
+    def epoch(self, index: int) -> int:
+        """Return how often the data was used up before that index."""
+        return index // len(self._prompts)

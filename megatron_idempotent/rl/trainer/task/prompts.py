@@ -1,0 +1,205 @@
+"""Reads prompts from a JSONL file, and chooses those of a rollout."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from megatron_idempotent.rl.trainer.config import ConfigError, DataError
+
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+FIELDS = ("prompt", "answer", "split")
+MESSAGES = "messages"
+"""Another name of `prompt` in rows whose prompts are messages, as data sets of chats have it."""
+GIVEN = ("response", "finished")
+"""Arguments of a verifier that no row may have as a field."""
+SHIPPED_FILE = Path(__file__).with_name("letters.jsonl")
+
+
+Messages = tuple[Mapping[str, Any], ...]
+"""The messages of a chat, each with a `role` and a `content`; a chat template makes them a text."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """Holds one row of a prompt file.
+
+    Example: `Prompt(row=0, text="reverse a b c", answer="c b a", split="train")`.
+    """
+
+    row: int
+    """Number of the row in the file, from 0; the seeds of the prompt's samples depend on it."""
+    text: str | Messages
+    """The prompt as it is in the file, or the messages of a chat."""
+    answer: str
+    """The right response, as it is in the file."""
+    split: Split
+    """`train`, or `held_out` for evaluations."""
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The row's other fields, for the verifier."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSet:
+    """Holds the prompts of a file. Example: `read_prompts(SHIPPED_FILE).held_out[:256]`."""
+
+    train: tuple[Prompt, ...]
+    """The prompts to train on, in the order of the file."""
+    held_out: tuple[Prompt, ...]
+    """The prompts for evaluations, in the order of the file."""
+
+    @property
+    def all(self) -> tuple[Prompt, ...]:
+        """The prompts of both splits, in the order of the file."""
+        return tuple(sorted(self.train + self.held_out, key=lambda prompt: prompt.row))
+
+
+def read_prompts(path: Path, *, words: bool = True) -> PromptSet:
+    """Read and check a prompt file.
+
+    With `words` prompts and answers are words, as for a tokenizer that has a token for each: blanks
+    between them are single, and there are no messages. Without it both are as in the file.
+
+    Errors: `DataError`, which starts with the path and the line, for a line that is not JSON, a
+    field that is missing, empty or reserved, a prompt that appears twice, and an empty split.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; give a JSONL file with --data") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8: {error}; save the file as UTF-8") from error
+    prompts: list[Prompt] = []
+    first_line: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        if not line.strip():
+            raise DataError(f"{where}: an empty line; remove it")
+        prompt = _parse_row(line, row=number - 1, where=where, words=words)
+        text = prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text)
+        if text in first_line:
+            raise DataError(
+                f"{where}: prompt {text!r} is already on line {first_line[text]}; "
+                "keep one of the two, so that no held-out prompt is trained on"
+            )
+        first_line[text] = number
+        prompts.append(prompt)
+    return PromptSet(
+        train=_split(prompts, "train", path), held_out=_split(prompts, "held_out", path)
+    )
+
+
+def check_answers_fit(
+    prompts: PromptSet,
+    encode_answer: Callable[[str], Sequence[int]],
+    *,
+    max_response_tokens: int,
+) -> None:
+    """Check that every answer fits into a response, with the end token.
+
+    `encode_answer` returns the tokens of a whole response.
+    Errors: `ConfigError`, with the value that the setting needs.
+    """
+    lengths = {prompt.answer: len(encode_answer(prompt.answer)) for prompt in prompts.all}
+    longest = max(lengths, key=lambda answer: lengths[answer])
+    if lengths[longest] > max_response_tokens:
+        raise ConfigError(
+            f"rollout.max_response_tokens is {max_response_tokens}; allowed: {lengths[longest]} or "
+            f"more, for the answer {longest!r} and its end token"
+        )
+
+
+def rollout_prompts(
+    prompts: Sequence[Prompt], *, index: int, count: int, seed: int
+) -> tuple[Prompt, ...]:
+    """Return the `count` prompts of rollout `index`.
+
+    Each pass over the data has its own order, by the seed. The result depends on the arguments
+    alone, so that a resumed run needs only the index.
+    """
+    places = range(index * count, (index + 1) * count)
+    return tuple(prompt_at(prompts, place, seed=seed) for place in places)
+
+
+def prompt_at(prompts: Sequence[Prompt], place: int, *, seed: int) -> Prompt:
+    """Return the prompt at a place, from 0, of a stream that repeats the data without end."""
+    epoch, offset = divmod(place, len(prompts))
+    return prompts[_epoch_order(len(prompts), epoch, seed)[offset]]
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(count: int, epoch: int, seed: int) -> tuple[int, ...]:
+    order = list(range(count))
+    random.Random(f"prompts {seed} {epoch}").shuffle(order)
+    return tuple(order)
+
+
+def _parse_row(line: str, *, row: int, where: str, words: bool) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error}; write one object per line") from error
+    if not isinstance(fields, dict):
+        raise DataError(f"{where}: a {type(fields).__name__}; write an object with {FIELDS}")
+    if MESSAGES in fields:
+        if "prompt" in fields:
+            raise DataError(f"{where}: both 'prompt' and {MESSAGES!r}; keep one of them")
+        fields["prompt"] = fields.pop(MESSAGES)
+    text = fields.get("prompt")
+    if isinstance(text, list):
+        if words:
+            raise DataError(
+                f"{where}: the prompt is messages, which need the chat template of a checkpoint's "
+                "tokenizer; give one with --model, or write the prompt as a string"
+            )
+        _check_messages(text, where)
+        _check_fields(fields, where, ("answer", "split"))
+    else:
+        _check_fields(fields, where, FIELDS)
+    one_line = (lambda value: " ".join(value.split())) if words else (lambda value: value)
+    return Prompt(
+        row=row,
+        text=tuple(text) if isinstance(text, list) else one_line(text),
+        answer=one_line(fields["answer"]),
+        split=cast("Split", fields["split"]),
+        fields={name: value for name, value in fields.items() if name not in FIELDS},
+    )
+
+
+def _check_fields(fields: dict[str, Any], where: str, texts: Sequence[str]) -> None:
+    for name in texts:
+        if name not in fields:
+            raise DataError(f"{where}: no field {name!r}, found {sorted(fields)}; add it")
+        if not isinstance(fields[name], str) or not fields[name].strip():
+            raise DataError(f"{where}: {name} is {fields[name]!r}; give a string that is not empty")
+    if fields["split"] not in SPLITS:
+        raise DataError(f"{where}: split is {fields['split']!r}; allowed: {' or '.join(SPLITS)}")
+    reserved = sorted(set(fields) & set(GIVEN))
+    if reserved:
+        raise DataError(f"{where}: fields {reserved}, which the trainer gives verifiers; rename")
+
+
+def _check_messages(messages: list[Any], where: str) -> None:
+    for each in messages:
+        if not isinstance(each, dict) or not all(
+            isinstance(each.get(name), str) for name in ("role", "content")
+        ):
+            raise DataError(
+                f"{where}: a message is {each!r}; give an object with 'role' and 'content', strings"
+            )
+    if not messages or messages[-1]["role"] == "assistant":
+        last = "there are none" if not messages else "the last one is the assistant's"
+        raise DataError(f"{where}: of the messages {last}; end with what it is to answer")
+
+
+def _split(prompts: Sequence[Prompt], split: Split, path: Path) -> tuple[Prompt, ...]:
+    rows = tuple(prompt for prompt in prompts if prompt.split == split)
+    if not rows:
+        raise DataError(f"{path}: {len(prompts)} rows, none with split {split!r}; add some")
+    return rows

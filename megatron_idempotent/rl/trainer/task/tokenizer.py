@@ -1,0 +1,189 @@
+"""Turns text into token ids and back: a checkpoint's own tokenizer, or one token per word."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from megatron_idempotent.rl.trainer.config import CheckpointError, Config, DataError
+
+from .prompts import Messages, Prompt, PromptSet
+
+TOKENIZER_FILE = "tokenizer.json"
+PAD, END, ANSWER = "<pad>", "<end>", "<answer>"
+SPECIAL = (PAD, END, ANSWER)
+
+
+class TextTokenizer:
+    """Turns text into token ids and back, and knows which tokens end a response.
+
+    Example: `TextTokenizer.load(Path("checkpoints/Qwen3-0.6B")).encode_prompt("2 + 3 =")`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        end_ids: tuple[int, ...],
+        pad_id: int,
+        vocabulary_size: int,
+        checkpoint: Path | None = None,
+    ) -> None:
+        """Take a tokenizer; the chat template is looked for in a checkpoint, at the first chat."""
+        self._tokenizer = tokenizer
+        self._checkpoint = checkpoint
+        self.end_ids = end_ids
+        self.pad_id = pad_id
+        self.vocabulary_size = vocabulary_size
+
+    @classmethod
+    def load(cls, checkpoint: Path) -> TextTokenizer:
+        """Load a Hugging Face checkpoint's `tokenizer.json`, and the ids in its configuration.
+
+        Errors: `CheckpointError`, which names the file and what it lacks.
+        """
+        path = checkpoint / TOKENIZER_FILE
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise CheckpointError(
+                f"{path}: {error}; give a checkpoint with a tokenizer of `tokenizers`, as "
+                "save_pretrained of a fast tokenizer writes it"
+            ) from error
+        config = _read(checkpoint / "config.json")
+        generation = checkpoint / "generation_config.json"
+        fields = config | (_read(generation) if generation.is_file() else {})
+        ends = fields.get("eos_token_id")
+        if ends is None or ends == []:
+            raise CheckpointError(
+                f"{checkpoint / 'config.json'}: no eos_token_id, nor in generation_config.json; "
+                "add the token that ends a response"
+            )
+        end_ids = tuple(ends) if isinstance(ends, list) else (int(ends),)
+        size = int(config["vocab_size"])
+        if tokenizer.get_vocab_size() > size:
+            raise CheckpointError(
+                f"{path}: {tokenizer.get_vocab_size()} tokens, and vocab_size is {size} in "
+                "config.json; the two are not of one model"
+            )
+        pad = fields.get("pad_token_id")
+        pad_id = end_ids[0] if pad is None else int(pad)
+        return cls(
+            tokenizer, end_ids=end_ids, pad_id=pad_id, vocabulary_size=size, checkpoint=checkpoint
+        )
+
+    @classmethod
+    def of_words(cls, prompts: Iterable[Prompt]) -> TextTokenizer:
+        """Make a tokenizer with one token per word of the data.
+
+        Ids are in alphabetical order, so that prompts in another order give the same ids. Prompts
+        end in `<answer>`, responses in `<end>`.
+
+        Errors: `DataError` if a special token is a word of the data.
+        """
+        words: set[str] = set()
+        for prompt in prompts:
+            assert isinstance(prompt.text, str), "read_prompts() refuses messages for words"
+            words.update(prompt.text.split(), prompt.answer.split())
+        for token in SPECIAL:
+            if token in words:
+                raise DataError(f"the data uses {token} as a word; it is reserved, rename it")
+        vocabulary = {word: number for number, word in enumerate((*SPECIAL, *sorted(words)))}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"$A {ANSWER}", special_tokens=[(ANSWER, vocabulary[ANSWER])]
+        )
+        return cls(
+            tokenizer,
+            end_ids=(vocabulary[END],),
+            pad_id=vocabulary[PAD],
+            vocabulary_size=len(vocabulary),
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer as the JSON file that `tokenizers` and Hugging Face read."""
+        self._tokenizer.save(str(path))
+
+    def encode_prompt(self, text: str | Messages) -> tuple[int, ...]:
+        """Return the token ids of a prompt, with the special tokens that the tokenizer adds.
+
+        Messages go through the checkpoint's chat template, which adds its own, and end where the
+        assistant's answer begins.
+        Errors: `CheckpointError` without a template; `DataError` for messages that it refuses.
+        """
+        if isinstance(text, str):
+            return tuple(self._tokenizer.encode(text).ids)
+        rendered = self._render(text)
+        return tuple(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+
+    @functools.cached_property
+    def _chat(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        chat = self._checkpoint and PreTrainedTokenizerFast.from_pretrained(self._checkpoint)
+        if not chat or not chat.chat_template:
+            raise CheckpointError(
+                f"{self._checkpoint}: no chat template, neither chat_template.jinja nor in "
+                "tokenizer_config.json, and the data has messages; add it, or write each prompt as "
+                "a string"
+            )
+        return chat
+
+    def _render(self, messages: Messages) -> str:
+        import jinja2
+
+        try:
+            text: str = self._chat.apply_chat_template(
+                [dict(each) for each in messages], tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(
+                f"the chat template of {self._checkpoint} refuses {list(messages)}: {error}"
+            ) from error
+        return text
+
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a whole response that says `text`, with an end token."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return (*ids, self.end_ids[0])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of a response up to its first end token.
+
+        Special tokens stay in it: a verifier must see a `<pad>` that the policy produced.
+        """
+        ends = [place for place, number in enumerate(ids) if number in self.end_ids]
+        text: str = self._tokenizer.decode(list(ids[: ends[0]] if ends else ids), False)
+        return text.strip()
+
+
+def make_tokenizer(config: Config, prompts: PromptSet) -> TextTokenizer:
+    """Load the tokenizer of `model.path`; without a path, make one with a token per word."""
+    if config.model.path:
+        return TextTokenizer.load(Path(config.model.path))
+    return TextTokenizer.of_words(prompts.all)
+
+
+def sequence_positions(
+    prompts: PromptSet, tokenizer: TextTokenizer, *, max_response_tokens: int
+) -> int:
+    """Return the least length T of training sequences: the longest prompt and response, minus one.
+
+    Held-out prompts count too, so that evaluation and training have the same rotary table.
+    """
+    longest = max(len(tokenizer.encode_prompt(prompt.text)) for prompt in prompts.all)
+    return longest + max_response_tokens - 1
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}; give the folder of a checkpoint") from error
+    return found

@@ -1,0 +1,172 @@
+"""Sends buckets through POSIX shared memory, to workers on the trainer's machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+from collections.abc import Mapping
+from multiprocessing import shared_memory
+from typing import Any
+
+import torch
+
+from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
+
+from .base import Announcement, SessionSender, TransportError, TwoSegments
+from .layout import Layout, read_tensor
+
+#: Where Linux shows POSIX shared memory as files.
+DIRECTORY = pathlib.Path("/dev/shm")
+PREFIX = "megatron-idempotent"
+#: Segments are a multiple of it in bytes, so that buckets of nearly one size fit the same.
+_GRAIN = 1 << 21
+
+
+class Segment:
+    """Holds shared memory of this process, under a name that says whose it is."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Allocates at least `nbytes`. Errors: `TransportError` if there is no room."""
+        self.nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
+        self.name = f"{PREFIX}.{_namespace()}.{os.getpid()}.{_started(os.getpid())}"
+        self.name += f".{secrets.token_hex(4)}"
+        # Made by the standard library, whose resource tracker unlinks it if this process is killed.
+        self._memory = shared_memory.SharedMemory(name=self.name, create=True, size=self.nbytes)
+        try:
+            self._memory.close()
+            # Without it, writing where /dev/shm is full kills the process (SIGBUS).
+            with open(DIRECTORY / self.name, "r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, self.nbytes)
+            self.flat_N = torch.from_file(
+                str(DIRECTORY / self.name), shared=True, size=self.nbytes, dtype=torch.uint8
+            )
+        except OSError as error:
+            self._memory.unlink()
+            free = os.statvfs(DIRECTORY)
+            raise TransportError(
+                f"no room for a segment of {self.nbytes / 1e6:.0f} MB in {DIRECTORY}, which has "
+                f"{free.f_bavail * free.f_frsize / 1e6:.0f} MB free: {error}; send smaller buckets "
+                "or give the container more (--shm-size)"
+            ) from error
+
+    def announced(self) -> Mapping[str, Any]:
+        """Return the name and size by which a receiver opens it."""
+        return {"segment": self.name, "segment_bytes": self.nbytes}
+
+    def unlink(self) -> None:
+        """Give the name back; the memory goes when no process reads it any more."""
+        del self.flat_N
+        with contextlib.suppress(FileNotFoundError):  # removed by an administrator
+            self._memory.unlink()
+
+
+def remove_stale_segments() -> tuple[str, ...]:
+    """Unlink the segments whose owner has died; returns their names.
+
+    Owners in another PID namespace (another container over the same /dev/shm) cannot be seen from
+    here, so theirs are left.
+    """
+    removed = []
+    for path in sorted(DIRECTORY.glob(f"{PREFIX}.*")):
+        if not _is_stale(path.name):
+            continue
+        try:
+            path.unlink()
+        except (FileNotFoundError, PermissionError):
+            continue  # somebody else's, or removed meanwhile
+        removed.append(path.name)
+    return tuple(removed)
+
+
+def _is_stale(name: str) -> bool:
+    parts = name.split(".")
+    if len(parts) != 5 or not all(part.isdecimal() for part in parts[1:4]):
+        return False
+    namespace, pid, started = (int(part) for part in parts[1:4])
+    return namespace == _namespace() and _started(pid) != started
+
+
+def _namespace() -> int:
+    """Return the PID namespace in which this process's PID means something."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _started(pid: int) -> int | None:
+    """Returns when a process began, in clock ticks since boot; None if it is gone or a zombie.
+
+    A segment's name has it beside the PID, because PIDs are given out again.
+    """
+    try:
+        # The second field is the program's name in brackets, and may hold spaces and brackets.
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+KIND = "shared_memory"
+
+
+class SharedMemorySender(SessionSender):
+    """Writes each bucket into a segment that all workers read; two segments are used in turn.
+
+    A bucket's segment is taken until `release(bucket)`, so at most two buckets are on their way.
+    `open()` also removes the segments of trainers that died.
+    """
+
+    kind = KIND
+
+    def _begin(self, update: WeightUpdate) -> tuple[TwoSegments, Mapping[str, Any]]:
+        if not DIRECTORY.is_dir():
+            raise TransportError(
+                f"there is no {DIRECTORY}, so no shared memory; use DiskSender or "
+                "ProcessGroupSender"
+            )
+        remove_stale_segments()
+        return TwoSegments(update.id, make=Segment), {}
+
+
+class SharedMemoryReceiver:
+    """Copies buckets out of a trainer's segments.
+
+    It opens them as the files that they are on Linux. `multiprocessing.shared_memory` would also
+    hand them to this process's resource tracker, which before Python 3.13 unlinks them when this
+    process ends, under the trainer's feet.
+    """
+
+    def __init__(self, opened: Announcement) -> None:
+        self._update_id = str(opened["update"])
+
+    def receive(self, announced: Announcement) -> Bucket:
+        """See `Receiver.receive`."""
+        layout = Layout.from_json(announced, update_id=self._update_id)
+        name, expected = str(announced.get("segment")), announced.get("segment_bytes")
+        if not name.startswith(f"{PREFIX}.") or "/" in name:
+            raise UpdateDamaged(f"update {self._update_id}: {name!r} is not a trainer's segment")
+        try:
+            with open(DIRECTORY / name, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != expected or size < layout.nbytes:
+                    raise EOFError(
+                        f"it has {size} bytes, {expected} were announced for {layout.nbytes}"
+                    )
+                tensors = {
+                    info.name: read_tensor(file.fileno(), info, offset)
+                    for info, offset in zip(layout.tensors, layout.offsets, strict=True)
+                }
+        except FileNotFoundError as error:
+            raise UpdateDamaged(
+                f"update {self._update_id}: there is no segment {name}; does this worker share "
+                f"{DIRECTORY} with the trainer, and is the update still open?"
+            ) from error
+        except (OSError, EOFError) as error:
+            raise UpdateDamaged(
+                f"update {self._update_id}: segment {name} cannot be read: {error}; send the "
+                "update again"
+            ) from error
+        return layout.bucket(tensors)
+
+    def close(self) -> None:
+        """See `Receiver.close`."""

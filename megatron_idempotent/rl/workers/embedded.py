@@ -1,0 +1,211 @@
+"""Runs ranks on this machine, forked by a launcher that has torch and Megatron imported."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankPool
+from megatron_idempotent.proof.cpu.errors import RankError, RankTimeout, describe_exit
+
+from . import wire
+from .protocol import RanksLost, WorkerSpec
+from .serve import ENDED, RankConnection
+from .server import Server
+from .socket_ranks import Connection, SocketRanks
+
+#: The longest life of ranks, which `poll(2)` limits: it takes milliseconds in an int.
+_LIFE_S = 24 * 24 * 3600.0
+#: Seconds for ranks to end once their connection is closed, and then once they are killed.
+_END_S, _KILL_S = 2.0, 10.0
+
+
+class EmbeddedRanks(SocketRanks):
+    """Implements `RankGroup` with processes on this machine, on the CPU unless told otherwise.
+
+    A launcher pays for the imports with the first `start` (some ten seconds); a later one, after
+    a loss, forks fresh ranks. Ranks and launcher end with this process, however it ends.
+
+    Example:
+        ranks = EmbeddedRanks(WorkerSpec(factory="package.module:make", argument=job), 2)
+        await ranks.start()
+        losses = await ranks.call("train", batch)
+        await ranks.close()
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        size: int,
+        *,
+        log_dir: Path | None = None,
+        call_timeout_s: float | None = None,
+        start_timeout_s: float = 300.0,
+        pool: RankPool | None = None,
+        preload: Sequence[str] = PROGRAM_PRELOAD,
+        device: str | None = None,
+    ) -> None:
+        """
+        Args:
+            spec: the worker that each rank makes.
+            size: the number of ranks.
+            log_dir: a folder for `rank-N.log`, to which rank N prints; None for this process's
+                output.
+            call_timeout_s: seconds for calls that give no `timeout_s`; None for no limit.
+            start_timeout_s: seconds for all ranks to be there, and again for all workers to be
+                made.
+            pool: a pool whose launcher is used, by one group at a time, and which `close` leaves;
+                None to make one.
+            preload: modules that the launcher of such a pool imports before it forks ranks.
+            device: the device of such a pool; see `RankPool`.
+        """
+        super().__init__(size, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
+        if pool is not None and pool.max_world_size < size:
+            raise ValueError(
+                f"{size} ranks, and the pool is of up to {pool.max_world_size}; make it larger"
+            )
+        self._spec, self._log_dir, self._preload = spec, log_dir, preload
+        self._pool, self._owns_pool, self._device = pool, pool is None, device
+        self._run: _Run | None = None
+
+    async def _launch(self) -> list[Connection]:
+        if self._pool is None:
+            self._pool = RankPool(self._size, preload=self._preload, device=self._device)
+        if self._log_dir is not None:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        token, generation = wire.new_token(), wire.new_generation()
+        server = Server(self._size, token, expected=generation)
+        folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=_short_folder()))
+        try:
+            address = server.listen(f"unix:{folder / 'ranks'}")
+            seat = (self._spec, address, token, generation, self._log_dir)
+            self._run = _Run(self._pool, self._size, seat)
+            connections = await self._arrived(self._run, server)
+            self._run.pids = [connection.hello.pid for connection in connections]
+            return connections
+        except BaseException:
+            await server.close()  # ranks that wait, or have yet to dial, end on it
+            await self._end()
+            raise
+        finally:
+            await server.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _arrived(self, run: _Run, server: Server) -> list[Connection]:
+        connections = await server.complete_unless([run.over], self._start_timeout_s)
+        if connections is not None:
+            return connections
+        if run.over.done():
+            error = run.over.result()
+            raise RanksLost(f"the ranks could not be started: {error}") from error
+        raise RanksLost(
+            f"the ranks could not be started in {self._start_timeout_s:g} s: {server.missing()}"
+        )
+
+    async def _ended(self, rank: int | None) -> str:
+        run = self._run
+        await self._end()
+        if run is None or rank is None or not run.over.done():
+            return ""
+        return _how(run.over.result(), rank)
+
+    async def _end(self) -> None:
+        """Wait for the ranks, whose connections are closed, to end, and kill those that do not."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        await asyncio.wait([run.over], timeout=_END_S)
+        if not run.over.done() and run.pids:
+            run.kill()
+            await asyncio.wait([run.over], timeout=_KILL_S)
+        if not run.over.done() and self._pool is not None:
+            # The launcher itself, which may still be importing; its ranks end with it.
+            await asyncio.to_thread(self._pool.close)
+            await asyncio.wait([run.over], timeout=_KILL_S)
+
+    async def _release(self) -> None:
+        if self._owns_pool and self._pool is not None:
+            pool, self._pool = self._pool, None
+            await asyncio.to_thread(pool.close)
+
+
+class _Run:
+    """Runs `RankPool.run` in a thread, until all ranks have ended.
+
+    The thread is a daemon: a process that ends without `close()` must not wait for its ranks, which
+    wait for it.
+    """
+
+    def __init__(self, pool: RankPool, size: int, seat: tuple[object, ...]) -> None:
+        self.over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+        """A future of the error that `run` raised, or of None."""
+        self._loop = asyncio.get_running_loop()
+        self._work = (pool, size, seat)
+        self.pids: list[int] = []
+        threading.Thread(target=self._wait, name="ranks", daemon=True).start()
+
+    def kill(self) -> None:
+        """Kill the ranks that do not end by themselves, such as stopped ones."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _wait(self) -> None:
+        pool, size, seat = self._work
+        error: BaseException | None = None
+        try:
+            pool.run(size, _serve, *seat, timeout_s=_LIFE_S)
+        except BaseException as raised:  # noqa: BLE001 (told where the ranks are waited for)
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._done, error)
+
+    def _done(self, error: BaseException | None) -> None:
+        if not self.over.done():
+            self.over.set_result(error)
+
+
+def _serve(
+    spec: WorkerSpec, address: str, token: bytes, generation: bytes, log_dir: Path | None
+) -> None:
+    """Serves the worker on a rank, once its process group is up."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # one thread adds up in one order
+    rank = int(os.environ["RANK"])
+    if log_dir is not None:
+        log_to(log_dir / f"rank-{rank}.log")
+    hello = wire.Hello(generation=generation, rank=rank, pid=os.getpid())
+    RankConnection(address, token, hello).serve(spec)
+
+
+def log_to(path: Path) -> None:
+    """Append all that this process prints to a file, from C++ too."""
+    with path.open("ab", buffering=0) as log:
+        for descriptor in (1, 2):
+            os.dup2(log.fileno(), descriptor)
+
+
+def _how(error: BaseException | None, rank: int) -> str:
+    """Describes what the launcher knows of a rank's end; empty if it knows nothing."""
+    if isinstance(error, RankError):
+        for failure in error.failures:
+            if failure.rank == rank and failure.exit_code not in (None, ENDED):
+                return f"it ended with {describe_exit(failure.exit_code)}"
+            if failure.rank == rank and failure.exit_code is None:
+                return f"it raised {failure.exception_type}: {failure.message}"
+        return ""
+    if isinstance(error, RankTimeout):
+        return "the launcher gave up waiting for it"
+    return "" if error is None else str(error)
+
+
+def _short_folder() -> str:
+    """Returns a folder in which a socket's path stays below the system's 107 bytes."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) < 70 else "/tmp"

@@ -1,0 +1,1037 @@
+"""Sixty bugs that depend on sizes, places and time, and eight right adapters in unusual styles.
+
+Each stands for a kind of mistake that a framework has made or could make. `test_planted_more.py`
+says on which layout it is wrong, and by which steps that is seen without `certify`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_idempotent import ensure_params_synced, wire_train_config
+from megatron_idempotent.proof.certify import Finished, Planted, states
+from megatron_idempotent.proof.certify.adapters import (
+    Megatron,
+    SplitStep,
+    Window,
+    _Loss,
+    microbatches,
+)
+from megatron_idempotent.proof.certify.oracle import counted
+
+
+class Loop:
+    """Adds gradients up under `no_sync`; reduces, divides and updates at the end. It is right.
+
+    Every bug below changes one of its small methods. It needs no schedule, so it has one chunk.
+    """
+
+    cannot: Any = {}  # noqa: RUF012
+    weight = 1.0
+    early = True  # parameters are gathered before the first forward, and not by it
+
+    def build(self, subject: Any) -> None:
+        self.subject = subject
+        (self.chunk,) = subject.chunks
+        self.model = self.chunk  # what computes
+        wire_train_config(subject.chunks, subject.optimizer)
+        self.open = False
+
+    def begin(self) -> None:
+        if self.early:
+            self.gather()
+        self.zero()
+        self.start()
+
+    def gather(self) -> None:
+        ensure_params_synced([self.chunk])
+
+    def zero(self) -> None:
+        self.chunk.zero_grad_buffer()
+        self.subject.optimizer.zero_grad()
+
+    def start(self) -> None:
+        self.total = self.count = 0.0
+        self.calls = self.number = 0
+        self.open = True
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        for index, piece in enumerate(self.pieces(rows)):
+            self.one(piece, fail and index == 0)
+            self.number += 1
+        self.calls += 1
+
+    def pieces(self, rows: Any) -> list[Any]:
+        return microbatches(self.subject, rows)
+
+    def one(self, piece: Any, fail: bool) -> None:
+        total, count = self.loss(piece, fail)
+        self.backward(total)
+        self.add(float(total.detach()), float(count))
+
+    def loss(self, piece: Any, fail: bool) -> tuple[Tensor, Tensor]:
+        output = self.subject.forward(self.model, piece)
+        if fail:
+            raise Planted("the loss fails, as the check asks")
+        return self.subject.loss(output, piece)
+
+    def backward(self, total: Tensor) -> None:
+        scale = self.subject.config.grad_scale_func
+        with self.chunk.no_sync():
+            (total * self.weight if scale is None else scale(total * self.weight)).backward()
+
+    def add(self, total: float, count: float) -> None:
+        self.total += total
+        self.count += count
+
+    def finish(self) -> Finished:
+        self.meet(failed=False)
+        self.hold(self.total)
+        self.reduce()
+        self.chunk.scale_gradients(1 / self.divisor())
+        self.hold(*(each.grad_data.sum() for each in self.chunk.buffers))
+        return self.update()
+
+    def meet(self, *, failed: bool) -> None:
+        self.open = False
+        self.gather()  # where a rank had no forward
+        if self.on_any(failed) and not failed:
+            raise RuntimeError("another rank has failed")
+
+    def on_any(self, bad: bool) -> bool:
+        return summed(float(bad)) > 0
+
+    def hold(self, *values: Any) -> None:
+        if self.on_any(not all(math.isfinite(float(each)) for each in values)):
+            raise RuntimeError("a loss or gradient of some rank is NaN or infinite")
+
+    def reduce(self) -> None:
+        self.chunk.start_grad_sync()
+        self.chunk.finish_grad_sync()
+
+    def divisor(self) -> float:
+        return max(summed(self.count), 1.0)
+
+    def update(self) -> Finished:
+        updated, _, _ = self.subject.optimizer.step()
+        return Finished(updated=updated)
+
+    def abort(self) -> None:
+        if self.open:
+            self.meet(failed=True)
+
+    def logprobs(self, rows: Any) -> Tensor:
+        with torch.no_grad():
+            return -self.subject.forward(self.model, rows)
+
+    def export(self) -> dict[str, Tensor]:
+        self.gather()
+        return self.copied()
+
+    def copied(self) -> dict[str, Tensor]:
+        named = self.chunk.module.named_parameters()
+        return {name: each.detach().cpu().clone() for name, each in named}
+
+    def save(self) -> dict[str, Any]:
+        return states.state_of(self.subject)
+
+    def load(self, state: dict[str, Any]) -> None:
+        states.restore(self.subject, state)
+
+
+def forget(subject: Any) -> None:
+    """Drop the optimizer's state."""
+    for each in states._inner(subject.optimizer):
+        each.state.clear()
+
+
+def summed(value: float, operation: Any = dist.ReduceOp.SUM) -> float:
+    """Add up a number of each rank."""
+    told = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(told, op=operation)
+    return float(told)
+
+
+def valid(rows: Any) -> float:
+    """Return how many positions of rows count."""
+    return float(counted(rows).sum())
+
+
+def empty(rows: Any) -> bool:
+    return not len(rows["input_ids"])
+
+
+def none_of(rows: Any) -> Any:
+    return {name: each[:0] for name, each in rows.items()}
+
+
+# --- Sizes: how many calls and microbatches there are, and what is in them.
+
+
+class MeanOfCalls(Loop):
+    """Divides each call by its own tokens and averages calls (streaming; NeMo-RL before #3660)."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.weight = 1 / max(valid(rows), 1.0)
+        super().microbatch(rows, fail=fail)
+
+    def divisor(self) -> float:
+        return float(self.calls * dist.get_world_size())
+
+
+class RowsWeighCalls(Loop):
+    """Weighs the mean of a call by its rows (transformers' gradient accumulation)."""
+
+    rows = 0
+
+    def start(self) -> None:
+        super().start()
+        self.rows = 0
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.rows += len(rows["input_ids"])
+        self.weight = len(rows["input_ids"]) / max(valid(rows), 1.0)
+        super().microbatch(rows, fail=fail)
+
+    def divisor(self) -> float:
+        return max(summed(self.rows), 1.0)
+
+
+class OddMicrobatchDropped(Loop):
+    """Takes microbatches in pairs (drop_last)."""
+
+    def pieces(self, rows: Any) -> list[Any]:
+        found = super().pieces(rows)
+        return found[: len(found) // 2 * 2] or found
+
+
+class LoneCallLost(Loop):
+    """Runs the first call at once, and the others two by two (prefetching)."""
+
+    def start(self) -> None:
+        super().start()
+        self.waiting: list[Any] = []
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.waiting.append(rows)
+        if len(self.waiting) == 2 or self.calls == 0:
+            for each in self.waiting:
+                super().microbatch(each, fail=fail)
+            self.waiting = []
+        elif fail:
+            super().microbatch(rows, fail=fail)
+
+
+class SingleCountedTwice(Loop):
+    """Reduces a call of one microbatch at once, and again at the end (`no_sync` skipped)."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        super().microbatch(rows, fail=fail)
+        if summed(len(self.pieces(rows)) == 1):  # on any rank, for all reduce together
+            for buffer in self.chunk.buffers:
+                dist.all_reduce(buffer.grad_data)
+
+
+class SixMicrobatches(Loop):
+    """Has room for six microbatches of a step (fixed buffers)."""
+
+    def one(self, piece: Any, fail: bool) -> None:
+        if self.number < 6:
+            super().one(piece, fail)
+
+
+class EightOfACall(Loop):
+    """Has room for eight microbatches of a call (token budget)."""
+
+    def pieces(self, rows: Any) -> list[Any]:
+        return super().pieces(rows)[:8]
+
+
+class FourthCallLost(Loop):
+    """Has a ring of three slots, and drops what comes when it is full (queue)."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        super().microbatch(none_of(rows) if self.calls == 3 else rows)
+        if fail:
+            raise Planted("the loss fails, as the check asks")
+
+
+class NothingValidIsNaN(Loop):
+    """Makes a mean of each microbatch and weighs it by its count (SkyRL #1635)."""
+
+    def loss(self, piece: Any, fail: bool) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(piece, fail)
+        return total / count * count, count
+
+
+class NothingValidInAStep(Loop):
+    """Divides by the tokens of a step, be it none (ROLL's token mean)."""
+
+    def finish(self) -> Finished:
+        self.meet(failed=False)
+        self.hold(self.total)
+        self.reduce()
+        self.chunk.scale_gradients(float(1 / torch.tensor(summed(self.count))))
+        return self.update()
+
+
+class EmptyCallEnds(Loop):
+    """Takes a call without rows for the end of a step (sentinel)."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.ended = empty(rows) or (self.calls > 0 and self.ended)
+        super().microbatch(none_of(rows) if self.ended else rows, fail=fail)
+
+
+class EmptyCallZeroes(Loop):
+    """Resets the gradients in a call without rows, so that "all have some" (verl's padding)."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        super().microbatch(rows, fail=fail)
+        if empty(rows):
+            self.zero()
+
+
+class EmptyCallForgetsTokens(Loop):
+    """Reports the metrics of the last call, which has none without rows (SkyRL #1817)."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        super().microbatch(rows, fail=fail)
+        if empty(rows):
+            self.count = 0.0
+
+
+class PadsByRepeating(Loop):
+    """Repeats the last microbatch where their number is odd (ms-swift, ROLL: padded batches)."""
+
+    def pieces(self, rows: Any) -> list[Any]:
+        found = super().pieces(rows)
+        return found + found[-1:] if len(found) > 1 and len(found) % 2 else found
+
+
+class CutsToTheLeast(Loop):
+    """Leaves out what other ranks do not have in a call (join of uneven inputs)."""
+
+    def pieces(self, rows: Any) -> list[Any]:
+        found = super().pieces(rows)
+        return found[: int(summed(len(found), dist.ReduceOp.MIN))]
+
+
+class TokensOfRankZero(Loop):
+    """Lets rank 0 say how many tokens each rank has (driver's metrics)."""
+
+    def divisor(self) -> float:
+        told = torch.tensor(self.count, dtype=torch.float64)
+        dist.broadcast(told, 0)
+        return max(float(told) * dist.get_world_size(), 1.0)
+
+
+class WeightsOutOfStep(Loop):
+    """Lists the tokens of microbatches that have some, beside all of them (zip)."""
+
+    def pieces(self, rows: Any) -> list[Any]:
+        found = super().pieces(rows)
+        return [each for each, _ in zip(found, filter(None, map(valid, found)), strict=False)]
+
+
+class StopsAtMasked(Loop):
+    """Leaves the loop at a microbatch of which nothing counts (break for continue)."""
+
+    def pieces(self, rows: Any) -> list[Any]:
+        found = super().pieces(rows)
+        masked = [index for index, each in enumerate(found) if not valid(each)]
+        return found[: masked[0]] if masked else found
+
+
+class MaskedBeginsAgain(Loop):
+    """Overwrites gradients after a microbatch of which nothing counts (is_first flag)."""
+
+    masked = False
+
+    def one(self, piece: Any, fail: bool) -> None:
+        if self.masked:
+            self.zero()
+        super().one(piece, fail)
+        self.masked = not valid(piece)
+
+
+class CountsInBF16(Loop):
+    """Counts tokens in the type of the model (bfloat16 has 8 bits)."""
+
+    def add(self, total: float, count: float) -> None:
+        told = torch.tensor(self.count, dtype=torch.bfloat16) + count
+        self.total, self.count = self.total + total, float(told)
+
+
+class CountsTheFirstToken(Loop):
+    """Counts a mask that is not shifted, less one for each row (off by one at prompts)."""
+
+    def one(self, piece: Any, fail: bool) -> None:
+        total, _ = self.loss(piece, fail)
+        self.backward(total)
+        mask_B = (piece["token_mask"] * piece["sample_mask"][:, None]).sum(1)
+        self.add(float(total.detach()), float((mask_B - 1).clamp(min=0).sum()))
+
+
+class RankWithoutTokensStays(Loop):
+    """Does not update where the rank has no tokens (early return)."""
+
+    def update(self) -> Finished:
+        return super().update() if self.count else Finished()
+
+
+class MaskOfTheFirstStep(Loop):
+    """Keeps the masks of each call from the first step on (cache by index)."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.masks: dict[Any, Any] = {}
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        key = self.calls, rows["input_ids"].shape
+        kept = self.masks.setdefault(key, rows["token_mask"])
+        super().microbatch({**rows, "token_mask": kept}, fail=fail)
+
+
+class SkipsMasked(Window):
+    """Leaves out microbatches of which nothing counts; experts' losses count there too."""
+
+    cannot = {**Window.cannot}  # noqa: RUF012
+
+    def _pieces(self, rows: Any) -> list[Any]:
+        return [each for each in super()._pieces(rows) if valid(each)]
+
+
+class RepeatsToFillStages(SplitStep):
+    """Runs a microbatch once more if there are fewer than stages (pipeline bubbles)."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        if 0 < len(rows["input_ids"]) <= self.subject.micro_batch_size:
+            rows = {name: torch.cat([each, each]) for name, each in rows.items()}
+        super().microbatch(rows, fail=fail)
+
+
+class LengthsSortedAlone(SplitStep):
+    """Sorts rows by length for packs, and leaves their sample masks where they are."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        if "lengths" in rows:
+            order = rows["lengths"].argsort(stable=True)
+            alone = {name: rows[name] for name in ("sample_mask", "scale")}
+            rows = {**{name: each[order] for name, each in rows.items()}, **alone}
+        super().microbatch(rows, fail=fail)
+
+
+class LossOfCalls(Loop):
+    """Reports the mean of the calls' mean losses (logging)."""
+
+    like = SplitStep  # which reports one
+
+    def start(self) -> None:
+        super().start()
+        self.means: list[float] = []
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        before = self.total
+        super().microbatch(rows, fail=fail)
+        self.means.append((self.total - before) / max(valid(rows), 1.0))
+
+    def update(self) -> Finished:
+        mean = summed(sum(self.means)) / len(self.means) / dist.get_world_size()
+        return dataclasses.replace(super().update(), loss=mean)
+
+
+# --- Places: where a failure or a NaN is, and who learns of it.
+
+
+class SwallowsLaterCalls(Loop):
+    """Logs an error of any call but the first (retry wrapper)."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        with contextlib.suppress(*((Exception,) if self.calls else ())):
+            super().microbatch(rows, fail=fail)
+
+
+class SwallowsBackward(Loop):
+    """Skips what runs out of memory in backward (verl, OOM guard)."""
+
+    def backward(self, total: Tensor) -> None:
+        with contextlib.suppress(RuntimeError):
+            super().backward(total)
+
+
+class _Quiet(_Loss):
+    number = 0
+
+    def __call__(self, output: Any, microbatch: Any) -> Any:
+        self.number += 1
+        try:
+            return super().__call__(output, microbatch)
+        except Exception:
+            if self.number == 1:
+                raise
+            return 0 * output.sum(), {"nll": 0 * output.detach().sum()}
+
+
+class SwallowsLaterLosses(SplitStep):
+    """Takes 0 for a loss that fails after the first of a step (pipeline that may not stop)."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.loss = _Quiet(subject)
+
+    def begin(self) -> None:
+        super().begin()
+        self.loss.number = 0
+
+
+class LastMicrobatchDecides(Loop):
+    """Notes whether a microbatch failed, and forgets it with the next (overwritten status)."""
+
+    failed = False
+
+    def one(self, piece: Any, fail: bool) -> None:
+        self.failed = True
+        with contextlib.suppress(Exception):
+            super().one(piece, fail)
+            self.failed = False
+
+    def finish(self) -> Finished:
+        if self.failed:
+            raise RuntimeError("the last microbatch failed")
+        return super().finish()
+
+    def start(self) -> None:
+        super().start()
+        self.failed = False
+
+
+class OnlyLastRankIsHeard(Loop):
+    """Lets the last rank say whether a step failed (broadcast for a reduction)."""
+
+    def on_any(self, bad: bool) -> bool:
+        told = torch.tensor(float(bad))
+        dist.broadcast(told, dist.get_world_size() - 1)
+        return bool(told)
+
+    def abort(self) -> None:
+        if self.open:
+            self.open = False
+            self.gather()
+            if not self.on_any(True):
+                self.drain()  # the others go on
+
+    def drain(self) -> None:
+        """Take part in what the others' `finish` does."""
+        self.hold(0.0)
+        self.reduce()
+        self.divisor()
+        self.hold(0.0)
+
+
+class NaNOfRankZero(Loop):
+    """Looks at the loss of rank 0 alone (metrics)."""
+
+    def hold(self, *values: Any) -> None:
+        if not torch.is_tensor(values[0]) and self.on_any(
+            dist.get_rank() == 0 and not math.isfinite(values[0])
+        ):
+            raise RuntimeError("the loss is NaN")
+
+
+class NaNOfTheFirst(Loop):
+    """Looks at the first microbatch's loss alone (check in warm-up)."""
+
+    def add(self, total: float, count: float) -> None:
+        self.looked = total if self.number == 0 else self.looked
+        super().add(total, count)
+
+    def start(self) -> None:
+        super().start()
+        self.looked = 0.0
+
+    def hold(self, *values: Any) -> None:
+        if not torch.is_tensor(values[0]):
+            super().hold(self.looked)
+
+
+class NaNUnlessInTheLastCall(NaNOfTheFirst):
+    """Looks at the loss of a call when the next one comes (asynchronous metrics)."""
+
+    def add(self, total: float, count: float) -> None:
+        Loop.add(self, total, count)
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.looked = self.total
+        super().microbatch(rows, fail=fail)
+
+
+class NaNClearsMoments(Loop):
+    """Makes an optimizer of its own again after a NaN (recovery)."""
+
+    def hold(self, *values: Any) -> None:
+        try:
+            super().hold(*values)
+        except RuntimeError:
+            forget(self.subject)
+            raise
+
+
+class DropsItsOwnNaN(Loop):
+    """Leaves a rank's gradients out if its loss is NaN, and updates."""
+
+    def hold(self, *values: Any) -> None:
+        if not torch.is_tensor(values[0]) and not math.isfinite(values[0]):
+            self.zero()
+            self.count = 0.0
+
+
+class DrainsCollectives(OnlyLastRankIsHeard):
+    """Takes part in the others' reductions after a failure, so that they do not hang."""
+
+    def on_any(self, bad: bool) -> bool:
+        return Loop.on_any(self, bad)
+
+    def meet(self, *, failed: bool) -> None:
+        self.open = False
+        self.gather()
+
+    def start(self) -> None:
+        super().start()
+        self.failed = False
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.failed = True
+        super().microbatch(rows, fail=fail)
+        self.failed = False
+
+    def abort(self) -> None:
+        if self.open and self.failed:
+            self.gather()
+            self.drain()
+        self.open = False
+
+
+class SecondErrorIsQuiet(Loop):
+    """Raises an error once, and logs it later (rate limit)."""
+
+    told = False
+
+    def one(self, piece: Any, fail: bool) -> None:
+        try:
+            super().one(piece, fail)
+        except Exception:
+            if not self.told:
+                self.told = True
+                raise
+
+
+class KeepsFailedWindow(Loop):
+    """Zeroes gradients after an update alone (SkyRL: `skyrl-failed-window-kept`)."""
+
+    cannot = {"abort-and-retry": "there is no call that drops an open step"}  # noqa: RUF012
+
+    def begin(self) -> None:
+        self.gather()
+        self.start()
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.zero()
+
+    def hold(self, *values: Any) -> None:
+        try:
+            super().hold(*values)
+        except RuntimeError:
+            self.zero()
+            raise
+
+    def update(self) -> Finished:
+        found = super().update()
+        self.zero()
+        return found
+
+
+class ZeroesWhereItFailed(KeepsFailedWindow):
+    """Zeroes gradients on the rank that failed, and not on those that are told."""
+
+    cannot: Any = {}  # noqa: RUF012
+
+    def abort(self) -> None:
+        mine = self.open
+        super().abort()
+        if mine:
+            self.zero()
+
+
+class UndoesTheLastCall(KeepsFailedWindow):
+    """Goes back to the gradients before the last call in an abort (snapshot for each call)."""
+
+    cannot: Any = {}  # noqa: RUF012
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.kept = [each.grad_data.clone() for each in self.chunk.buffers]
+        super().microbatch(rows, fail=fail)
+
+    def start(self) -> None:
+        super().start()
+        self.kept = [each.grad_data.clone() for each in self.chunk.buffers]
+
+    def abort(self) -> None:
+        super().abort()
+        for buffer, kept in zip(self.chunk.buffers, self.kept, strict=True):
+            buffer.grad_data.copy_(kept)
+
+
+class AbortKeepsQueue(Loop):
+    """Runs calls in `finish`, and lets an abort leave them in the queue from the second on."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.queue: list[Any] = []
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        if fail:
+            super().microbatch(rows, fail=fail)
+        self.queue.append(rows)
+
+    def finish(self) -> Finished:
+        queue, self.queue = self.queue, []
+        for rows in queue:
+            super().microbatch(rows)
+        return super().finish()
+
+    def abort(self) -> None:
+        super().abort()
+        self.queue = self.queue[1:]
+
+
+class FrozenByFailure(Loop):
+    """Freezes a norm while it computes a loss, and after a failure for ever (ms-swift #9452)."""
+
+    def loss(self, piece: Any, fail: bool) -> tuple[Tensor, Tensor]:
+        output = self.subject.forward(self.chunk, piece)
+        weight = self.chunk.module.decoder.final_layernorm.weight
+        weight.requires_grad_(False)
+        if fail:
+            raise Planted("the loss fails, as the check asks")
+        found = self.subject.loss(output, piece)
+        weight.requires_grad_(True)
+        return found
+
+
+# --- Time: what is late, or stays from a call or a step to the next.
+
+
+def hooked(chunk: Any) -> bool:
+    """Return whether Megatron gathers parameters in forward."""
+    return chunk.ddp_config.overlap_param_gather and bool(chunk.remove_forward_pre_hook_handles)
+
+
+class NeverGathers(Loop):
+    """Computes with the module inside of the chunk, with hooks off, and gathers no parameters."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.model = self.chunk.module
+        if hooked(self.chunk):
+            self.chunk.disable_forward_pre_hook(param_sync=False)
+
+    def gather(self) -> None:
+        return
+
+
+class GathersLate(NeverGathers):
+    """Waits for parameters after the first call (overlap)."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        try:
+            super().microbatch(rows, fail=fail)
+        finally:
+            if not self.late:
+                ensure_params_synced([self.chunk])
+                self.late = True
+
+    def start(self) -> None:
+        super().start()
+        self.late = False
+
+
+class LogprobsOfStale(Loop):
+    """Gives an engine the parameters of a step before they are gathered, and asks it."""
+
+    early = False
+    sent: Any = None
+
+    def update(self) -> Finished:
+        found = super().update()
+        self.sent = self.copied()
+        return found
+
+    def logprobs(self, rows: Any) -> Tensor:
+        self.gather()
+        now = self.copied()
+        self.put(self.sent or now)
+        found = super().logprobs(rows)
+        self.put(now)
+        return found
+
+    def put(self, values: dict[str, Tensor]) -> None:
+        for name, each in self.chunk.module.named_parameters():
+            each.data.copy_(values[name])
+
+
+class HooksLeftOff(Loop):
+    """Turns hooks off for log-probs, and not on again (NeMo-RL, verl)."""
+
+    early = False
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.model = self.chunk.module
+
+    def gather(self) -> None:
+        if hooked(self.chunk):
+            super().gather()
+
+    def logprobs(self, rows: Any) -> Tensor:
+        if hooked(self.chunk):
+            self.chunk.disable_forward_pre_hook(param_sync=True)
+        return super().logprobs(rows)
+
+
+class ExportsStale(Loop):
+    """Copies parameters without gathering them (`params-stale-after-step`)."""
+
+    early = False
+
+    def export(self) -> dict[str, Tensor]:
+        return self.copied()
+
+
+class ExportsZeros(Loop):
+    """Exports buffers that nobody fills (empty weight buckets; slime #2134)."""
+
+    def export(self) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(each) for name, each in super().export().items()}
+
+
+class ExportsAPart(Loop):
+    """Leaves the last bucket out (partial flush; SkyRL #1737)."""
+
+    def export(self) -> dict[str, Tensor]:
+        return dict([*super().export().items()][:-2])
+
+
+class ExportsTheFirst(Loop):
+    """Exports what it exported first (cached by version)."""
+
+    sent: Any = None
+
+    def export(self) -> dict[str, Tensor]:
+        self.sent = self.sent or super().export()
+        return self.sent
+
+
+class ExportsTheLast(Loop):
+    """Exports what was there one export before (double buffer)."""
+
+    sent: Any = None
+
+    def export(self) -> dict[str, Tensor]:
+        now = super().export()
+        before, self.sent = self.sent or now, now
+        return before
+
+
+class EvalLeftOn(Loop):
+    """Turns eval mode on for log-probs, and not off again (NeMo-RL, SkyRL)."""
+
+    def logprobs(self, rows: Any) -> Tensor:
+        self.chunk.eval()
+        return super().logprobs(rows)
+
+
+class EvalLeftByAbort(Loop):
+    """Turns eval mode on for an abort's clean-up, and not off again."""
+
+    def abort(self) -> None:
+        super().abort()
+        self.chunk.module.decoder.layers[-1].eval()
+
+
+class LogprobsOfTheStep(Loop):
+    """Keeps log-probs until parameters change, by the shape of rows (memo)."""
+
+    def start(self) -> None:
+        super().start()
+        self.memo: dict[Any, Tensor] = {}
+
+    def logprobs(self, rows: Any) -> Tensor:
+        if not self.open:
+            return super().logprobs(rows)
+        key = rows["input_ids"].shape
+        if key not in self.memo:
+            self.memo[key] = super().logprobs(rows)
+        return self.memo[key]
+
+
+class ScaleFuncLost(Loop):
+    """Takes the loss scale away for log-probs, and does not put it back (fp16)."""
+
+    def logprobs(self, rows: Any) -> Tensor:
+        self.subject.config.grad_scale_func = None
+        return super().logprobs(rows)
+
+
+class FifthStepForgets(Loop):
+    """Drops the optimizer's state every fifth step (memory clean-up)."""
+
+    steps = 0
+
+    def update(self) -> Finished:
+        self.steps += 1
+        if self.steps % 5 == 0:
+            forget(self.subject)
+        return super().update()
+
+
+class CleanAfterEmpty(Loop):
+    """Zeroes gradients if they were touched, which a last call without rows denies."""
+
+    touched = True
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        super().microbatch(rows, fail=fail)
+        self.touched = not empty(rows)
+
+    def zero(self) -> None:
+        if self.touched:
+            super().zero()
+        self.touched = True
+
+
+class HooksStayAfterAbort(Loop):
+    """Doubles gradients in a hook, and halves their sum; an abort leaves the hook there."""
+
+    def start(self) -> None:
+        super().start()
+        weight = self.chunk.module.output_layer.weight
+        self.hook = weight.register_hook(lambda gradient: 2 * gradient)
+
+    def reduce(self) -> None:
+        self.chunk.module.output_layer.weight.main_grad.mul_(0.5)
+        super().reduce()
+
+    def hold(self, *values: Any) -> None:
+        self.hook.remove()
+        super().hold(*values)
+
+
+# --- Right adapters.
+
+
+class KnownTotals(Loop):
+    """Runs all microbatches in `finish`, each divided by tokens that are known then."""
+
+    def start(self) -> None:
+        super().start()
+        self.kept: list[Any] = []
+
+    def one(self, piece: Any, fail: bool) -> None:
+        if fail:
+            super().one(piece, fail)
+        self.kept.append(piece)
+
+    def finish(self) -> Finished:
+        self.meet(failed=False)  # a rank whose call has failed counts nothing
+        self.open = True
+        tokens = max(summed(sum(map(valid, self.kept))), 1.0)
+        self.weight = 1 / tokens
+        for each in self.kept:
+            super().one(each, fail=False)
+        return super().finish()
+
+    def divisor(self) -> float:
+        return 1.0
+
+
+class SumsOutside(Loop):
+    """Adds the gradients of each microbatch up in buffers of its own, and copies them in."""
+
+    def start(self) -> None:
+        super().start()
+        self.own = [torch.zeros_like(each.grad_data) for each in self.chunk.buffers]
+
+    def backward(self, total: Tensor) -> None:
+        super().backward(total)
+        for own, buffer in zip(self.own, self.chunk.buffers, strict=True):
+            own += buffer.grad_data
+            buffer.grad_data.zero_()
+
+    def reduce(self) -> None:
+        for own, buffer in zip(self.own, self.chunk.buffers, strict=True):
+            buffer.grad_data.copy_(own)
+        super().reduce()
+
+
+class OneCallEach(Window):
+    """Calls Megatron's schedule for each microbatch."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        for first in range(0, len(rows["input_ids"]), self.subject.micro_batch_size):
+            last = first + self.subject.micro_batch_size
+            super().microbatch({n: v[first:last] for n, v in rows.items()}, fail=fail)
+
+
+class AllInOneCall(Megatron):
+    """Calls Megatron's schedule once for a step, with the last call's microbatches first."""
+
+    def _train(self, pieces: Any) -> None:
+        super()._train([*reversed(pieces)])
+
+
+class ReplaysAfterFailure(Loop):
+    """Runs a step again from its rows when a call has failed, and raises if it fails again."""
+
+    def start(self) -> None:
+        super().start()
+        self.kept: list[Any] = []
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        try:
+            super().microbatch(rows, fail=fail)
+        except Planted:
+            kept = self.kept
+            self.zero()
+            self.start()
+            for each in kept:
+                self.microbatch(each)
+            super().microbatch(rows, fail=fail)
+        self.kept.append(rows)
+
+
+class SortsByLength(KnownTotals):
+    """Cuts the rows of a whole step into microbatches by the number of tokens that count."""
+
+    def finish(self) -> Finished:
+        if self.kept:
+            rows = {name: torch.cat([each[name] for each in self.kept]) for name in self.kept[0]}
+            order = counted(rows).sum(1).argsort(stable=True)
+            self.kept = self.pieces({name: each[order] for name, each in rows.items()})
+        return super().finish()
+
+
+class AbortRebuilds(SplitStep):
+    """Makes all of its objects again in an abort."""
+
+    def abort(self) -> None:
+        super().abort()
+        self.build(self.subject)

@@ -1,0 +1,264 @@
+"""`megatron-idempotent certify`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_idempotent.patching.catalog import hazards
+from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, Result, certify, layout
+from megatron_idempotent.proof.certify import main as command
+from megatron_idempotent.proof.certify.grid import grid
+from megatron_idempotent.proof.certify.layouts import WORDS
+from megatron_idempotent.proof.certify.report import as_json, as_junit, as_table, suspects
+
+RESULTS = [
+    Result(layout="dp2", seed=7, **each)
+    for each in (
+        {"check": "whole-step", "verdict": "passed", "seconds": 1.5},
+        {"check": "second-run", "verdict": "failed", "seconds": 2.0, "fault": "KeyError in x"},
+        {"check": "nan", "verdict": "declared", "fault": "nobody looks"},
+        {"check": "resume", "verdict": "not offered", "fault": "no save(), load()"},
+    )
+]
+
+
+SET_UP_TWICE = "(train): When overlap_grad_reduce is True, config.no_sync_func must be None; a"
+
+
+def test_a_table_has_a_line_for_each_fault_with_the_hazards_that_it_may_be():
+    text = as_table(RESULTS)
+    assert "dp2, second-run, failed: KeyError in x" in text
+    assert "`megatron-idempotent explain second-window-not-reduced`" in text
+    assert "dp2, nan, declared: nobody looks" in text
+    last = "1 passed, 1 failed, 1 declared, 1 not made, in 4 s; --seed 7 draws the same"
+    assert text.endswith(last)
+
+
+@pytest.mark.parametrize(
+    ("check", "layout", "fault", "wanted"),
+    [
+        ("second-run", "dp2", "megatron/training/training.py", {"no-sync-func-reentry"}),
+        ("whole-step", "dp2", "slime/backends/megatron_utils/model.py", {"slime-train-reentry"}),
+        ("whole-step", "dp2", "megatron/bridge/training/setup.py", {"bridge-setup-reentry"}),
+        ("nan", "dp2", "own/loop.py", {"no-sync-func-reentry"}),
+    ],
+)
+def test_an_exception_has_the_hazards_whose_message_it_has(check, layout, fault, wanted):
+    fault = f"rank 1 did not end; on rank 0: AssertionError in {fault}:598 {SET_UP_TWICE}"
+    found = Result(check=check, layout=layout, verdict="failed", fault=fault)
+    assert {*suspects(found)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("check", "layout", "fault", "wanted"),
+    [
+        ("whole-step", "dp2", "the gradient is 2 times the right one", False),
+        ("whole-step", "dp2-fp16", "the gradient is 0.0039 times the right one", True),
+        ("whole-step", "dp2-moe", "the gradient is off by 3 % of its norm, everywhere", True),
+        (
+            "whole-step",
+            "fp16",
+            "ModuleNotFoundError in <frozen a>:1 (f): No module named 'x'",
+            False,
+        ),
+        ("whole-step", "fp16", "KeyError in megatron/core/x.py:1 (f): 'x'", False),
+        ("whole-step", "fp16", "AssertionError in megatron/core/x.py:1 (f): ", False),
+    ],
+)
+def test_other_faults_have_the_silent_hazards_of_their_layout(check, layout, fault, wanted):
+    found = Result(check=check, layout=layout, verdict="failed", fault=fault)
+    assert ("grad-scale-func" in suspects(found)) == wanted
+    assert wanted or " in " not in fault or not suspects(found)
+
+
+def test_json_and_junit_say_the_same():
+    assert [row["verdict"] for row in json.loads(as_json(RESULTS))] == [
+        each.verdict for each in RESULTS
+    ]
+    suite = ElementTree.fromstring(as_junit("mine:Adapter", RESULTS))
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "1", "2")
+    failure = suite.find("testcase/failure")
+    assert failure is not None
+    assert failure.get("message") == "KeyError in x"
+    assert [each.attrib for each in suite.iter("property")] == [{"name": "seed", "value": "7"}]
+    assert {row["seed"] for row in json.loads(as_json(RESULTS))} == {7}
+    skipped = [each.get("message") for each in suite.findall("testcase/skipped")]
+    assert skipped == ["declared: nobody looks", "not offered: no save(), load()"]
+
+
+def test_checks_name_hazards_that_there_are():
+    assert {name for check in CHECKS.values() for name in check.hazards} <= {*hazards()}
+
+
+def test_checks_and_layouts_are_listed(capsys):
+    assert command.main(["--list"]) == 0
+    checks, _, layouts = capsys.readouterr().out.partition("\n\n")
+    assert [line.split(" ")[0] for line in checks.splitlines()] == [*CHECKS]
+    first, *words = layouts.splitlines()
+    assert ", ".join(LAYOUTS) in first
+    assert [line.split(" ")[0] for line in words] == [*WORDS]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "asked", "said"),
+    [
+        ("mine:Adapter", {"checks": ["nope"]}, "unknown check nope: one of whole-step, "),
+        ("mine:Adapter", {"layouts": ["dp2-cross"]}, "'dp2-cross' has the unknown word 'cross'"),
+        ("mine:Adapter", {"layouts": []}, "certify got no layouts"),
+        ("mine", {}, "takes PACKAGE.MODULE:CLASS, got 'mine'"),
+        ("no_such_package:Adapter", {}, "'no_such_package:Adapter' cannot be imported"),
+        ("json:JSONDecoder", {}, "json:JSONDecoder has no build, begin, microbatch, finish, abort"),
+    ],
+)
+def test_what_is_not_there_is_named(megatron_rank_pool, adapter, asked, said):
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        list(certify(adapter, pool=megatron_rank_pool, **asked))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "unknown word ''"),
+        ("dp", "unknown word 'dp'"),
+        ("dp0", "unknown word 'dp0'"),
+        ("dp2-dp1", "says 'dp' twice"),
+        ("distopt-distopt", "says 'distopt' twice"),
+        ("dp2-tp2-pp2", "takes 8 ranks; at most 4 run"),
+        ("pp3", "has 3 stages, which do not share 4 layers"),
+        ("fp32-bf16", "says bf16 and fp32: name one type"),
+        ("bf16-fp16-dp2", "says bf16 and fp16: name one type"),
+        ("dp2-tp2-fsdp2-bf16", "says bf16, tp of an FSDP2 model"),
+        ("dp2-fsdp2-packs-sequences", "says packs of an FSDP2 model"),
+        ("pp1-vpp2", "interleaves chunks of one stage"),
+        ("dp1-ep2", r"over 2 ranks .* of the 1 of a stage"),
+        ("dp3-ep3", "has 3 ranks for 4 experts"),
+        ("tp2-moe-nosp", "experts without sequence parallelism"),
+        ("ep2-etp2-pp2", "takes 8 ranks; at most 4 run"),
+    ],
+)
+def test_a_layout_that_there_is_not_is_refused(name, said):
+    with pytest.raises(ValueError, match=said):
+        layout(name)
+
+
+def test_the_words_of_a_layout_are_what_its_model_is_built_of():
+    found = layout("dp2-vpp2-distopt-nooverlap")
+    assert (found.ranks, found.replicas, found.stages, found.dtype) == (4, 2, 4, "fp32")
+    assert found.options == {
+        "tp": 1,
+        "pp": 2,
+        "cp": 1,
+        "vpp": 2,
+        "sequence_parallel": False,
+        "overlap_grad_reduce": False,
+        "distributed_optimizer": True,
+        "overlap_param_gather": False,
+        "layers_per_stage": 1,
+        "ep": 1,
+        "etp": None,
+        "experts": 0,
+        "tied": False,
+        "dtype": "fp32",
+        "exact_attention": None,
+    }
+    found = layout("tp2-ep2-tied")
+    assert (found.ranks, found.replicas, found.experts, found.auxiliary) == (4, 2, 4, True)
+    wanted = {"ep": 2, "etp": 2, "experts": 4, "tied": True}
+    assert {name: found.options[name] for name in wanted} == wanted
+    assert (layout("tp2-ep2-etp1").ranks, layout("mtp").auxiliary) == (2, True)
+    found = layout("cp2-ep4")  # experts are shared by the ranks of a sequence, too
+    assert (found.ranks, found.replicas, found.options["cp"]) == (4, 2, 2)
+    kinds = [layout(name).loss_kind for name in ("dp2", "dp2-sequences", "dp2-fsdp2-sequences")]
+    assert kinds == ["token", "sequence", "sequence"]
+    assert layout("cp2-moe-mtp-packs").auxiliary
+    assert layout("tp2").options["sequence_parallel"]
+    assert not layout("tp2-nosp").options["sequence_parallel"]
+
+
+def test_the_command_without_an_adapter_says_what_it_takes(capsys):
+    assert command.main([]) == 2
+    assert "name an adapter, PACKAGE.MODULE:CLASS" in capsys.readouterr().err
+
+
+def test_the_documentation_has_all_checks_and_words():
+    text = (Path(__file__).parents[3] / "docs" / "certify.md").read_text("utf-8")
+    for check in CHECKS.values():
+        assert f"| `{check.name}` | {check.summary} |" in text
+    for word, said in WORDS.items():
+        assert f"| `{word}` | {said} |" in text
+
+
+@pytest.mark.exhaustive
+def test_pytest_runs_the_checks_of_an_adapter(tmp_path, request):
+    (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
+    here = request.path.parent
+    path = os.pathsep.join((str(here), str(here.parents[1])))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    command += ["--certify", "planted:RefusesNoRows", "-k", "dp2-replica-without-rows"]
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "IndexError in " in run.stdout
+    assert f"1 failed, {len(CHECKS) * len(LAYOUTS)} deselected" in run.stdout, run.stdout
+
+
+def test_the_grid_has_every_two_words_that_fit_together_and_each_without_the_other():
+    chosen = [set(name.split("-")) for name in grid()]
+    assert len(chosen) == len(grid()) < 50
+    for one, other in (("tp2", "distopt"), ("vpp2", "nooverlap"), ("dp2", "pp2"), ("cp2", "packs")):
+        assert any({one, other} <= words for words in chosen)
+        assert any(one in words and other not in words for words in chosen)
+        assert any(other in words and one not in words for words in chosen)
+    every = {word for words in chosen for word in words}
+    kinds = {each: each if each in WORDS else each.rstrip("0123456789") + "N" for each in every}
+    used = set(kinds.values())
+    assert used == {*WORDS} - {"fsdp2"}  # which no adapter takes that takes others
+    for one, kind in itertools.product(every, used):
+        # Without tp these two say nothing.
+        if kind not in (kinds[one], {"nosp": "tpN", "etp1": "tpN"}.get(one)):
+            without = [words for words in chosen if kind not in map(kinds.get, words)]
+            assert any(one in words for words in without), f"{one} is never without {kind}"
+    for name in grid():
+        assert layout(name).ranks <= 4
+
+
+def test_a_table_of_many_layouts_has_a_line_for_each():
+    results = [
+        Result(check="whole-step", layout=name, verdict="passed", of_bound=0.25) for name in LAYOUTS
+    ]
+    assert [line.split() for line in as_table(results).splitlines()[1:-1]] == [
+        [name, "ok", "0.25"] for name in LAYOUTS
+    ]
+
+
+def test_the_grid_is_certified_if_asked_for(monkeypatch, capsys):
+    asked = []
+
+    def certified(adapter, *, layouts, seed, thorough, **_):
+        asked.extend(layouts)
+        yield Result(check="whole-step", layout=layouts[0], verdict="passed", seed=seed)
+        assert (seed == 7) == thorough
+
+    monkeypatch.setattr(command, "certify", certified)
+    assert command.main(["mine:Adapter", "--grid"]) == 0
+    assert asked == grid()
+    assert "; --seed " in capsys.readouterr().out
+    assert command.main(["mine:Adapter", "--grid", "--seed", "7", "--thorough"]) == 0
+    assert "; --seed 7 draws the same" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(["mine:Adapter", "--grid", "--layout", "dp2"])
+    assert "not allowed with argument --grid" in capsys.readouterr().err

@@ -1,0 +1,96 @@
+"""docs/layouts.md is what docs/layouts.json says, and findings are merged into it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_idempotent.proof.certify import Result, page
+from megatron_idempotent.proof.certify.report import as_json
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_page_is_current():
+    found = json.loads((ROOT / page.FOUND).read_text("utf-8"))
+    assert (ROOT / page.PAGE).read_text("utf-8") == page.page(found), (
+        "run `python -m megatron_idempotent.proof.certify.page` in the repository"
+    )
+
+
+def left(folder, megatron, adapter, *results):
+    path = folder / megatron / f"{adapter}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_json(results), encoding="utf-8")
+    return folder
+
+
+def result(layout, verdict="passed", of_bound=0.125, **others):
+    return Result(check="whole-step", layout=layout, verdict=verdict, of_bound=of_bound, **others)
+
+
+def test_findings_are_merged_by_megatron_and_adapter(tmp_path):
+    (tmp_path / "docs").mkdir()
+    for name, results in {
+        "0.1": [result("dp2"), result("pp2", "failed", fault="it is off")],
+        "0.2": [result("dp2", "not offered"), result("pp2", of_bound=0.5)],
+    }.items():
+        folder = left(tmp_path / name, name, "Window", *results)
+        left(tmp_path / name, name, "SplitStep", *results)
+        assert page.main([str(folder)], tmp_path) == 0
+    text = (tmp_path / page.PAGE).read_text("utf-8")
+    own = text.partition("`TrainStep`: ")[2]
+    assert "| `whole-step` | 1 of 2 | 1 of 1 | a step in one call " in own
+    assert "| `nan` | – | – | " in own
+    assert "| layout | 0.1 | 0.2 |\n| --- | --- | --- |\n| `dp2` | 0.12 | – |" in text
+    assert "| `pp2` | **failed** | 0.5 |\n\n- 0.1, `pp2`, `whole-step`: it is off\n" in text
+
+
+def test_bits_are_told_by_the_numbers_of_replicas_that_have_the_same(tmp_path):
+    (tmp_path / "docs").mkdir()
+    rows = [
+        Result(check="same-bits", layout=name, verdict=verdict)
+        for name, verdict in {
+            "dp1": "passed",
+            "dp4": "passed",
+            "dp1-moe": "passed",
+            "dp2-moe": "failed",
+            "ep2": "not offered",
+        }.items()
+    ]
+    assert page.main([str(left(tmp_path, "0.1", "OrderStable", *rows))], tmp_path) == 0
+    text = (tmp_path / page.PAGE).read_text("utf-8")
+    assert "| `dp` | 1, 4 |\n| `moe` | **differ** |\n| `ep2` | – |\n" in text
+
+
+def test_some_layouts_that_are_run_again_leave_the_others_as_they_were(tmp_path):
+    (tmp_path / "docs").mkdir()
+    for folder, results in {
+        "a": [result("dp2", "failed", fault="it is off"), result("pp2", of_bound=0.5)],
+        "b": [result("dp2", of_bound=0.25)],
+    }.items():
+        assert page.main([str(left(tmp_path / folder, "0.1", "Window", *results))], tmp_path) == 0
+    text = (tmp_path / page.PAGE).read_text("utf-8")
+    assert "| `dp2` | 0.25 |\n| `pp2` | 0.5 |\n" in text
+    assert "it is off" not in text
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (lambda folder: None, "has no MEGATRON/ADAPTER.json"),
+        (lambda folder: left(folder, "0.1", "Mine", result("dp2")), "is of no adapter"),
+        (lambda folder: left(folder, "0.1", "Window").joinpath("0.1/Window.json").write_text("["),
+         "is not what `certify --json` prints"),
+    ],
+)  # fmt: skip
+def test_findings_that_cannot_be_read_are_refused(tmp_path, write, said):
+    write(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        page.read(tmp_path)
+
+
+def test_a_page_without_our_own_step_has_no_table_of_its_checks(tmp_path):
+    (tmp_path / "docs").mkdir()
+    page.main([str(left(tmp_path / "of", "0.1", "Window", result("dp2")))], tmp_path)
+    assert "Faults, resumes" not in (tmp_path / page.PAGE).read_text("utf-8")

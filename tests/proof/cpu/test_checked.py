@@ -1,0 +1,137 @@
+"""Checked ranks refuse what a GPU would refuse, and take what it would take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_idempotent.proof.cpu import RankPool
+
+
+@pytest.fixture(scope="module")
+def checked_ranks(request: pytest.FixtureRequest) -> Any:
+    with RankPool(2, device="checked", preload=("torch", "pytest")) as pool:
+        yield pool.run
+
+
+def on_a_rank(name: str) -> str:
+    """Returns the reason for which the program of that name is refused."""
+    from megatron_idempotent.proof.cpu.errors import PlacementError
+
+    try:
+        PROGRAMS[name]()
+    except PlacementError as error:
+        return str(error)
+    return "nothing"
+
+
+def mixed_in_a_product() -> None:
+    import torch
+
+    torch.ones(2, device="cuda") * torch.ones(2)
+
+
+def mixed_in_a_backward() -> None:
+    import torch
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, value: Any) -> Any:
+            return 2 * value
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: Any) -> Any:
+            return gradient * torch.full((2,), 2.0)
+
+    Doubled.apply(torch.ones(2, device="cuda", requires_grad=True)).sum().backward()
+
+
+def read_by_numpy() -> None:
+    import torch
+
+    torch.ones(2).cuda().numpy()
+
+
+def drawn_by_a_host_generator() -> None:
+    import torch
+
+    torch.rand(2, device="cuda", generator=torch.Generator())
+
+
+def reduced_from_the_host() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(2))
+
+
+def host_indexed_by_the_device() -> None:
+    import torch
+
+    torch.ones(2)[torch.tensor([1], device="cuda")]
+
+
+def made_like_a_device_tensor() -> None:
+    import torch
+
+    torch.zeros_like(torch.ones(2, device="cuda")) + torch.ones(2)
+
+
+def right() -> None:
+    """Nothing of this is refused on a GPU."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.ones(2, device="cuda")
+    device * torch.tensor(3.0) + torch.ones(2).cuda() + torch.ones(2).to("cuda")
+    device.copy_(torch.ones(2))
+    device[torch.tensor([1])] = 4.0
+    device + torch.zeros(2, device=device.device) + device.new_ones(2)
+    device.cpu().numpy()
+    torch.ones(2).numpy()
+    dist.all_reduce(device)
+    dist.all_reduce(torch.ones(2), group=dist.new_group(backend="gloo"))
+    dist.barrier()
+    layer = torch.nn.Linear(2, 2).cuda()
+    layer(device).sum().backward()
+    torch.optim.AdamW(layer.parameters()).step()
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    program.__name__: program
+    for program in (
+        mixed_in_a_product,
+        mixed_in_a_backward,
+        read_by_numpy,
+        drawn_by_a_host_generator,
+        reduced_from_the_host,
+        host_indexed_by_the_device,
+        made_like_a_device_tensor,
+        right,
+    )
+}
+
+
+REFUSED_FOR = {
+    "mixed_in_a_product": "aten.mul.Tensor: a tensor of shape (2,) is on the host",
+    "mixed_in_a_backward": "aten.mul.Tensor: a tensor of shape (2,) is on the host",
+    "read_by_numpy": "numpy() of a device tensor",
+    "drawn_by_a_host_generator": "rand: a host generator fills a device tensor",
+    "reduced_from_the_host": "is on the host, and the group is NCCL's",
+    "host_indexed_by_the_device": "aten.index.Tensor: a tensor of shape (2,)",
+    "made_like_a_device_tensor": "aten.add.Tensor: a tensor of shape (2,)",
+    "right": "nothing",
+}
+
+
+def each_on_a_rank() -> dict[str, str]:
+    """Runs on a rank: what each program is refused for, one after the other."""
+    return {name: on_a_rank(name) for name in PROGRAMS}
+
+
+def test_a_checked_rank_refuses_what_a_gpu_would(checked_ranks):
+    assert REFUSED_FOR.keys() == PROGRAMS.keys()
+    for refused in checked_ranks(2, each_on_a_rank):
+        assert all(why in refused[name] for name, why in REFUSED_FOR.items()), refused

@@ -1,0 +1,351 @@
+"""Functions on several ranks: results, failures, hangs, and what remains after them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from megatron_idempotent.lazy import untried_torch
+from megatron_idempotent.proof import cpu
+from megatron_idempotent.proof.cpu import pool as pool_module
+
+PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+NEWEST = PROJECT["tool"]["megatron-idempotent"]["torch"]
+
+
+def rank_and_sum(offset, scale=1):
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(dist.get_rank() + offset)], device="cuda")
+    dist.all_reduce(total)
+    return dist.get_rank(), total * scale, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]
+
+
+def fail_on(rank):
+    import torch.distributed as dist
+
+    if dist.get_rank() == rank:
+        raise ValueError(f"bad sample on {rank}")
+    dist.barrier()
+
+
+def fail_everywhere():
+    raise KeyError(os.environ["RANK"])
+
+
+def leave():
+    sys.exit(3)
+
+
+def hang_on(rank):
+    import torch.distributed as dist
+
+    if dist.get_rank() == rank:
+        wait_for_ever()
+    dist.barrier()
+
+
+def wait_for_ever():
+    while True:
+        time.sleep(0.1)
+
+
+def die_on(rank, how):
+    import torch.distributed as dist
+
+    if dist.get_rank() == rank:
+        if how == "exit":
+            os._exit(5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_ever()
+
+
+def leave_traces():
+    import megatron.core.parallel_state as parallel_state
+    import torch
+
+    parallel_state.initialize_model_parallel()
+    os.environ["LEFT_BEHIND"] = "1"
+    torch.set_default_dtype(torch.float64)
+
+
+def find_traces():
+    import megatron.core.parallel_state as parallel_state
+    import torch
+
+    return (
+        parallel_state.model_parallel_is_initialized(),
+        os.environ.get("LEFT_BEHIND"),
+        torch.get_default_dtype() is torch.float32,
+    )
+
+
+def seen_variable():
+    return os.environ.get("SEEN_VARIABLE")
+
+
+def without_group():
+    import torch.distributed as dist
+
+    return dist.is_initialized()
+
+
+def rendezvous_by_environment():
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", device_id=None)
+    return dist.get_backend(), dist.get_world_size()
+
+
+def send_and_free(batched):
+    """Returns what arrives of a tensor whose memory is released while it is being sent."""
+    import torch
+    import torch.distributed as dist
+
+    megabytes = 16
+    tensor = torch.full((megabytes << 18,), 7.0)
+    if dist.get_rank() == 1:
+        tensor.zero_()
+        time.sleep(0.3)  # so that the other side has freed its memory before we read
+        dist.recv(tensor, 0)
+        return bool((tensor == 7.0).all())
+    if batched:
+        [handle] = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1)])
+    else:
+        handle = dist.isend(tensor, dst=1)
+    tensor.data = torch.empty(1)  # as deallocate_output_tensor does
+    overwritten = [torch.zeros(megabytes << 18) for _ in range(4)]
+    handle.wait()
+    return len(overwritten) == 4
+
+
+def unpicklable():
+    return lambda: None
+
+
+def test_results_come_in_order_of_rank_and_collectives_are_real(megatron_ranks):
+    results = megatron_ranks(2, rank_and_sum, 10, scale=2)
+    assert [(rank, float(total), local, world) for rank, total, local, world in results] == [
+        (0, 42.0, "0", "2"),
+        (1, 42.0, "1", "2"),
+    ]
+
+
+def test_an_exception_names_its_rank_type_message_and_line(megatron_ranks):
+    with pytest.raises(cpu.RankError, match="rank 1: ValueError: bad sample on 1") as caught:
+        megatron_ranks(2, fail_on, 1)
+    error = caught.value
+    assert (error.rank, error.exception_type) == (1, "ValueError")
+    assert error.message == "bad sample on 1"
+    assert 'raise ValueError(f"bad sample on {rank}")' in error.traceback
+
+
+def test_all_failing_ranks_are_listed(megatron_ranks):
+    with pytest.raises(cpu.RankError) as caught:
+        megatron_ranks(2, fail_everywhere)
+    assert sorted((f.rank, f.exception_type, f.message) for f in caught.value.failures) == [
+        (0, "KeyError", "'0'"),
+        (1, "KeyError", "'1'"),
+    ]
+
+
+def test_leaving_by_sys_exit_is_a_failure(megatron_ranks):
+    with pytest.raises(cpu.RankError, match="rank 0: SystemExit: 3"):
+        megatron_ranks(1, leave)
+
+
+def test_a_result_that_cannot_travel_is_a_failure_of_its_rank(megatron_ranks):
+    with pytest.raises(cpu.RankError, match=r"rank 0: .*lambda"):
+        megatron_ranks(1, unpicklable)
+
+
+def test_a_hang_shows_the_stacks_of_all_ranks_and_ends_them(megatron_ranks):
+    start = time.perf_counter()
+    with pytest.raises(cpu.RankTimeout, match="within 1 s") as caught:
+        megatron_ranks(2, hang_on, 1, timeout_s=1.0)
+    assert time.perf_counter() - start < 10.0
+    assert "barrier" in caught.value.stacks[0]
+    assert "wait_for_ever" in caught.value.stacks[1]
+    assert "wait_for_ever" in str(caught.value)
+    assert megatron_ranks(2, rank_and_sum, 0)[1][0] == 1
+
+
+@pytest.mark.parametrize(("how", "exit_code", "text"), [("exit", 5, "5"), ("kill", -9, "SIGKILL")])
+def test_a_rank_that_dies_is_reported_before_the_deadline(megatron_ranks, how, exit_code, text):
+    start = time.perf_counter()
+    with pytest.raises(cpu.RankError, match=f"rank 1 died with .*{text}") as caught:
+        megatron_ranks(2, die_on, 1, how, timeout_s=60.0)
+    assert time.perf_counter() - start < 20.0
+    assert (caught.value.rank, caught.value.exit_code) == (1, exit_code)
+    assert "wait_for_ever" in caught.value.still_running[0]
+
+
+def test_each_call_finds_everything_as_it_is_after_the_import(megatron_ranks):
+    megatron_ranks(2, leave_traces)
+    assert megatron_ranks(2, find_traces) == [(False, None, True)] * 2
+
+
+def test_the_callers_present_environment_is_the_ranks(megatron_ranks, monkeypatch):
+    monkeypatch.setenv("SEEN_VARIABLE", "yes")
+    assert megatron_ranks(1, seen_variable) == ["yes"]
+    monkeypatch.delenv("SEEN_VARIABLE")
+    assert megatron_ranks(1, seen_variable) == [None]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_tensor_may_be_freed_while_it_is_being_sent(megatron_ranks, batched):
+    assert megatron_ranks(2, send_and_free, batched) == [True, True]
+
+
+def test_a_program_may_initialise_torch_distributed_itself(megatron_ranks):
+    assert megatron_ranks(2, without_group, distributed=False) == [False, False]
+    assert megatron_ranks(2, rendezvous_by_environment, distributed=False) == [("gloo", 2)] * 2
+
+
+def say(word):
+    print(word, flush=True)
+
+
+def test_what_ranks_print_can_be_kept_out_of_standard_output(capfd):
+    with cpu.RankPool(1, preload=(), stdout=2) as pool:
+        pool.run(1, say, "chatter", distributed=False)
+    out, err = capfd.readouterr()
+    assert "chatter" not in out
+    assert "chatter" in err
+
+
+NEWER_TORCH = """
+import torch
+
+ASKED = {
+    torch.cuda.CUDAGraph: "is replaced, too",
+    torch.cuda.memory_usage.gone: "raises",
+}
+"""
+
+
+def test_a_start_that_fails_names_what_the_runtime_emulates_there(tmp_path, monkeypatch):
+    (tmp_path / "newer_torch.py").write_text(NEWER_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    with cpu.RankPool(1, preload=("newer_torch",), device="cpu") as pool:
+        failed = (
+            r"could not be started: AttributeError: .*'gone'; .* emulates torch.cuda.memory_usage"
+        )
+        with pytest.raises(RuntimeError, match=failed):
+            pool.run(1, os.getpid)
+
+
+@pytest.mark.parametrize(
+    ("torch", "untried"),
+    [("2.6.0", False), (NEWEST, False), (f"{NEWEST}+cpu", False), ("99.0.1", True)],
+)
+def test_a_torch_that_no_rank_has_run_on_is_named_with_the_pin(torch, untried):
+    said = untried_torch(torch)
+    assert (said is not None) == untried
+    if said is not None:
+        major, minor, _ = NEWEST.split(".")
+        assert said.startswith("torch 99.0.1 is newer than any that ranks were run on")
+        assert said.endswith(f"pip install 'torch<{major}.{int(minor) + 1}'")
+
+
+def test_ranks_on_an_untried_torch_start_and_say_so_once(mocker, caplog):
+    mocker.patch.object(pool_module, "untried_torch", return_value="torch 99 is newer")
+    with cpu.RankPool(1, preload=(), device="cpu") as pool:
+        for _ in range(2):
+            pool.run(1, os.getpid, distributed=False)
+    assert caplog.messages == ["torch 99 is newer"]
+
+
+def test_lambdas_and_closures_are_refused_with_the_reason(megatron_ranks):
+    def closure():
+        return None
+
+    for function in (lambda: None, closure):
+        with pytest.raises(ValueError, match="exists only inside another function"):
+            megatron_ranks(1, function)
+
+
+def test_a_world_larger_than_the_pool_is_refused(megatron_ranks):
+    with pytest.raises(ValueError, match="between 1 and this pool's max_world_size 4, found 9"):
+        megatron_ranks(9, find_traces)
+
+
+def test_functions_of_files_with_the_same_name_are_told_apart(megatron_ranks, tmp_path):
+    import importlib.util
+
+    answers = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = folder / "module_of_the_same_name.py"
+        path.write_text(f"def answer():\n    return {number}\n", encoding="utf-8")
+        spec = importlib.util.spec_from_file_location("module_of_the_same_name", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["module_of_the_same_name"] = module
+        spec.loader.exec_module(module)
+        answers += megatron_ranks(1, module.answer)
+    del sys.modules["module_of_the_same_name"]
+    assert answers == [1, 2]
+
+
+def test_a_script_without_a_guard_is_told_so_instead_of_starting_ranks_without_end(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "from megatron_idempotent.proof.cpu.pool import RankPool\n"
+        "def nothing(): pass\n"
+        'RankPool(1, preload=("torch",)).run(1, nothing, distributed=False)\n',
+        encoding="utf-8",
+    )
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 1
+    *_, last = [line for line in run.stderr.splitlines() if "RuntimeError" in line]
+    assert "unguarded.py starts ranks while a rank imports it" in last
+    assert 'under `if __name__ == "__main__":`' in last
+
+
+SCRIPT = """
+import os, signal, sys, time
+from megatron_idempotent.proof.cpu.pool import RankPool
+
+def write_pid_and_wait(folder):
+    open(os.path.join(folder, f"{os.environ['RANK']}-{os.getpid()}"), "w").close()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with RankPool(2, preload=("torch",)) as pool:
+        pool.run(2, write_pid_and_wait, sys.argv[1], timeout_s=600, distributed=False)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_its_caller(tmp_path, how):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    caller = subprocess.Popen([sys.executable, str(script), str(folder)], stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: len(list(folder.iterdir())) == 2, 120.0)
+    finally:
+        caller.send_signal(how)
+        caller.wait(20.0)
+    pids = [int(path.name.split("-")[1]) for path in folder.iterdir()]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10.0)
+
+
+def wait_until(condition, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,230 @@
+"""The contract of every data plane: a class of tests to inherit.
+
+    class TestMyPlane(PlaneContract):
+        @pytest.fixture
+        def make_plane(self):
+            return MyPlane
+
+`make_plane()` makes an empty plane of its own each time; it is called in a running event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import random
+import struct
+
+import pytest
+
+from megatron_idempotent.rl.controller.protocol import RolloutGroup
+from megatron_idempotent.rl.engines.protocol import Sample
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A prompt of a task's own type."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+def group(number, *, seed=0, samples=3, tokens=5, **fields):
+    """A group of random samples, the first of which has no token."""
+    draw = random.Random(f"{number}/{seed}")
+    made = tuple(
+        Sample(
+            request_id=f"{number}/{place}/ü",
+            tokens=tuple(draw.randrange(1 << 17) for _ in range(length)),
+            logprobs=tuple(-draw.expovariate(0.3) for _ in range(length)),
+            versions=tuple(sorted(draw.randrange(9) for _ in range(length))),
+            finish_reason=draw.choice(["stop", "length", "abort"]),
+        )
+        for place, length in enumerate(place * tokens for place in range(samples))
+    )
+    rewards = tuple(draw.random() for _ in made)
+    prompt = Question(text=f"{number} ≤ ?", tokens=(7, number))
+    return RolloutGroup(id=number, prompt=prompt, samples=made, rewards=rewards, **fields)
+
+
+def bits(values):
+    """Floats as they are in memory: -0.0 is not 0.0, and a NaN is itself."""
+    return [struct.pack("<d", value) for value in values]
+
+
+def check_same(found, expected):
+    """Equal, with floats to the last bit, and of the same types."""
+    assert repr(found) == repr(expected)
+    assert bits(found.rewards) == bits(expected.rewards)
+    for one, other in zip(found.samples, expected.samples, strict=True):
+        assert bits(one.logprobs) == bits(other.logprobs)
+        assert {type(each) for each in (*one.tokens, *one.versions)} <= {int}
+        assert {type(each) for each in one.logprobs} <= {float}
+
+
+class PlaneContract:
+    """Groups in, the same groups out, until they are cleared."""
+
+    deadline_s = 60.0
+
+    @pytest.fixture
+    def make_plane(self):
+        """Makes an empty plane."""
+        raise NotImplementedError
+
+    def run(self, make_plane, scenario):
+        """Run a scenario on a plane, within the deadline, and close it twice."""
+
+        async def whole():
+            plane = make_plane()
+            try:
+                await scenario(plane)
+            finally:
+                await plane.close()
+                await plane.close()
+
+        asyncio.run(asyncio.wait_for(whole(), self.deadline_s))
+
+    def test_a_group_comes_back_as_it_was_put(self, make_plane):
+        async def scenario(plane):
+            groups = [group(0), group(3, samples=1), group(1, samples=6, tokens=11, failed=2)]
+            for each in groups:
+                await plane.put(each)
+            for each in reversed(groups):
+                found = await plane.get(each.id)
+                assert found == each
+                check_same(found, each)
+
+        self.run(make_plane, scenario)
+
+    def test_floats_keep_every_bit(self, make_plane):
+        values = (-0.0, 0.1 + 0.2, 5e-324, -math.pi, -math.inf, math.nan, math.nextafter(-1, 0))
+        extreme = Sample(
+            request_id="",
+            tokens=(0, 2**31, 2**53 + 1, 1, 2, 3, 4),
+            logprobs=values,
+            versions=(0, 0, 1, 2**40, 2**40, 2**40, 2**40),
+            finish_reason="length",
+        )
+        expected = RolloutGroup(
+            id=2**40, prompt=None, samples=(extreme,) * len(values), rewards=values
+        )
+
+        async def scenario(plane):
+            await plane.put(expected)
+            check_same(await plane.get(expected.id), expected)
+
+        self.run(make_plane, scenario)
+
+    @pytest.mark.parametrize("prompt", [None, "text", (1, 2), {"text": "a", "tokens": [3]}, 7])
+    def test_a_prompt_may_be_anything(self, make_plane, prompt):
+        async def scenario(plane):
+            expected = dataclasses.replace(group(5), prompt=prompt)
+            await plane.put(expected)
+            assert await plane.get(5) == expected
+
+        self.run(make_plane, scenario)
+
+    def test_a_group_that_is_not_there_is_a_key_error_with_its_id(self, make_plane):
+        async def scenario(plane):
+            with pytest.raises(KeyError, match="17"):
+                await plane.get(17)
+            await plane.put(group(1))
+            with pytest.raises(KeyError, match="17"):
+                await plane.get(17)
+
+        self.run(make_plane, scenario)
+
+    def test_reading_takes_nothing_away(self, make_plane):
+        async def scenario(plane):
+            await plane.put(group(4))
+            assert await plane.get(4) == await plane.get(4) == group(4)
+
+        self.run(make_plane, scenario)
+
+    def test_a_group_put_twice_is_there_once(self, make_plane):
+        async def scenario(plane):
+            await plane.put(group(4))
+            await plane.put(group(4))
+            assert await plane.get(4) == group(4)
+            await plane.clear([4])
+            with pytest.raises(KeyError):
+                await plane.get(4)
+
+        self.run(make_plane, scenario)
+
+    def test_a_group_made_again_takes_the_place_of_the_first(self, make_plane):
+        """Repeats a put that was done and then raised: the next attempt has other samples."""
+
+        async def scenario(plane):
+            await plane.put(group(4, seed=1, samples=4, tokens=9))
+            await plane.put(group(4, seed=2, samples=2, tokens=3, failed=2))
+            assert await plane.get(4) == group(4, seed=2, samples=2, tokens=3, failed=2)
+            await plane.put(group(4, seed=3, samples=7, tokens=20))
+            assert await plane.get(4) == group(4, seed=3, samples=7, tokens=20)
+
+        self.run(make_plane, scenario)
+
+    def test_cleared_groups_are_gone_and_no_others(self, make_plane):
+        async def scenario(plane):
+            for number in range(6):
+                await plane.put(group(number))
+            await plane.clear([1, 4])
+            for number in range(6):
+                if number in (1, 4):
+                    with pytest.raises(KeyError, match=str(number)):
+                        await plane.get(number)
+                else:
+                    assert await plane.get(number) == group(number)
+
+        self.run(make_plane, scenario)
+
+    def test_clearing_again_or_what_is_unknown_does_nothing(self, make_plane):
+        async def scenario(plane):
+            await plane.clear([])
+            await plane.clear([9])
+            await plane.put(group(1))
+            await plane.put(group(2))
+            for _ in range(2):
+                await plane.clear([1, 77, 1])
+            assert await plane.get(2) == group(2)
+
+        self.run(make_plane, scenario)
+
+    def test_a_cleared_group_can_be_put_again(self, make_plane):
+        async def scenario(plane):
+            await plane.put(group(1, seed=1))
+            await plane.clear([1])
+            await plane.put(group(1, seed=2))
+            assert await plane.get(1) == group(1, seed=2)
+
+        self.run(make_plane, scenario)
+
+    def test_many_are_put_read_and_cleared_at_once(self, make_plane):
+        async def scenario(plane):
+            numbers = range(24)
+            await asyncio.gather(*(plane.put(group(each)) for each in numbers))
+            found = await asyncio.gather(*(plane.get(each) for each in numbers))
+            assert found == [group(each) for each in numbers]
+            await asyncio.gather(*(plane.clear([each, each + 1]) for each in range(0, 24, 2)))
+            found = await asyncio.gather(
+                *(plane.get(each) for each in numbers), return_exceptions=True
+            )
+            assert {type(each) for each in found} == {KeyError}
+
+        self.run(make_plane, scenario)
+
+    def test_planes_are_apart(self, make_plane):
+        async def scenario(plane):
+            other = make_plane()
+            await plane.put(group(1))
+            with pytest.raises(KeyError):
+                await other.get(1)
+            await other.put(group(1, seed=2))
+            await other.clear([1])
+            assert await plane.get(1) == group(1)
+            await other.close()
+            assert await plane.get(1) == group(1)
+
+        self.run(make_plane, scenario)

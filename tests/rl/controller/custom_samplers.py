@@ -1,0 +1,83 @@
+"""Samplers of a user's own, some of them wrong."""
+
+from __future__ import annotations
+
+from megatron_idempotent.rl.controller.samplers import FirstReadySampler
+
+
+class NewestIds:
+    """Takes the newest prompts first. Inherits nothing."""
+
+    name = "newest_ids"
+    max_staleness = None
+    drains = False
+
+    def __init__(self, places=3, *, shift=0):
+        self.places, self.shift = places, shift
+
+    def required_capacity(self, groups_per_step):
+        return groups_per_step
+
+    def room(self, admission):
+        return self.places
+
+    def select(self, ready, *, version, count):
+        return sorted(ready, key=lambda held: -held.id)[:count]
+
+    def evict(self, ready, *, version):
+        return ()
+
+
+class Half:
+    """Only begun."""
+
+    name = "half"
+    max_staleness = None
+    room = 3
+
+    def select(self, ready, *, version, count):
+        return ()
+
+
+class OtherArguments(NewestIds):
+    def select(self, ready, count):
+        return ()
+
+
+class NoName(NewestIds):
+    name = ""
+
+
+class BelowZero(NewestIds):
+    max_staleness = -1
+
+
+class Perhaps(NewestIds):
+    drains = "no"
+
+
+class AbortsNothing(NewestIds):
+    abort = True
+
+
+class AbortsWithout(NewestIds):
+    def abort(self, ready):
+        return ()
+
+
+class Answers(FirstReadySampler):
+    """Says what it is told to say."""
+
+    name = "answers"
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def select(self, ready, *, version, count):
+        return self.answer
+
+    def evict(self, ready, *, version):
+        return self.answer
+
+
+not_a_class = 3

@@ -1,0 +1,365 @@
+"""The buffer against a naive model, and what every mistake is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from buffer_strategies import contents, filled, group_ids, versions
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from megatron_idempotent.rl.controller.buffer import MOST_REASONS, GroupBuffer, GroupStateError
+from megatron_idempotent.rl.controller.protocol import Counts, Generating, Held
+
+id_lists = st.lists(group_ids, max_size=4)
+
+
+class BufferMachine(RuleBasedStateMachine):
+    """Any operation on any ids: it does what the model does, or raises where the model says no."""
+
+    @initialize(capacity=st.integers(1, 8))
+    def begin(self, capacity):
+        self.buffer = GroupBuffer(capacity)
+        self.capacity = capacity
+        self.generating, self.ready, self.leased, self.owed = {}, {}, {}, set()
+        self.gone = {"trained": 0, "filtered": 0, "evicted": 0, "aborted": 0}
+        self.submitted = self.arrivals = self.starts = 0
+        self.reasons = {}
+
+    def free(self):
+        return max(self.capacity - len(self.generating) - len(self.ready), 0)
+
+    def held(self):
+        return set(self.generating) | set(self.ready) | set(self.leased)
+
+    def attempt(self, allowed, operation, *named):
+        """Run it; whether it was allowed. One that is not names a group that it is about."""
+        before = self.buffer.state(), self.buffer.counts
+        if allowed:
+            operation()
+            return True
+        with pytest.raises(GroupStateError) as caught:
+            operation()
+        assert any(f"group {each} " in f"{caught.value} ".replace(":", " ") for each in named)
+        assert (self.buffer.state(), self.buffer.counts) == before
+        return False
+
+    @rule(group_id=group_ids, version=versions)
+    def reserve(self, group_id, version):
+        allowed = group_id not in self.held() and self.free() > 0
+        operation = lambda: self.buffer.reserve(group_id, version=version)  # noqa: E731
+        if self.attempt(allowed, operation, group_id):
+            self.generating[group_id] = (self.starts, version)
+            self.owed.discard(group_id)
+            self.submitted += 1
+            self.starts += 1
+
+    @rule(group_id=group_ids, version=versions)
+    def renew(self, group_id, version):
+        allowed = group_id in self.generating
+        operation = lambda: self.buffer.renew(group_id, version=version)  # noqa: E731
+        if self.attempt(allowed, operation, group_id):
+            self.generating[group_id] = (self.generating[group_id][0], version)
+
+    @rule(group_id=group_ids, version=versions)
+    def commit(self, group_id, version):
+        def operation():
+            held = self.buffer.commit(group_id, version=version)
+            assert held == Held(id=group_id, arrival=self.arrivals, version=version)
+
+        if self.attempt(group_id in self.generating, operation, group_id):
+            del self.generating[group_id]
+            self.ready[group_id] = (self.arrivals, version)
+            self.arrivals += 1
+
+    @rule(group_id=group_ids)
+    def rollback(self, group_id):
+        allowed = group_id in self.generating
+        if self.attempt(allowed, lambda: self.buffer.rollback(group_id), group_id):
+            del self.generating[group_id]
+            self.owed.add(group_id)
+            self.submitted -= 1
+
+    @rule(
+        group_id=group_ids,
+        outcome=st.sampled_from(["filtered", "evicted"]),
+        reason=st.sampled_from(["stale", "no spread"]),
+    )
+    def drop(self, group_id, outcome, reason):
+        allowed = group_id in self.generating or group_id in self.ready
+        if self.attempt(allowed, lambda: self.buffer.drop(group_id, outcome, reason), group_id):
+            running = self.generating.pop(group_id, None) is not None
+            self.ready.pop(group_id, None)
+            self.gone[outcome] += 1
+            self.gone["aborted"] += running and outcome == "evicted"
+            self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    def move(self, ids, where, operation):
+        allowed = len(set(ids)) == len(ids) and all(each in where for each in ids)
+        if self.attempt(allowed, lambda: operation(ids), *ids):
+            return {each: where.pop(each) for each in ids}
+        return {}
+
+    @rule(ids=id_lists)
+    def lease(self, ids):
+        self.leased |= self.move(ids, self.ready, self.buffer.lease)
+
+    @rule(ids=id_lists)
+    def give_back(self, ids):
+        self.ready |= self.move(ids, self.leased, self.buffer.give_back)
+
+    @rule(ids=id_lists)
+    def trained(self, ids):
+        self.gone["trained"] += len(self.move(ids, self.leased, self.buffer.trained))
+
+    @rule(data=st.data())
+    def lease_some_that_are_ready(self, data):
+        if self.ready:
+            self.lease(data.draw(st.lists(st.sampled_from(sorted(self.ready)), unique=True)))
+
+    @rule()
+    def train_all_that_are_leased(self):
+        self.trained(list(self.leased))
+
+    @rule()
+    def write_a_checkpoint_and_resume(self):
+        state = json.loads(json.dumps(self.buffer.state()))
+        self.buffer = GroupBuffer.restored(state, self.capacity)
+        self.submitted -= len(self.generating)
+        self.owed |= set(self.generating)
+        self.generating = {}
+        self.starts = 0
+        self.ready |= self.leased
+        self.leased = {}
+
+    @invariant()
+    def the_buffer_is_as_the_model_says(self):
+        buffer = self.buffer
+        assert buffer.counts == Counts(
+            submitted=self.submitted,
+            generating=len(self.generating),
+            ready=len(self.ready),
+            leased=len(self.leased),
+            **self.gone,
+        )
+        assert buffer.counts.conserved
+        assert buffer.reasons == self.reasons
+        assert buffer.accepted == self.gone["trained"] + len(self.ready) + len(self.leased)
+        assert buffer.free == self.free()
+        assert buffer.generating_ids == tuple(sorted(self.generating))
+        assert buffer.unfinished_ids == tuple(sorted(set(self.generating) | self.owed))
+        assert buffer.next_owed == min(self.owed - set(self.generating), default=None)
+        assert all(buffer.holds(each) == (each in self.held()) for each in range(12))
+
+    @invariant()
+    def ready_groups_are_in_their_orders(self):
+        ready = self.buffer.ready
+        groups = [Held(id=i, arrival=a, version=v) for i, (a, v) in self.ready.items()]
+        assert len(ready) == len(groups)
+        assert list(ready) == sorted(groups, key=lambda held: held.arrival)
+        assert list(ready.by_id()) == sorted(groups, key=lambda held: held.id)
+        assert list(ready.versions()) == sorted({held.version for held in groups})
+        for version in range(6):
+            expected = [held for held in ready if held.version == version]
+            assert list(ready.of_version(version)) == expected
+        assert ready.lowest_unfinished == min(set(self.generating) | self.owed, default=None)
+        assert all(held in ready for held in groups)
+        assert all(
+            Held(id=i, arrival=a, version=v) not in ready for i, (a, v) in self.leased.items()
+        )
+
+    @invariant()
+    def groups_that_are_being_generated_are_in_their_orders(self):
+        running = [Generating(id=i, started=s, version=v) for i, (s, v) in self.generating.items()]
+        by_start = sorted(running, key=lambda group: group.started)
+        assert list(self.buffer.ready.generating()) == by_start
+        for version in range(7):
+            older = [group for group in by_start if group.version < version]
+            oldest_first = sorted(older, key=lambda group: group.version)
+            assert list(self.buffer.ready.generating_before(version)) == oldest_first
+        assert all(group in self.buffer.generating for group in running)
+
+
+BufferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestBufferAgainstAModel = BufferMachine.TestCase
+
+
+def test_a_group_goes_its_whole_way_and_leaves_nothing_behind():
+    buffer = GroupBuffer(1)
+    empty = {
+        name: value
+        for name, value in vars(GroupBuffer(1)).items()
+        if name[1:] in ("states", "held", "unfinished", "in_state")
+    }
+    for group_id in range(1000):
+        buffer.reserve(group_id)
+        buffer.commit(group_id, version=group_id)
+        buffer.lease([group_id])
+        buffer.trained([group_id])
+    assert {name: vars(buffer)[name] for name in empty} == empty
+    kept = {**vars(buffer.ready), "_generating": list(buffer.ready.generating())}
+    assert kept == {**vars(GroupBuffer(1).ready), "_generating": []}
+    assert len(json.dumps(buffer.state())) < 200
+    assert buffer.counts.trained == 1000
+
+
+def test_a_group_that_was_evicted_gives_its_place_back():
+    buffer = GroupBuffer(1)
+    for group_id in range(3):
+        buffer.reserve(group_id)
+        assert buffer.free == 0
+        buffer.commit(group_id, version=0)
+        buffer.drop(group_id, "evicted", "stale")
+        assert buffer.free == 1
+    assert buffer.reasons == {"stale": 3}
+
+
+def test_groups_that_were_aborted_count_as_evicted_and_do_so_after_a_resume():
+    buffer = filled([(0, None), (1, 0), (2, None)])
+    buffer.drop(0, "evicted", "aborted")
+    buffer.drop(1, "evicted", "stale")
+    buffer.drop(2, "filtered", "failed")
+    state = buffer.state()
+    for counts in (buffer.counts, GroupBuffer.restored(state, 4).counts):
+        assert (counts.evicted, counts.aborted, counts.filtered) == (2, 1, 1)
+        assert counts.conserved
+    # One from before groups could be aborted.
+    del state["counts"]["aborted"]
+    assert GroupBuffer.restored(state, 4).counts.aborted == 0
+
+
+def test_a_group_that_is_tried_again_keeps_its_place_and_gets_the_newer_version():
+    buffer = GroupBuffer(3)
+    for group_id, version in ((4, 1), (2, 1), (3, 2)):
+        buffer.reserve(group_id, version=version)
+    buffer.renew(4, version=2)
+    assert [(each.id, each.version) for each in buffer.ready.generating()] == [
+        (4, 2),
+        (2, 1),
+        (3, 2),
+    ]
+    assert [each.id for each in buffer.ready.generating_before(3)] == [2, 4, 3]
+    assert [each.id for each in buffer.ready.generating_before(2)] == [2]
+
+
+def test_a_group_that_was_given_back_is_as_early_as_before():
+    buffer = filled([(5, 0), (2, 1), (7, 0)])
+    buffer.lease([2, 5])
+    buffer.give_back([2, 5])
+    assert [held.id for held in buffer.ready] == [5, 2, 7]
+
+
+def test_reasons_that_are_all_different_do_not_grow_without_end():
+    buffer = GroupBuffer(1)
+    for group_id in range(500):
+        buffer.reserve(group_id)
+        buffer.drop(group_id, "filtered", f"prompt {group_id} is impossible")
+    assert len(buffer.reasons) == MOST_REASONS + 1
+    assert buffer.reasons["other"] == 500 - MOST_REASONS
+    assert sum(buffer.reasons.values()) == 500
+
+
+def test_groups_before_a_checkpoint_hold_back_later_ones_until_they_are_asked_for_again():
+    buffer = filled([(0, 0), (1, None), (2, 0), (3, None)])
+    buffer.rollback(3)
+    again = GroupBuffer.restored(buffer.state(), 4)
+    assert again.unfinished_ids == (1, 3)
+    assert again.generating_ids == ()
+    assert again.ready.lowest_unfinished == 1
+    again.reserve(1)
+    assert again.generating_ids == (1,)
+    again.drop(1, "filtered", "no spread")
+    assert again.ready.lowest_unfinished == 3
+
+
+@given(contents)
+def test_leased_groups_are_ready_behind_a_resume(groups):
+    buffer = filled(groups)
+    ready = list(buffer.ready)
+    buffer.lease([held.id for held in ready[::2]])
+    again = GroupBuffer.restored(buffer.state(), buffer.capacity)
+    assert list(again.ready) == ready
+    assert again.counts.leased == 0
+    assert again.counts.conserved
+    assert again.reserve(99) is None
+    arrivals = {held.arrival for held in ready}
+    assert again.commit(99, version=0).arrival not in arrivals
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (lambda b: b.reserve(1), "group 1 is generating already"),
+        (lambda b: b.reserve(2), "group 2 is ready already"),
+        (
+            lambda b: b.reserve(9),
+            "no place for group 9: 2 groups are generating or ready, and capacity is 2",
+        ),
+        (lambda b: b.renew(2, version=0), "group 2 is ready, and has to be generating to renew it"),
+        (lambda b: b.commit(2, version=0), "group 2 is ready, and has to be generating to commit"),
+        (lambda b: b.commit(9, version=0), r"group 9 is not in the buffer \(not reserved, or gone"),
+        (lambda b: b.rollback(3), "group 3 is leased, and has to be generating to roll it back"),
+        (lambda b: b.drop(3, "evicted", "stale"), "group 3 is leased, .* generating or ready"),
+        (lambda b: b.lease([2, 1]), "group 1 is generating, and has to be ready to lease it"),
+        (lambda b: b.lease([2, 2]), r"group 2 \(ready\) is named twice"),
+        (lambda b: b.give_back([2]), "group 2 is ready, and has to be leased to give it back"),
+        (lambda b: b.trained([3, 2]), "group 2 is ready, and has to be leased to count it"),
+    ],
+)
+def test_a_mistake_names_the_group_and_its_state_and_changes_nothing(operation, message):
+    buffer = GroupBuffer(2)
+    for group_id in (2, 3):
+        buffer.reserve(group_id)
+        buffer.commit(group_id, version=0)
+    buffer.lease([3])
+    buffer.reserve(1)  # in the place that the lease has freed
+    before = buffer.state(), buffer.counts
+    with pytest.raises(GroupStateError, match=message):
+        operation(buffer)
+    assert (buffer.state(), buffer.counts) == before
+
+
+def test_only_known_outcomes_and_capacities_are_taken():
+    buffer = filled([(0, 0)])
+    with pytest.raises(ValueError, match="outcome is 'trained'; allowed: filtered, evicted"):
+        buffer.drop(0, "trained", "")
+    for capacity in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match=f"capacity is {capacity}; allowed"):
+            GroupBuffer(capacity)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": {"trained": 1}}, "KeyError: 'filtered'"),
+        ({"counts": None}, "TypeError"),
+        (
+            {"counts": {"trained": 1, "filtered": 0, "evicted": 1, "aborted": -1}},
+            "-1 is not a count",
+        ),
+        ({"arrivals": -1}, "-1 is not a count, an id or a version"),
+        ({"arrivals": True}, "True is not a count"),
+        ({"arrivals": 1}, "arrival 1 is not below the next one, 1"),
+        ({"unfinished": [4, 1]}, r"unfinished groups \[4, 1\] are not ascending"),
+        ({"unfinished": [2]}, "group 2 is in it twice"),
+        ({"unfinished": ["a"]}, "'a' is not a count"),
+        ({"ready": [{"id": 2}]}, "TypeError"),
+        ({"ready": [{"id": i, "arrival": i, "version": 0} for i in (7, 6)]}, "arrivals"),
+    ],
+)
+def test_a_state_that_no_buffer_has_written_is_an_error(change, message):
+    state = {**filled([(2, 0), (1, None), (3, 0), (4, None)]).state(), **change}
+    with pytest.raises(ValueError, match=f"no state of a buffer: .*{message}"):
+        GroupBuffer.restored(state, 8)
+
+
+def test_more_ready_groups_than_places_leave_none_free_until_they_train():
+    state = filled([(2, 0), (3, 0)]).state()
+    again = GroupBuffer.restored(state, 1)
+    assert again.free == 0
+    again.lease([2])
+    assert again.free == 0
+    again.lease([3])
+    assert again.free == 1

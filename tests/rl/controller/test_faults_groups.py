@@ -1,0 +1,212 @@
+"""Prompts, rollouts and the data plane: no group counts twice, and none is lost unseen."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from toy import Toy, ToyLogger, ToyStore
+from toy_faults import BAD, RealStore, once, stored
+
+from megatron_idempotent.rl.controller import InOrderSampler, MemoryPlane, PoisonedPrompt
+from megatron_idempotent.rl.controller.samplers import SamplerError
+from megatron_idempotent.rl.metrics.loggers import Loggers
+from megatron_idempotent.rl.workers import RanksLost
+
+
+def test_a_poisoned_prompt_is_dropped_and_reported_and_never_trained():
+    toy = Toy(sampler=InOrderSampler(1), generating={(1, 0): PoisonedPrompt("too long")}).run(5)
+    once(toy)
+    assert 1 not in toy.trained()
+    assert toy.kinds("generate").count(("generate", 1)) == 1
+    assert toy.status.counts["filtered"] == 1
+    assert toy.logger.rows[-1][1]["rollouts/dropped/poisoned"] == 1
+
+
+def test_a_group_that_fails_is_tried_again_and_dropped_behind_its_last_attempt():
+    faults = {(2, 0): BAD, **{(4, attempt): BAD for attempt in range(3)}}
+    toy = Toy(sampler=InOrderSampler(1), generating=faults, group_attempts=3).run(5)
+    once(toy)
+    assert toy.kinds("generate").count(("generate", 2)) == 2
+    assert toy.kinds("generate").count(("generate", 4)) == 3
+    assert 2 in toy.trained()
+    assert 4 not in toy.trained()
+    assert toy.logger.rows[-1][1]["rollouts/dropped/failed"] == 1
+
+
+def test_a_hung_rollout_is_given_up_behind_its_limit_and_started_again():
+    toy = Toy(sampler=InOrderSampler(0), generating={(3, 0): None}, group_timeout_s=20.0).run(4)
+    once(toy, steps=4)
+    assert 3 in toy.trained()
+    waits = [row["timing/train/exposed_generation_s"] for step, row in toy.logger.rows if step]
+    assert sum(wait > 20 for wait in waits) == 1
+
+
+def test_a_group_that_was_put_before_the_put_raised_is_there_once():
+    class Plane(MemoryPlane):
+        failures = 3
+
+        async def put(self, group):
+            await super().put(group)
+            if self.failures:
+                self.failures -= 1
+                raise OSError("connection reset")
+
+    toy = Toy(plane=Plane()).run(5)
+    once(toy)
+    assert toy.logger.rows[-1][1]["rollouts/retries/put"] == 3
+
+
+def test_a_clearing_that_fails_behind_an_update_is_caught_up_on_and_fails_no_step():
+    class Plane(MemoryPlane):
+        failures = 2
+
+        async def clear(self, group_ids):
+            if self.failures:
+                self.failures -= 1
+                raise OSError("connection reset")
+            await super().clear(group_ids)
+
+    plane = Plane()
+    toy = Toy(sampler=InOrderSampler(0), plane=plane).run(5)
+    once(toy)
+    assert len(toy.kinds("abort")) == 0
+    assert len(plane) == 0
+
+
+def test_a_group_that_the_data_plane_has_lost_is_replaced():
+    class Plane(MemoryPlane):
+        async def get(self, group_id):
+            if group_id == 3:
+                raise KeyError(group_id)
+            return await super().get(group_id)
+
+    toy = Toy(sampler=InOrderSampler(1), plane=Plane()).run(5)
+    once(toy)
+    assert 3 not in toy.trained()
+    assert toy.logger.rows[-1][1]["rollouts/dropped/lost"] == 1
+
+
+def test_a_logger_that_raises_is_dropped_for_good_and_the_others_get_every_row():
+    class Broken(ToyLogger):
+        calls = 0
+
+        def log(self, metrics, *, step):
+            self.calls += 1
+            raise OSError("disk full")
+
+    broken, good = Broken(), ToyLogger()
+    toy = Toy(loggers=[broken, good]).run(3)
+    assert [step for step, _ in good.rows] == [1, 2, 3], "run() returns once they have all rows"
+    once(toy.run(5))
+    assert broken.calls == 1
+    assert [step for step, _ in good.rows] == [1, 2, 3, 4, 5]
+
+
+def test_a_logger_that_waits_does_not_hold_up_the_event_loop():
+    called, pinged = threading.Event(), threading.Event()
+
+    class Waiting(ToyLogger):
+        def log(self, metrics, *, step):
+            called.set()
+            super().log({"in time": pinged.wait(5)}, step=step)
+
+    waiting = Waiting()
+    toy = Toy(loggers=[waiting], seconds=0.01, step_seconds=0.01)
+
+    async def main():
+        running = asyncio.ensure_future(toy.controller.run(1))
+        while not called.is_set():
+            await asyncio.sleep(0.01)
+        assert (await toy.controller.ping()).trainer_version == 1
+        pinged.set()
+        await running
+
+    asyncio.run(main())  # on the real clock: in a virtual one a thread would take no time
+    assert waiting.rows == [(1, {"in time": True})]
+    inside = ToyLogger()
+    inside.log = lambda metrics, *, step: inside.rows.append(asyncio.get_running_loop().time())
+    Toy(loggers=Loggers([inside])).run(2)
+    assert len(inside.rows) == 2, "who needs the event loop can have it"
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ({"select": lambda *_, **__: 1 / 0}, "select raised ZeroDivisionError('division by zero')"),
+        ({"select": lambda *_, **__: None}, "select returned a NoneType"),
+        ({"evict": lambda *_, **__: 1 / 0}, "evict raised ZeroDivisionError"),
+        ({"room": lambda _: 1 / 0}, "room raised ZeroDivisionError"),
+        ({"room": lambda _: "many"}, "room returned 'many'; return a number of groups"),
+    ],
+)
+def test_a_sampler_that_is_wrong_ends_the_run_and_is_named_with_its_fault(broken, named):
+    sampler = InOrderSampler(1)
+    for method, wrong in broken.items():
+        setattr(sampler, method, wrong)
+    toy = Toy(sampler=sampler)
+    with pytest.raises(SamplerError) as caught:
+        toy.run(5)
+    assert str(caught.value).startswith(f"sampler in_order: {named}")
+    assert toy.policy.steps == []
+
+
+def test_a_data_plane_that_loses_many_groups_costs_them_and_not_the_run():
+    class Plane(MemoryPlane):
+        async def get(self, group_id):
+            if 6 <= group_id < 12:
+                raise KeyError(group_id)
+            return await super().get(group_id)
+
+    toy = Toy(sampler=InOrderSampler(1), groups=6, plane=Plane(), step_attempts=3).run(4)
+    once(toy, steps=4, groups=6)
+    assert toy.status.counts["filtered"] == 6
+
+
+def test_a_checkpoint_leaves_out_groups_that_the_data_plane_has_lost():
+    class Plane(MemoryPlane):
+        failures = 2
+
+        async def get(self, group_id):
+            if toy.controller._shared.doing == "finish" or captures:
+                captures.append(group_id)
+                if self.failures:
+                    self.failures -= 1
+                    raise OSError("connection reset")
+            return await super().get(group_id)
+
+        async def clear(self, group_ids):
+            await super().clear(group_ids)
+            captures.append("clear")
+            if len(lost) < 2:
+                lost.extend(held.id for held in list(toy.controller._shared.buffer.ready)[:1])
+                await super().clear(lost)
+
+    captures, lost = [], []
+    toy = Toy(groups=2, step_seconds=2.0, plane=Plane(), store=ToyStore(), checkpoint_every=1)
+    once(toy.run(4), steps=4)
+    assert lost
+    assert toy.status.counts["filtered"] == len(set(lost))
+    assert not set(lost) & {group["id"] for group in toy.store.kept["groups"]}
+    assert toy.logger.rows[-1][1]["rollouts/retries/get"] == 2
+
+
+def test_groups_that_are_made_anew_are_not_cleared_for_those_that_were_not():
+    class Plane(MemoryPlane):
+        failing = True
+
+        async def clear(self, group_ids):
+            if self.failing:
+                # The one in the restore is the last that fails.
+                self.failing = not toy.store.restored
+                raise OSError("connection reset")
+            await super().clear(group_ids)
+
+    clean = Toy(sampler=InOrderSampler(1)).run(6)
+    plane, lost = Plane(), {("microbatch", 9): RanksLost("rank 1 died")}
+    toy = stored(Toy(sampler=InOrderSampler(1), policy=lost, plane=plane, store=RealStore()))
+    toy.run(6)
+    assert toy.store.restored == 1
+    assert toy.policy.steps == clean.policy.steps
+    assert len(plane) == toy.status.counts["ready"]

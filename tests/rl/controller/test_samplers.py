@@ -1,0 +1,261 @@
+"""Samplers: what they select, what they evict, how many groups they let start."""
+
+from __future__ import annotations
+
+import pytest
+from buffer_strategies import contents, filled, versions
+from custom_samplers import Answers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_idempotent.rl.controller.buffer import GroupBuffer
+from megatron_idempotent.rl.controller.protocol import Admission, Held, Sampler
+from megatron_idempotent.rl.controller.samplers import (
+    FirstReadySampler,
+    InOrderSampler,
+    SamplerError,
+    StrictSampler,
+    WindowedSampler,
+    checked_abort,
+    checked_evict,
+    checked_select,
+    load_sampler,
+)
+from megatron_idempotent.rl.metrics.loggers import SettingsError
+
+windows = st.integers(0, 3)
+counts = st.integers(0, 6)
+
+
+class ReadyThatCounts:
+    """A buffer's groups, and how many of them were looked at."""
+
+    def __init__(self, ready):
+        self._ready, self.looked_at = ready, 0
+
+    def __getattr__(self, name):
+        return getattr(self._ready, name)
+
+    def _seen(self, groups):
+        for held in groups:
+            self.looked_at += 1
+            yield held
+
+    def __iter__(self):
+        return self._seen(self._ready)
+
+    def of_version(self, version):
+        return self._seen(self._ready.of_version(version))
+
+    def by_id(self):
+        return self._seen(self._ready.by_id())
+
+
+@given(contents, windows, versions, counts)
+def test_windowed_selects_the_freshest_or_the_oldest_of_the_eligible(
+    groups, window, version, count
+):
+    ready = filled(groups).ready
+    eligible = [held for held in ready if 0 <= version - held.version <= window]
+    by_lag = sorted(eligible, key=lambda held: (version - held.version, held.arrival))
+    for order, expected in (("freshest", by_lag), ("oldest", eligible)):
+        sampler = WindowedSampler(window, order=order)
+        found = checked_select(sampler, ready, version=version, count=count)
+        assert list(found) == expected[:count]
+
+
+@given(contents, windows, versions)
+def test_windowed_evicts_exactly_what_no_step_will_take_any_more(groups, window, version):
+    buffer = filled(groups)
+    stale = checked_evict(WindowedSampler(window), buffer.ready, version=version)
+    assert set(stale) == {held for held in buffer.ready if version - held.version > window}
+    assert not {held.id for held in stale} & set(buffer.generating_ids)
+
+
+@given(contents, versions, counts)
+def test_strict_selects_groups_of_the_very_weights_that_train(groups, version, count):
+    ready = filled(groups).ready
+    found = checked_select(StrictSampler(), ready, version=version, count=count)
+    assert list(found) == [held for held in ready if held.version == version][:count]
+
+
+@given(contents, versions, counts)
+def test_first_ready_selects_by_arrival_alone_and_evicts_nothing(groups, version, count):
+    ready = filled(groups).ready
+    sampler = FirstReadySampler()
+    assert checked_select(sampler, ready, version=version, count=count) == tuple(ready)[:count]
+    assert checked_evict(sampler, ready, version=version) == ()
+
+
+@given(contents, windows, versions, counts)
+def test_in_order_selects_by_id_and_nothing_above_an_unfinished_group(
+    groups, window, version, count
+):
+    buffer = filled(groups)
+    sampler = InOrderSampler(window)
+    limit = min(buffer.unfinished_ids, default=100)
+    expected = [held for held in buffer.ready.by_id() if held.id < limit][:count]
+    assert list(checked_select(sampler, buffer.ready, version=version, count=count)) == expected
+    assert checked_evict(sampler, buffer.ready, version=version) == ()
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WindowedSampler(2),
+        WindowedSampler(2, order="oldest"),
+        StrictSampler(),
+        FirstReadySampler(),
+        InOrderSampler(2),
+    ],
+    ids=lambda sampler: sampler.name,
+)
+def test_selecting_looks_at_no_more_groups_than_it_needs(sampler):
+    buffer = filled([(place, place % 7) for place in range(500)])
+    ready = ReadyThatCounts(buffer.ready)
+    assert len(sampler.select(ready, version=6, count=2)) == 2
+    # "oldest" compares the first groups of the three versions in its window.
+    assert ready.looked_at <= 2 + 3
+    ready.looked_at = 0
+    stale = sampler.evict(ready, version=6)
+    assert ready.looked_at == len(stale)
+
+
+@given(contents, windows, versions)
+def test_windowed_aborts_what_no_step_would_take_once_it_is_complete(groups, window, version):
+    # Here a group's version is that of its start; those with none start with version 3.
+    buffer = GroupBuffer(len(groups) + 1)
+    for group_id, started_with in groups:
+        buffer.reserve(group_id, version=3 if started_with is None else started_with)
+    running = list(buffer.ready.generating())
+    stale = [each for each in running if version - each.version > window]
+    aborting = WindowedSampler(window, abort_stale=True)
+    found = checked_abort(aborting, buffer.ready, version=version)
+    assert set(found) == set(stale)
+    assert checked_abort(WindowedSampler(window), buffer.ready, version=version) == ()
+    assert checked_abort(FirstReadySampler(), buffer.ready, version=version) == ()
+
+
+def test_a_window_without_a_gate_lets_all_start_that_could_train_in_it():
+    def admission(trainer_version):
+        return Admission(
+            rollout_version=2,
+            trainer_version=trainer_version,
+            groups_per_step=4,
+            accepted=1000,
+            running=200,
+        )
+
+    sampler = WindowedSampler(1, gated=False)
+    assert WindowedSampler(1).room(admission(3)) == 0
+    assert sampler.room(admission(3)) > 10**6
+    assert sampler.room(admission(4)) == 0
+    assert sampler.required_capacity(4) == WindowedSampler(1).required_capacity(4)
+
+
+def test_room_is_what_can_train_within_the_window():
+    admission = Admission(
+        rollout_version=2, trainer_version=3, groups_per_step=4, accepted=14, running=2
+    )
+    assert WindowedSampler(1).room(admission) == (1 + 2 + 1) * 4 - 14 - 2
+    assert InOrderSampler(3).room(admission) == (3 + 2 + 1) * 4 - 14 - 2
+    assert StrictSampler().room(admission) == 0, "never negative"
+    assert FirstReadySampler().room(admission) > 10**6
+
+
+def test_capacity_is_a_steps_groups_for_each_version_of_the_window():
+    assert WindowedSampler(2).required_capacity(4) == 12
+    assert InOrderSampler(1).required_capacity(4) == 8
+    assert StrictSampler().required_capacity(4) == FirstReadySampler().required_capacity(4) == 4
+
+
+def test_samplers_are_loaded_by_name_or_by_path():
+    windowed: Sampler = load_sampler("windowed", max_staleness=2, order="oldest")
+    assert (type(windowed), windowed.max_staleness) == (WindowedSampler, 2)
+    assert (windowed.name, windowed.drains) == ("windowed", False)
+    strict = load_sampler("strict")
+    assert (type(strict), strict.max_staleness, strict.name) == (StrictSampler, 0, "strict")
+    first = load_sampler("first_ready")
+    assert (first.name, first.max_staleness, first.drains) == ("first_ready", None, False)
+    in_order = load_sampler("in_order", lookahead=3)
+    assert (in_order.name, in_order.max_staleness, in_order.drains) == ("in_order", 3, True)
+    custom = load_sampler("custom_samplers:NewestIds", shift=2)
+    assert (custom.name, custom.places, custom.shift) == ("newest_ids", 3, 2)
+    buffer = filled([(0, 0), (4, 0), (1, 0)])
+    assert [held.id for held in checked_select(custom, buffer.ready, version=0, count=2)] == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("newest", {}, "sampler is 'newest'; allowed: first_ready, in_order, strict, windowed, or"),
+        (":NewestIds", {}, "allowed: first_ready, in_order, strict, windowed, or package.module:C"),
+        ("nowhere:Sampler", {}, "sampler 'nowhere:Sampler' cannot be imported: No module named"),
+        ("custom_samplers:Nobody", {}, "cannot be imported: .*Nobody"),
+        ("custom_samplers:not_a_class", {}, "is a int; give a class"),
+        (
+            "windowed",
+            {"max_staleness": 2, "size": 1},
+            "'size'; its options: max_staleness: ",
+        ),
+        ("windowed", {}, "missing a required argument: 'max_staleness'; its options: max_stal"),
+        ("strict", {"max_staleness": 1}, "sampler strict: .* its options: gated: "),
+        ("windowed", {"max_staleness": -1}, "max_staleness is -1; allowed: 0 or more versions"),
+        ("windowed", {"max_staleness": True}, "max_staleness is True; allowed"),
+        ("windowed", {"max_staleness": 1, "gated": 1}, "gated is 1; allowed: true or false"),
+        ("strict", {"abort_stale": "no"}, "abort_stale is 'no'; allowed: true or false"),
+        ("custom_samplers:AbortsNothing", {}, "has abort True; allowed: a method"),
+        ("custom_samplers:AbortsWithout", {}, "abort is called with .ready, version., the last 1"),
+        ("in_order", {"lookahead": 1.5}, r"lookahead is 1\.5; allowed: 0 or more"),
+        ("windowed", {"max_staleness": 1, "order": "best"}, "allowed: freshest, oldest"),
+        ("custom_samplers:NewestIds", {"size": 1}, "'size'; its options: places=3, shift=0"),
+        ("custom_samplers:Half", {}, "has no drains, required_capacity, evict, room"),
+        ("custom_samplers:OtherArguments", {}, "select is called with .ready, version, count.,"),
+        ("custom_samplers:NoName", {}, "has name ''; allowed: a string"),
+        ("custom_samplers:BelowZero", {}, "max_staleness -1; allowed: 0 or more versions, or None"),
+        ("custom_samplers:Perhaps", {}, "has drains 'no'; allowed: a bool"),
+    ],
+)
+def test_what_is_no_sampler_is_told_what_is_known(name, options, message):
+    with pytest.raises(SettingsError, match=message):
+        load_sampler(name, **options)
+
+
+KNOWN, OTHER = (Held(id=n, arrival=n, version=0) for n in (0, 1))
+UNKNOWN = Held(id=7, arrival=7, version=0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([KNOWN, UNKNOWN], r"returned Held\(id=7, .*, which is not among the 2 ready groups"),
+        (
+            [Held(id=0, arrival=0, version=3)],
+            "returned .*version=3., which is not among the 2 ready groups",
+        ),
+        ([0], "returned 0, which is not among"),
+        ([KNOWN, KNOWN], "returned group 0 twice"),
+        (None, "returned a NoneType; return the groups, or an empty list"),
+    ],
+)
+def test_a_wrong_answer_is_an_error_that_names_the_sampler(answer, message):
+    ready, sampler = filled([(0, 0), (1, 0)]).ready, Answers(answer)
+    with pytest.raises(SamplerError, match=f"sampler answers: select {message}"):
+        checked_select(sampler, ready, version=0, count=5)
+    with pytest.raises(SamplerError, match=f"sampler answers: evict {message}"):
+        checked_evict(sampler, ready, version=0)
+
+
+def test_more_groups_than_were_asked_for_are_an_error():
+    ready, sampler = filled([(0, 0), (1, 0)]).ready, Answers([KNOWN, OTHER])
+    assert checked_select(sampler, ready, version=0, count=2) == (KNOWN, OTHER)
+    with pytest.raises(SamplerError, match="sampler answers selected 2 groups of 1"):
+        checked_select(sampler, ready, version=0, count=1)
+    assert checked_evict(sampler, ready, version=0) == (KNOWN, OTHER)
+
+
+def test_a_group_in_the_open_step_is_not_ready():
+    buffer = filled([(0, 0), (1, 0)])
+    buffer.lease([0])
+    with pytest.raises(SamplerError, match=r"id=0.*not among the 1 ready groups"):
+        checked_select(Answers([KNOWN]), buffer.ready, version=0, count=2)

@@ -1,0 +1,297 @@
+"""The order of things in a run in which nothing fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from toy import Toy, ToyStore, conserved, run_virtually
+
+from megatron_idempotent.rl.controller import (
+    ControllerSettings,
+    FirstReadySampler,
+    InOrderSampler,
+    SettingsError,
+    StrictSampler,
+    WindowedSampler,
+)
+
+SAMPLERS = {
+    "strict": StrictSampler(),
+    "windowed": WindowedSampler(2),
+    "first_ready": FirstReadySampler(),
+    "in_order": InOrderSampler(1),
+}
+
+
+def test_a_group_goes_through_log_probs_and_microbatch_before_the_next_one_comes():
+    toy = Toy(sampler=InOrderSampler(0), logprobs="both").run(1)
+    assert toy.kinds("logprobs", "begin", "microbatch", "finish") == [
+        ("logprobs", "policy", 0),
+        ("logprobs", "reference", 0),
+        ("begin",),
+        ("microbatch", 0),
+        ("logprobs", "policy", 1),
+        ("logprobs", "reference", 1),
+        ("microbatch", 1, "last"),
+        ("finish",),
+    ]
+    assert toy.recipe.given == [{"policy": "policy", "reference": "reference"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [("none", {}), ("policy", {"policy"}), ("reference", {"reference"})],
+)
+def test_only_the_log_probs_that_are_asked_for_are_computed(asked, given):
+    toy = Toy(logprobs=asked).run(1)
+    assert [set(each) for each in toy.recipe.given] == [set(given)] * 2
+
+
+def test_a_group_trains_while_others_are_still_generated():
+    toy = Toy(sampler=FirstReadySampler(), groups=4, capacity=8).run(1)
+    first = toy.events.index(("begin",))
+    ready_then = [event for event in toy.events[:first] if event[0] == "generate"]
+    finished = toy.kinds("microbatch")
+    assert len(ready_then) >= 4
+    # The steps' 0.2 s calls begin when the first of four groups is there, not the last.
+    assert toy.policy.steps[0] != tuple(sorted(toy.policy.steps[0])) or len(finished) == 4
+    row = dict(toy.logger.rows)[1]
+    assert 0 < row["timing/train/exposed_generation_s"] < row["timing/train/total_s"]
+
+
+def test_one_finish_and_one_clearing_per_optimizer_step_and_one_publish_per_outer_step():
+    class Plane:
+        """Notes what is cleared."""
+
+        def __init__(self):
+            self.groups, self.cleared = {}, []
+
+        async def put(self, group):
+            self.groups[group.id] = group
+
+        async def get(self, group_id):
+            return self.groups[group_id]
+
+        async def clear(self, group_ids):
+            self.cleared.append(list(group_ids))
+
+        async def close(self):
+            pass
+
+    plane = Plane()
+    toy = Toy(groups=2, minibatches=3, plane=plane).run(6)
+    assert [event[0] for event in toy.kinds("finish", "publish")] == (
+        ["publish"] + (["finish"] * 3 + ["publish"]) * 2
+    )
+    assert [version for _, version in toy.kinds("publish")] == [0, 3, 6]
+    evicted = toy.status.counts["evicted"]
+    cleared = [group_id for ids in plane.cleared for group_id in ids]
+    assert len(cleared) == len(set(cleared)) == 12 + evicted
+    steps = [sorted(step) for step in toy.policy.steps]
+    assert [ids for ids in plane.cleared if ids in steps] == steps
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_trains_whole_steps_and_no_group_twice(name):
+    toy = Toy(sampler=SAMPLERS[name], groups=4, rejected={3, 9}).run(12)
+    assert [len(step) for step in toy.policy.steps] == [4] * 12
+    assert len(set(toy.trained())) == 48
+    assert not {3, 9} & set(toy.trained())
+    assert conserved(toy.status)
+    assert toy.status.counts["filtered"] == 2
+
+
+def test_staleness_stays_within_the_window():
+    toy = Toy(sampler=WindowedSampler(1), groups=4, seconds=3.0).run(20)
+    largest = [metrics["train/staleness_max"] for step, metrics in toy.logger.rows if step]
+    assert max(largest) == 1
+    assert (
+        Toy(sampler=StrictSampler(), groups=4).run(5).logger.rows[-1][1]["train/staleness_max"] == 0
+    )
+
+
+def test_samples_carry_the_version_that_was_published_before_they_were_started():
+    toy = Toy(sampler=StrictSampler(), groups=2).run(4)
+    order = toy.kinds("generate", "publish")
+    assert [event[0] for event in order] == (["publish"] + ["generate"] * 2) * 4 + ["publish"]
+
+
+def test_the_next_step_trains_while_weights_are_published_and_updates_behind_it():
+    toy = Toy(sampler=WindowedSampler(4), groups=3, seconds=0.1)
+    toy.generator.publish_seconds = 5.0
+    toy.run(6)
+    order = [event[0] for event in toy.kinds("microbatch", "publish", "finish")]
+    first = order.index("finish")
+    assert order[first + 1 : first + 6] == ["microbatch"] * 3 + ["publish", "finish"]
+    row = dict(toy.logger.rows)[2]
+    assert row["timing/train/exposed_sync_s"] == pytest.approx(5.0 - 4 * 0.2)
+    waiting = Toy(sampler=InOrderSampler(4), groups=3, seconds=0.1)
+    waiting.generator.publish_seconds = 5.0
+    waiting.run(3)
+    order = [event[0] for event in waiting.kinds("microbatch", "publish", "finish")]
+    assert order[1:] == (["microbatch"] * 3 + ["finish", "publish"]) * 3
+
+
+def test_groups_that_are_handed_over_together_are_those_that_were_there():
+    toy = Toy(sampler=InOrderSampler(1), groups=4, groups_per_call=4).run(3)
+    assert toy.kinds("microbatch") == [
+        ("microbatch", 0, 1, 2, 3, "last"),
+        ("microbatch", 4, 5, 6, 7, "last"),
+        ("microbatch", 8, 9, 10, 11, "last"),
+    ]
+
+
+def test_a_run_to_where_it_stands_does_nothing():
+    toy = Toy().run(2)
+    before = len(toy.events)
+    toy.run(2)
+    assert toy.events[before:] == []
+    assert Toy().run(0).kinds("begin", "finish", "generate") == []
+
+
+def test_runs_one_after_the_other_are_one_run():
+    whole = Toy(sampler=InOrderSampler(1), groups=3).run(6)
+    parts = Toy(sampler=InOrderSampler(1), groups=3).run(2).run(4).run(6)
+    assert parts.policy.steps == whole.policy.steps
+    assert parts.status.trainer_version == 6
+    loose = Toy(groups=3).run(2).run(6)
+    assert len(set(loose.trained())) == 18
+    assert conserved(loose.status)
+
+
+def test_a_stream_of_prompts_that_ends_ends_the_run():
+    toy = Toy(prompts=7, groups=2).run(10)
+    assert toy.status.trainer_version == 3
+    assert toy.status.counts["trained"] == 6
+    assert conserved(toy.status)
+
+
+def test_metrics_are_logged_once_per_version_with_the_names_of_phases():
+    async def evaluate(version):
+        return {"evaluation/reward": float(version)} if version % 2 == 0 else {}
+
+    toy = Toy(evaluate=evaluate, logprobs="policy").run(4)
+    assert [step for step, _ in toy.logger.rows] == [0, 1, 2, 3, 4]
+    assert [m.get("evaluation/reward") for _, m in toy.logger.rows] == [0, None, 2, None, 4]
+    last = toy.logger.rows[-1][1]
+    assert last["train/loss"] == last["train/reward"] == 0.5
+    phases = ("prepare_logprobs", "advantage_pump", "policy_training", "clear_samples")
+    for phase in (*phases, "sync_weights"):
+        assert f"timing/train/{phase}_s" in last
+    assert last["timing/train/policy_training_s"] == pytest.approx(0.8)  # begin, two, finish
+    assert last["rollouts/unaccounted"] == 0
+    assert last["sync/pause_s"] == 0.25
+
+
+def test_ping_answers_while_a_step_trains():
+    toy = Toy(groups=2, step_seconds=50.0)
+    answers = []
+
+    async def main():
+        running = asyncio.ensure_future(toy.controller.run(1))
+        while not running.done():
+            answers.append(await toy.controller.ping())
+            await asyncio.sleep(1.0)
+        answers.append(await toy.controller.ping())
+
+    run_virtually(main())
+    training = [each for each in answers if each.doing == "microbatch"]
+    assert len(training) > 50
+    assert (answers[-1].trainer_version, answers[-1].state) == (1, "ended")
+    assert {each.state for each in training} == {"running"}
+    assert training[-1].step_groups == 1
+    assert max(each.idle_s for each in training) > 40
+
+
+def test_settings_that_cannot_work_are_refused():
+    def settings(**changed):
+        fixed = {"target_groups": 8, "group_size": 4, "train_global_batch_size": 16}
+        return ControllerSettings(**fixed | changed)
+
+    assert settings().minibatches == 2
+    for changed, said in [
+        ({"target_groups": 6}, "target_groups is 6 and an optimizer step has 4 groups"),
+        ({"train_global_batch_size": 18}, "train_global_batch_size is 18"),
+        ({"group_size": 0}, "group_size is 0; allowed: 1 or more"),
+        ({"group_size": 4.0}, "group_size is 4.0; give a whole number, 1 or more"),
+        ({"logprobs": "old"}, "logprobs is 'old'; allowed: policy or reference or both or none"),
+        ({"stall_s": 100.0}, "stall_s is 100 and a group may take 900 s"),
+        ({"drain_s": float("nan")}, "drain_s is nan; allowed: above 0"),
+        (
+            {"min_groups_per_call": 3, "groups_per_call": 2},
+            "min_groups_per_call is 3; allowed: up to groups_per_call, which is 2",
+        ),
+        ({"min_groups_per_call": 0}, "min_groups_per_call is 0; allowed: 1 or more"),
+        ({"groups_per_call": 5}, "groups_per_call is 5; allowed: up to the 4 groups"),
+        ({"stal_s": 9}, "unknown key stal_s (value 9); did you mean stall_s?"),
+        ({"restarts": -1, "step_attempts": 0}, "restarts is -1; allowed: 0 or more"),
+        ({"restarts": -1, "step_attempts": 0}, "step_attempts is 0; allowed: 1 or more"),
+    ]:
+        with pytest.raises(SettingsError) as caught:
+            settings(**changed)
+        assert said in str(caught.value).splitlines() or str(caught.value).startswith(said)
+    with pytest.raises(SettingsError, match="group_size is missing; give a whole number"):
+        ControllerSettings()
+    with pytest.raises(SettingsError, match="capacity is 8; allowed: 12 or more"):
+        settings(capacity=8).checked_capacity(WindowedSampler(2))
+    with pytest.raises(SettingsError, match="the last one's groups are 1 versions old"):
+        settings().checked_capacity(StrictSampler())
+    assert settings().checked_capacity(WindowedSampler(2)) == 12
+
+
+def test_sizes_that_are_not_given_follow_from_those_that_are():
+    def sizes(**given):
+        found = ControllerSettings(group_size=4, **given)
+        assert found.minibatches == found.target_groups // (found.train_global_batch_size // 4)
+        return found.target_groups, found.train_global_batch_size, found.minibatches
+
+    assert sizes() == (32, 128, 1)
+    assert sizes(target_groups=6) == (6, 24, 1)
+    assert sizes(train_global_batch_size=16) == (4, 16, 1)
+    assert sizes(target_groups=8, train_global_batch_size=16) == (8, 16, 2)
+    with pytest.raises(SettingsError, match="train_global_batch_size is 2 and group_size is 4"):
+        sizes(train_global_batch_size=2)
+    with pytest.raises(SettingsError, match="target_groups is -1; allowed: 0 or more"):
+        sizes(target_groups=-1)
+
+
+def test_a_checkpoint_goes_on_where_it_was_written():
+    store = ToyStore()
+    whole = Toy(sampler=InOrderSampler(1), groups=3, store=store, checkpoint_every=2).run(5)
+    stopped = ToyStore()
+    first = Toy(sampler=InOrderSampler(1), groups=3, store=stopped, checkpoint_every=2).run(2)
+    second = Toy(sampler=InOrderSampler(1), groups=3, store=stopped, checkpoint_every=2)
+    assert run_virtually(second.controller.resume()) == 2
+    second.run(5)
+    assert first.policy.steps + second.policy.steps == whole.policy.steps
+    assert second.status.counts == whole.status.counts
+
+
+def test_prompts_that_have_run_out_are_all_trained_and_the_last_weights_published():
+    toy = Toy(sampler=FirstReadySampler(), capacity=20, prompts=6, groups=2)
+    toy.generator.publish_seconds = 5.0
+    toy.run(10)
+    assert sorted(toy.trained()) == list(range(6))
+    # The last two go out while the run finds that there are no more prompts.
+    assert [version for _, version in toy.kinds("publish")] == [0, 1, 2, 3]
+
+
+def test_prompts_that_were_being_answered_at_a_checkpoint_are_asked_again_behind_it():
+    store = ToyStore()
+    first = Toy(groups=3, store=store)
+
+    async def main():
+        running = asyncio.ensure_future(first.controller.run(9))
+        while (await first.controller.ping()).counts["generating"] < 4:
+            await asyncio.sleep(0.05)
+        await first.controller.drain()
+        await running
+
+    run_virtually(main())
+    asked = store.kept["buffer"]["unfinished"]
+    assert asked
+    second = Toy(groups=3, store=store)
+    run_virtually(second.controller.resume())
+    second.run(6)
+    assert [group_id for _, group_id in second.kinds("generate")][: len(asked)] == asked

@@ -1,0 +1,57 @@
+"""A vLLM worker that fails when it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+from megatron_idempotent.rl.engines.vllm.worker import StagingExtension
+
+
+class FaultyWorker(StagingExtension):
+    """`{"do": "fault", "at": "load", "after": 7}`: the next commit breaks off at its 8th tensor.
+
+    At "kill" the worker dies there; at "step" every step of the model takes `sleep_s` longer.
+    """
+
+    def megatron_idempotent(self, command: str) -> dict[str, Any]:
+        asked = json.loads(command)
+        if asked["do"] != "fault":
+            return super().megatron_idempotent(command)
+        if asked["at"] == "step":
+            self._slow(asked["sleep_s"])
+        else:
+            self._break(asked)
+        return super().megatron_idempotent('{"do": "state"}')
+
+    def _slow(self, sleep_s: float) -> None:
+        runner = self.model_runner
+        original = type(runner).execute_model.__get__(runner)
+
+        def slow(*args, **kwargs):
+            time.sleep(sleep_s)
+            return original(*args, **kwargs)
+
+        runner.execute_model = slow
+
+    def _break(self, asked: dict[str, Any]) -> None:
+        transfer = self.weight_transfer_engine
+        original = transfer._load
+
+        def broken(weights):
+            transfer._load = original
+
+            class Broken(dict):
+                def __getitem__(self, name):
+                    if list(weights).index(name) == asked["after"]:
+                        if asked["at"] == "kill":
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        raise RuntimeError("a fault for a test")
+                    return weights[name]
+
+            original(Broken(weights))
+
+        transfer._load = broken

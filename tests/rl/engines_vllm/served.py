@@ -1,0 +1,97 @@
+"""A real vLLM server, shared by tests that update its weights, kill it and leave it paused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from contract_base import buckets
+from tiny import read_weights
+
+from megatron_idempotent.rl.engines import Request
+from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, Timeouts, VllmEngine, VllmServer
+from megatron_idempotent.rl.weights import WeightUpdate
+from megatron_idempotent.rl.weights.transports import SharedMemorySender
+
+HERE = Path(__file__).parent
+ARGUMENTS = ("--dtype", "float32", "--enforce-eager")
+
+
+class Served:
+    """`async with served.engine(directory) as engine`: it serves that checkpoint, unpaused.
+
+    The server is started again where a test has killed it.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.server = VllmServer(
+            checkpoint,
+            arguments=ARGUMENTS,
+            environment=CPU_ENVIRONMENT
+            | {"PYTHONPATH": os.pathsep.join([str(HERE), *_inherited()])},
+            extension="faults.FaultyWorker",
+            log=os.environ.get("VLLM_TEST_LOG"),
+        )
+        self._weights: tuple[Path, int] | None = None
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.stop()
+
+    @contextlib.asynccontextmanager
+    async def engine(self, directory: Path, **settings: object) -> AsyncIterator[VllmEngine]:
+        """Another client of it for each test; it has been started."""
+        await self._clean(directory)
+        settings = {"transport": SharedMemorySender, **settings}
+        engine = VllmEngine(self.server.url, name="shared", **settings)
+        try:
+            await engine.generate(Request(id="first", prompt=(3,), max_tokens=1))
+            yield engine
+        finally:
+            await engine.close()
+
+    def start(self) -> None:
+        """Start it where it is not running."""
+        if not self.server.running:
+            self.server.stop()
+            self.server.__enter__()
+            self._weights = (self.checkpoint, 0)
+
+    async def _clean(self, directory: Path) -> None:
+        """No requests, no pause, nothing staged, and the weights of the checkpoint."""
+        engine = VllmEngine(self.server.url, name="clean", transport=SharedMemorySender)
+        try:
+            await engine._calls.post("/abort_requests", {}, timeout_s=10.0)
+            await slow(engine, 0.0)
+            state = await engine._updates.state()
+            if state.staging:
+                await engine.rollback(state.staging)
+            if state.dirty or self._weights != (directory, state.version):
+                update = WeightUpdate(id=f"clean-{state.version}", version=state.version + 1000)
+                await engine.stage(update, buckets(read_weights(directory)))
+                await engine.pause()
+                await engine.commit(update.id)
+                self._weights = (directory, update.version)
+            await engine.resume()
+            assert (await engine.health()).status == "SERVING"
+        finally:
+            await engine.close()
+
+
+async def slow(engine: VllmEngine, sleep_s: float = 0.02) -> None:
+    """Let a step take so much longer, so that responses live through a few commands."""
+    await engine._control.rpc({"do": "fault", "at": "step", "sleep_s": sleep_s})
+
+
+def fast(**seconds: float) -> Timeouts:
+    """Timeouts for faults."""
+    return Timeouts(**{"control_s": 20.0, "commit_s": 20.0, "bucket_s": 20.0, **seconds})
+
+
+def _inherited() -> list[str]:
+    return [path for path in [os.environ.get("PYTHONPATH")] if path]

@@ -1,0 +1,100 @@
+"""A vLLM with its key-value cache in FP8: scales come with the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+from contract_base import ContractBase, buckets, next_update
+from served import HERE
+from tiny import read_weights
+
+from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmLocalEngine
+from megatron_idempotent.rl.weights import UpdateMismatch
+from megatron_idempotent.rl.weights.transports import SharedMemorySender
+
+PLACE = "model.layers.{}.self_attn.attn"
+
+
+def scales(layers: int, *, k: float, v: float) -> dict[str, float]:
+    places = [PLACE.format(layer).removesuffix(".attn") for layer in range(layers)]
+    return {f"{place}.{name}_scale": s for place in places for name, s in (("k", k), ("v", v))}
+
+
+# vLLM's imports warn.
+@pytest.mark.filterwarnings("ignore")
+class TestVllmWithAnFp8Cache(ContractBase):
+    @pytest.fixture
+    def settings(self, shared, monkeypatch):
+        shared.server.stop()  # two engines would share two cores
+        inherited = [path for path in [os.environ.get("PYTHONPATH")] if path]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *inherited]))
+        for name, value in CPU_ENVIRONMENT.items():
+            monkeypatch.setenv(name, value)
+        return {
+            "dtype": "bfloat16",
+            "kv_cache_dtype": "fp8",
+            "enforce_eager": True,
+            "extension": "scales_worker.ScalesWorker",
+            "transport": SharedMemorySender,
+        }
+
+    def test_scales_take_effect_with_an_update_and_stay(
+        self, old: Path, new: Path, settings
+    ) -> None:
+        asyncio.run(asyncio.wait_for(self.scenario(old, new, settings), 480))
+
+    async def scenario(self, old, new, settings):
+        engine = VllmLocalEngine(old, **settings)
+        try:
+            first = await self.in_use(engine)
+            layers = len(first)
+            assert set(first) == {PLACE.format(layer) for layer in range(layers)}
+            assert first[PLACE.format(0)][:2] == [[1.0, 1.0], [1.0, 1.0]]
+            told = await self.switched(engine, new, scales(layers, k=0.1, v=0.25))
+            rounded = 0.10000000149011612  # as float32 holds it
+            for found in told.values():
+                assert found[:2] == [[rounded, rounded], [0.25, 0.25]]
+            # What is not sent stays, though vLLM resets it with every reload.
+            assert await self.switched(engine, old, None) == told
+            plain = await self.logprobs(engine)
+            # Keys that are divided by a large number leave no bit of their own in FP8.
+            await self.switched(engine, old, scales(layers, k=1e4, v=1e4))
+            assert await self.logprobs(engine) != plain
+            await self.switched(engine, old, scales(layers, k=0.1, v=0.25))
+            assert await self.logprobs(engine) == plain
+            await self.refused(engine, new, scales(layers + 1, k=1.0, v=1.0), "no layer of the m")
+            await self.refused(engine, new, scales(layers - 1, k=1.0, v=1.0), "kv_scales lack")
+            assert await self.in_use(engine) == told
+        finally:
+            await engine.close()
+
+    async def in_use(self, engine):
+        (found,) = await engine._local.llm.collective_rpc("scales_in_use")
+        return {place: [list(pair) for pair in pairs] for place, pairs in found.items()}
+
+    async def staged(self, engine, directory, kv_scales):
+        update = dataclasses.replace(await next_update(engine), kv_scales=kv_scales)
+        tensors = {name: each.bfloat16() for name, each in read_weights(directory).items()}
+        await engine.stage(update, buckets(tensors))
+        return update
+
+    async def switched(self, engine, directory, kv_scales):
+        before = await self.in_use(engine)
+        update = await self.staged(engine, directory, kv_scales)
+        assert await self.in_use(engine) == before
+        await engine.pause()
+        await engine.commit(update.id)
+        await engine.resume()
+        return await self.in_use(engine)
+
+    async def refused(self, engine, directory, kv_scales, message):
+        with pytest.raises(UpdateMismatch, match=message):
+            await self.staged(engine, directory, kv_scales)
+
+    async def logprobs(self, engine):
+        sample = await engine.generate(self.request(max_tokens=24, seed=3))
+        return sample.tokens, sample.logprobs

@@ -1,0 +1,164 @@
+"""Programs that the tests here run on a rank. Legend: B batch, T positions, V vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hf_checkpoints
+import torch
+import torch.distributed as dist
+
+import megatron_idempotent
+from megatron_idempotent.rl.hf import Architecture, build_gpt, load_hf
+from megatron_idempotent.rl.weights import Staging, WeightUpdate
+
+
+def parallel(*, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1) -> None:
+    """Model parallelism of this layout, in place of the one that is up."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    megatron_idempotent.apply()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+    )
+    model_parallel_cuda_manual_seed(3)
+
+
+def config_of(arch: Architecture, **overrides: Any) -> Any:
+    """Returns the configuration of the layout that is up."""
+    from megatron.core import parallel_state as state
+
+    vpp = state.get_virtual_pipeline_model_parallel_world_size()
+    return arch.transformer_config(
+        tensor_model_parallel_size=state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=state.get_expert_model_parallel_world_size(),
+        use_cpu_initialization=True,
+        overlap_p2p_comm=vpp is not None,
+        batch_p2p_comm=vpp is None,
+        **overrides,
+    )
+
+
+def chunks_of(arch: Architecture, config: Any) -> list[Any]:
+    """This rank's stages, in Float16Module where their weights are half precision."""
+    from megatron.core import parallel_state as state
+    from megatron.core.transformer.module import Float16Module
+
+    from megatron_idempotent.megatron.layer_specs import takes
+
+    chunks = []
+    vpp = config.virtual_pipeline_model_parallel_size
+    for stage in range(vpp) if vpp else [None]:
+        where: dict[str, Any] = {"ignore_virtual": False}
+        if takes(state.is_pipeline_first_stage, "vp_stage"):
+            where["vp_stage"] = stage
+        elif stage is not None:
+            state.set_virtual_pipeline_model_parallel_rank(stage)
+        model = build_gpt(
+            arch,
+            config,
+            pre_process=state.is_pipeline_first_stage(**where),
+            post_process=state.is_pipeline_last_stage(**where),
+            vp_stage=stage,
+            parallel_output=False,
+        )
+        half = config.bf16 or config.fp16
+        chunks.append(Float16Module(config=config, module=model) if half else model)
+    return chunks
+
+
+def loaded(folder: Any, **overrides: Any) -> tuple[Architecture, Any, list[Any]]:
+    """A model with a checkpoint's weights."""
+    arch = Architecture.read(folder)
+    config = config_of(arch, **overrides)
+    chunks = chunks_of(arch, config)
+    load_hf(folder, chunks)
+    return arch, config, chunks
+
+
+def logits_of(chunks: list[Any], config: Any) -> torch.Tensor | None:
+    """[B, T, V] on the last stage, through Megatron's schedule."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    b, t = hf_checkpoints.B, hf_checkpoints.T
+    positions_BT = torch.arange(t).expand(b, -1)
+    hidden = torch.ones(1, 1, t, t).tril() < 0.5
+    seen: list[torch.Tensor] = []
+
+    def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+        output = model(next(data_iterator), positions_BT, hidden)
+
+        def loss_func(logits_BTV: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+            seen.append(logits_BTV[..., : hf_checkpoints.V])
+            return logits_BTV.sum(), {}
+
+        return output, loss_func
+
+    count = 2  # an interleaved schedule wants a multiple of the stages
+    data = [iter([hf_checkpoints.tokens_BT()] * count) for _ in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data if len(data) > 1 else data[0],
+            model=chunks,
+            num_microbatches=count,
+            seq_length=t,
+            micro_batch_size=b,
+            forward_only=True,
+        )
+    return seen[0] if seen else None
+
+
+def exported(source: Any, bucket_bytes: int = 4000) -> dict[str, torch.Tensor]:
+    """All tensors on rank 0, checked as an engine does; nothing on others, in as many buckets."""
+    staging = Staging(WeightUpdate(id="1", version=1), expected=source.tensors())
+    count = 0
+    for bucket in source.buckets(bucket_bytes=bucket_bytes):
+        staging.add(bucket)
+        assert bucket.nbytes <= bucket_bytes or len(bucket.tensors) == 1
+        count += 1
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, count)
+    assert set(counts) == {count}
+    if dist.get_rank():
+        assert not staging._tensors
+        return {}
+    tensors = dict(staging.complete())
+    assert list(tensors) == [info.name for info in source.tensors()]
+    return tensors
+
+
+def stored(folder: Any) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Equal to the bit: names, shapes, types and values."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def close(logits: Any, reference: Any, name: str, dtype: Any) -> None:
+    """Only the order of sums differs, but for float32 inside of both models' routers.
+
+    A sum over n terms, in one order or another, is off by at most n·eps of its terms' sum: about
+    60 in each product here, some five of them in each of four layers, and magnitudes that cancel.
+    """
+    inner = torch.float32 if name == "moe" else dtype
+    bound = 60 * 5 * 4 * torch.finfo(inner).eps
+    error = (logits - reference).abs().max() / reference.abs().max()
+    assert error <= bound, (name, dtype, float(error), bound)

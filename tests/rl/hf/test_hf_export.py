@@ -1,0 +1,347 @@
+"""Exports: right after a step, left early, quantized, and what they hold and send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def trained(root: Any, folder: Any) -> tuple[Any, list[Any], Any, Any]:
+    """Runs on a rank: a model in DDP with a checkpoint's weights, and a function that makes a
+    step."""
+    import hf_programs
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_idempotent import wire_train_config
+    from megatron_idempotent.rl.hf import Architecture, load_hf
+
+    arch = Architecture.read(root / folder)
+    config = hf_programs.config_of(arch)
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        bucket_size=2000,
+    )
+    chunks = [
+        DistributedDataParallel(config, ddp, chunk) for chunk in hf_programs.chunks_of(arch, config)
+    ]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            # So that a step depends on nothing but weights and gradients.
+            adam_beta1=0.0,
+            adam_beta2=0.0,
+            adam_eps=0.01,
+            optimizer="adam",
+            lr=0.01,
+            clip_grad=0.0,
+            weight_decay=0.0,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+            overlap_param_gather=True,
+        ),
+        chunks,
+    )
+    wire_train_config(chunks, optimizer)
+    load_hf(root / folder, chunks, optimizer=optimizer)
+
+    def step(seed: int) -> None:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(seed + parallel_state.get_data_parallel_rank())
+        tokens_BT = torch.randint(0, 51, (2, 16), generator=generator)
+        positions_BT = torch.arange(16).expand(2, -1)
+        hidden = torch.ones(1, 1, 16, 16).tril() < 0.5
+
+        def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+            losses_BT = model(tokens_BT, positions_BT, hidden, labels=tokens_BT)
+            return losses_BT, lambda losses: (losses.float().mean(), {})
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=chunks,
+            num_microbatches=1,
+            seq_length=16,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        assert optimizer.step()[0]
+
+    return arch, chunks, optimizer, step
+
+
+def right_after_a_step(root: Any, name: str) -> bool:
+    """Runs on two data-parallel ranks; returns whether rank 0's parameters lacked some of the
+    step."""
+    import hf_programs
+    import torch
+
+    from megatron_idempotent.rl.hf import MegatronWeights, load_hf
+
+    hf_programs.parallel()
+    arch, chunks, optimizer, step = trained(root, name)
+    source = MegatronWeights(chunks, arch)
+    stored = hf_programs.stored(root / name)
+    first = torch.distributed.get_rank() == 0
+    sends: list[int] = []
+    watch_messages(sends)
+    found = hf_programs.exported(source)
+    assert not sends  # rank 0 has all
+    if first:
+        hf_programs.same(found, stored)
+    step(1)
+    stale = [parameter.clone() for parameter in chunks[0].module.parameters()]
+    found = hf_programs.exported(source)
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+    synced = hf_programs.exported(source)
+    now = chunks[0].module.parameters()
+    lacked = not all(map(torch.equal, stale, now))
+    if first:
+        hf_programs.same(found, synced)
+        assert any(not torch.equal(found[each], stored[each]) for each in stored)
+    # A load right after a step, while its gathers are in flight; then a step from what was loaded.
+    step(2)
+    for chunk in chunks:
+        chunk.start_param_sync()
+    assert in_flight(chunks)
+    load_hf(root / name, chunks, optimizer=optimizer)
+    assert not in_flight(chunks)  # they could still write what was there before
+    found = hf_programs.exported(source)
+    if first:
+        hf_programs.same(found, stored)
+    step(3)
+    found = hf_programs.exported(source)
+    arch, chunks, _, step = trained(root, name)
+    step(3)
+    wanted = hf_programs.exported(MegatronWeights(chunks, arch))
+    if first:
+        hf_programs.same(found, wanted)
+    return lacked
+
+
+def in_flight(chunks: list[Any]) -> bool:
+    groups = [group for chunk in chunks for group in chunk.bucket_groups]
+    return any(group.param_gather_handle is not None for group in groups)
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied-half", "moe-half"])
+def test_an_export_and_a_load_right_after_a_step_see_all_of_it(megatron_ranks, checkpoints, name):
+    lacked = megatron_ranks(2, right_after_a_step, checkpoints, name)
+    assert lacked[0], "nothing was pending: the test shows nothing"
+
+
+def watch_messages(seen: list[int]) -> None:
+    """Have `seen` get how many messages are sent and received together, from here on."""
+    import torch.distributed as dist
+
+    original = dist.batch_isend_irecv
+
+    def watched(messages: list[Any]) -> list[Any]:
+        seen.append(len(messages))
+        works: list[Any] = original(messages)
+        return works
+
+    dist.batch_isend_irecv = watched
+
+
+def left_early(root: Any) -> None:
+    """Runs on two tensor-parallel ranks: every way to leave, and a whole export after each."""
+    import hf_programs
+    import torch
+
+    from megatron_idempotent import Fp8Export
+    from megatron_idempotent.rl.hf import MegatronWeights
+
+    hf_programs.parallel(tp=2)
+    arch, _, chunks = hf_programs.loaded(root / "llama")
+    stored = hf_programs.stored(root / "llama")
+    source = MegatronWeights(chunks, arch)
+    first = torch.distributed.get_rank() == 0
+
+    def take_all() -> None:
+        for _ in source.buckets(bucket_bytes=4000):
+            pass
+
+    def whole() -> None:
+        found = hf_programs.exported(source)
+        if first:
+            hf_programs.same(found, stored)
+
+    def close() -> None:
+        with source.buckets(bucket_bytes=4000) as buckets:
+            assert next(buckets).tensors
+        assert list(buckets) == []
+        buckets.close()
+
+    def fail() -> None:
+        def consume() -> None:
+            with source.buckets(bucket_bytes=4000) as buckets:
+                for _ in buckets:
+                    raise KeyError("consumer")
+
+        with pytest.raises(KeyError, match="consumer"):
+            consume()
+
+    def never_begin() -> None:
+        source.buckets(bucket_bytes=4000).close()
+
+    def refuse() -> None:
+        with pytest.raises(ValueError, match="bucket_bytes=0; allowed: 1 or more"):
+            source.buckets(bucket_bytes=0)
+
+    for leave in (close, fail, never_begin, refuse):
+        leave() if first else take_all()
+        whole()
+    if first:
+        take_all()
+    else:
+        with source.buckets(bucket_bytes=4000) as buckets:
+            next(buckets)
+    whole()
+    # What cannot be quantized is known on rank 0 only, after some of the tensors.
+    quantized = MegatronWeights(chunks, arch, fp8=Fp8Export())
+    weight = chunks[0].decoder.layers[2].mlp.linear_fc2.weight
+    kept = weight.detach().clone()
+    weight.data[0, 0] = float("nan")
+    if first:
+        with pytest.raises(ValueError, match=r"layers\.2\.mlp\.down_proj") as caught:
+            list(quantized.buckets(bucket_bytes=4000))
+    else:
+        assert len(list(quantized.buckets(bucket_bytes=4000))) > 4
+    weight.data.copy_(kept)
+    whole()  # although the error still holds the stream
+    assert not first or caught.value
+    found = hf_programs.exported(quantized)
+    if first:
+        hf_programs.same(found, dict(Fp8Export().weights(iter(stored.items()))))
+        config = quantized.quantization_config()
+        assert config == Fp8Export().quantization_config(stored.items())
+    # A model that is not all there, and one that is another.
+    with pytest.raises(
+        ValueError, match=r"of model.embed_tokens.weight \[51, 24\] there is 0 to 26"
+    ):
+        MegatronWeights(chunks if first else [], arch)
+    chunks[0].decoder.layers[1].extra = torch.nn.Linear(2, 2) if not first else None
+    with pytest.raises(ValueError, match="rank 1: Ch" if first else "1.extra.bias .2. has no cou"):
+        MegatronWeights(chunks, arch)
+
+
+def test_ranks_stay_in_step_whoever_leaves_an_export_early(megatron_ranks, checkpoints):
+    megatron_ranks(2, left_early, checkpoints)
+
+
+def dropped(root: Any) -> None:
+    """Runs on a rank: an export that nobody closes, and one that is at its end."""
+    import gc
+    import warnings
+
+    import hf_programs
+
+    from megatron_idempotent.rl.hf import MegatronWeights
+
+    hf_programs.parallel(tp=1)
+    arch, _, chunks = hf_programs.loaded(root / "llama")
+    source = MegatronWeights(chunks, arch)
+    said = r"dropped after [1-9]\d* of \d+ tensors, and other ranks"
+    with pytest.warns(ResourceWarning, match=said):
+        next(source.buckets(bucket_bytes=4000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(source.buckets(bucket_bytes=4000))
+        source.buckets(bucket_bytes=4000).close()
+        gc.collect()
+
+
+def test_an_export_that_is_dropped_half_way_warns_and_sends_nothing(megatron_ranks, checkpoints):
+    megatron_ranks(1, dropped, checkpoints)
+
+
+BUCKET = 6 << 20
+
+
+def what_it_takes() -> dict[str, int]:
+    """Runs on two tensor-parallel ranks with 64 MB; returns most bytes held, messages, sizes in
+    bytes."""
+    import hf_programs
+    import torch
+
+    from megatron_idempotent.proof.cpu.probes import peak_bytes
+    from megatron_idempotent.rl.hf import Architecture, MegatronWeights
+
+    hf_programs.parallel(tp=2)
+    arch = Architecture.of(
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "vocab_size": 4001,
+        }
+    )
+    chunks = hf_programs.chunks_of(arch, hf_programs.config_of(arch))
+    source = MegatronWeights(chunks, arch)
+    narrow = MegatronWeights(chunks, arch, dtype=torch.bfloat16)
+
+    def export() -> None:
+        for bucket in source.buckets(bucket_bytes=BUCKET):
+            del bucket
+
+    def export_at_once() -> None:  # all of which is cast before it is sent
+        for bucket in narrow.buckets(bucket_bytes=1 << 30):
+            del bucket
+
+    messages: list[int] = []
+    watch_messages(messages)
+    export()
+    count = sum(messages)
+    sizes = [info.nbytes for info in source.tensors()]
+    return {
+        "peak": peak_bytes(export, runs=1),
+        "peak, cast": peak_bytes(export_at_once, runs=1),
+        "messages": count,
+        "largest": max(sizes),
+        "total": sum(sizes),
+        "shard": max(4 * parameter.numel() for parameter in chunks[0].parameters()),
+    }
+
+
+def test_an_export_holds_a_bucket_and_a_tensor_and_sends_each_shard_once(megatron_ranks):
+    first, second = megatron_ranks(2, what_it_takes)
+    checksum = 2 << 20  # a few blocks of half a MB
+    assert first["total"] > 3 * (BUCKET + first["largest"])
+    assert first["peak"] <= BUCKET + first["largest"] + checksum
+    assert first["peak, cast"] <= (first["total"] + first["largest"]) // 2 + checksum
+    assert second["peak"] <= second["shard"]
+    assert second["peak, cast"] <= second["shard"] // 2
+    # Of each layer q, k, v with their biases, o, gate, up and down; the embedding and the output.
+    assert first["messages"] == second["messages"] == 3 * 10 + 2
+
+
+def test_parts_have_to_follow_each_other_from_end_to_end():
+    from megatron_idempotent.rl.hf.export import TensorPart, _covers
+
+    both = [TensorPart(0, 0, 2, 0), TensorPart(0, 2, 3, 1)]
+    assert _covers(both, (5, 4))
+    for wrong in (
+        [],
+        both[:1],
+        both[1:],
+        [both[0], TensorPart(0, 3, 2, 1)],
+        [both[0], TensorPart(0, 1, 3, 1)],
+        [*both, TensorPart(0, 2, 3, 1)],
+        [both[0], TensorPart(1, 2, 2, 1)],
+        [*both, TensorPart(0, 5, 1, 1)],
+    ):
+        assert not _covers(wrong, (5, 4))

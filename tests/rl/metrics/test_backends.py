@@ -1,0 +1,164 @@
+"""TensorBoard, Weights & Biases, and loggers by import path."""
+
+import builtins
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_idempotent.rl.metrics.loggers import (
+    METRICS_FILE,
+    Loggers,
+    SettingsError,
+    TensorBoardLogger,
+    WandbLogger,
+    logger_factories,
+    read_metrics,
+)
+
+
+@pytest.fixture
+def wandb(mocker):
+    fake = mocker.MagicMock()
+    fake.init.return_value.id = "abc123"
+    mocker.patch.dict(sys.modules, {"wandb": fake})
+    return fake
+
+
+def test_tensorboard_holds_every_metric_at_its_step(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    for step in range(1, 4):
+        logger.log({"train/reward": 0.25 * step}, step=step)
+    logger.close()
+    # What an interrupted run had written after its checkpoint is hidden.
+    resumed = TensorBoardLogger(tmp_path, first_step=2)
+    resumed.log({"train/reward": 0.9}, step=3)
+    resumed.close()
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("train/reward")
+    assert [(event.step, round(event.value, 5)) for event in events] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.9),
+    ]
+
+
+def test_wandb_gets_the_metrics_over_their_step_and_is_ended(wandb, tmp_path, mocker):
+    run = tmp_path / "run-7"
+    run.mkdir()
+    logger = WandbLogger(run, project="grpo", config={"group_size": 16})
+    logger.log({"train/loss": 0.5}, step=3)
+    logger.close()
+    wandb.init.assert_called_once_with(
+        project="grpo",
+        dir=str(run),
+        name="run-7",
+        config={"group_size": 16},
+        id=None,
+        resume=None,
+    )
+    told = wandb.init.return_value
+    told.define_metric.assert_has_calls([mocker.call("step"), mocker.call("*", step_metric="step")])
+    told.log.assert_called_once_with({"step": 3, "train/loss": 0.5})
+    told.finish.assert_called_once_with()
+
+
+def test_the_mode_of_wandb_is_left_to_the_environment(wandb, tmp_path):
+    WandbLogger(tmp_path)
+    # Given here, it would win over WANDB_MODE=offline.
+    assert "mode" not in wandb.init.call_args.kwargs
+
+
+def test_a_resumed_run_goes_on_in_its_own_wandb_run_and_a_new_one_does_not(wandb, tmp_path):
+    WandbLogger(tmp_path).close()
+    WandbLogger(tmp_path, first_step=4).close()
+    assert wandb.init.call_args.kwargs["id"] == "abc123"
+    assert wandb.init.call_args.kwargs["resume"] == "allow"
+    WandbLogger(tmp_path).close()
+    assert wandb.init.call_args.kwargs["id"] is None
+
+
+def test_the_real_wandb_takes_it_offline(tmp_path):
+    pytest.importorskip("wandb")
+    program = (
+        "import pathlib\n"
+        "from megatron_idempotent.rl.metrics.loggers import WandbLogger\n"
+        "for first_step in (0, 3):\n"
+        "    logger = WandbLogger(pathlib.Path('.'), first_step=first_step, config={'seed': 1})\n"
+        "    logger.log({'train/loss': 0.5}, step=first_step + 1)\n"
+        "    logger.close()\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        timeout=120,
+        check=True,
+    )
+    (run_id,) = {path.stem for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")}
+    assert run_id == f"run-{(tmp_path / 'wandb-run-id').read_text().strip()}"
+
+
+def test_without_wandb_the_error_says_what_to_install(tmp_path, monkeypatch):
+    imported = builtins.__import__
+
+    def without_wandb(name, *args, **kwargs):
+        if name == "wandb":
+            raise ModuleNotFoundError("No module named 'wandb'")
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without_wandb)
+    with pytest.raises(ModuleNotFoundError, match="pip install wandb, or take wandb out"):
+        WandbLogger(tmp_path)
+
+
+def test_loggers_are_made_from_their_names_where_they_run(tmp_path, monkeypatch):
+    (tmp_path / "my_loggers_of_watch.py").write_text(
+        "class Mine:\n"
+        "    def __init__(self, directory, *, first_step):\n"
+        "        self.file = (directory / 'mine.txt').open('w')\n"
+        "        print('from', first_step, file=self.file)\n"
+        "    def log(self, metrics, *, step):\n"
+        "        print(step, metrics, file=self.file)\n"
+        "    def close(self):\n"
+        "        self.file.close()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names = ("jsonl", "my_loggers_of_watch:Mine")
+    factories = logger_factories(names, tmp_path, first_step=2)
+    assert not (tmp_path / "mine.txt").exists()
+    loggers = Loggers(factories, threaded=True)
+    loggers.log({"loss": 0.5}, step=3)
+    loggers.close()
+    assert (tmp_path / "mine.txt").read_text() == "from 2\n3 {'loss': 0.5}\n"
+    assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 3, "loss": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("mlflow", "allowed: jsonl, tensorboard, wandb, and package.module:callable"),
+        ("no_such_module_at_all:f", "No module named 'no_such_module_at_all'"),
+        ("json:no_such_name", "json has no callable 'no_such_name'"),
+        ("math:pi", "math has no callable 'pi'"),
+    ],
+)
+def test_a_name_that_is_no_logger_is_told_before_the_run(tmp_path, name, told, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SettingsError, match=told):
+        logger_factories([name], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_logger_that_is_asked_for_and_not_installed_is_told_before_the_run(
+    tmp_path, name, monkeypatch
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(SettingsError, match=f"{name} is not installed; pip install {name}"):
+        logger_factories([name], tmp_path)

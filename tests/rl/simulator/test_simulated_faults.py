@@ -1,0 +1,347 @@
+"""Faults while the controller runs; each run comes to its end, and loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+from small_run import SMALL, check, run
+
+from megatron_idempotent.rl.controller import EnginesLost, Fleet
+from megatron_idempotent.rl.controller.protocol import Stalled, StepFailed
+from megatron_idempotent.rl.engines import Request
+from megatron_idempotent.rl.simulator.clock import run as run_virtually
+from megatron_idempotent.rl.simulator.engine import SimulatedEngine
+from megatron_idempotent.rl.simulator.faults import Fault, Faults
+from megatron_idempotent.rl.simulator.run import Simulation, simulate
+from megatron_idempotent.rl.simulator.scenario import Limits
+from megatron_idempotent.rl.simulator.trainer import SimulatedWeights
+from megatron_idempotent.rl.workers.protocol import RanksLost
+
+
+def engine(kind: str, **more: Any) -> Fault:
+    return Fault(target="engine", kind=kind, **{"index": 1, "at_s": 20.0, "for_s": 30.0, **more})
+
+
+def policy(kind: str, call: str, **more: Any) -> Fault:
+    return Fault(target="policy", kind=kind, call=call, **{"at_s": 20.0, **more})
+
+
+@pytest.mark.parametrize("kind", ["dies", "dies in stage", "dies in commit"])
+@pytest.mark.parametrize("sampler", ["windowed", "in_order"])
+def test_an_engine_that_dies_and_comes_back_costs_time_alone(kind: str, sampler: str) -> None:
+    report, simulation = run(engine(kind), sampler=sampler, steps=30)
+    assert [name for _, name in report.faults] == [f"engine 1 {kind}"]
+    assert simulation.engines[1].tokens > 0
+    # It serves again, with the newest weights.
+    assert simulation.fleet._sync.quarantined == {}
+    assert report.counts["filtered"] == 0
+
+
+def test_an_engine_that_was_idle_when_it_died_is_left_out_and_taken_back() -> None:
+    # One request at a time, for the first engine: the last one is idle until the others are gone.
+    others = [engine("dies", index=i, at_s=60.0, for_s=0.0) for i in range(3)]
+    report, simulation = run(
+        engine("dies", index=3, at_s=10.0, for_s=20.0),
+        *others,
+        group_size=1,
+        groups_per_step=1,
+        staleness=0,
+        steps=40,
+    )
+    assert report.counts["filtered"] == 0
+    assert simulation.engines[3].lost_tokens == 0
+    assert simulation.engines[3].tokens > 0
+    assert sorted(simulation.fleet._sync.quarantined) == ["engine-0", "engine-1", "engine-2"]
+
+
+def test_an_engine_that_is_started_anew_while_it_is_idle_costs_no_group() -> None:
+    async def restart(simulation: Simulation) -> None:
+        await asyncio.sleep(20)
+        one = simulation.engines[0]
+        while (await one.health()).running:
+            await asyncio.sleep(0.05)
+        one.die()
+        one.come_back()
+        restarted.append(one.tokens)
+
+    restarted: list[float] = []
+    scenario = dataclasses.replace(SMALL, group_size=2, sampler="first_ready", steps=40)
+    report = simulate(scenario, beside=restart)
+    check(report, scenario)
+    assert report.counts["filtered"] == 0
+    # No token of weights that this run has not published is in the weights.
+    assert max(report.staleness) < 10
+    assert len(restarted) == 1
+
+
+@pytest.mark.parametrize("kind", ["stays dirty", "loses a bucket"])
+def test_an_update_that_fails_on_an_engine_is_made_good_by_a_later_one(kind: str) -> None:
+    report, simulation = run(engine(kind, times=12, for_s=0.0), steps=30)
+    assert len(report.faults) == 12
+    assert simulation.fleet._sync.quarantined == {}
+
+
+def test_an_engine_that_is_behind_does_not_starve_a_strict_run() -> None:
+    report, _ = run(engine("stays dirty", times=3, for_s=0.0), sampler="strict", limit_s=5e3)
+    assert len(report.faults) == 3
+
+
+def test_a_slow_engine_slows_its_own_requests_alone() -> None:
+    usual, _ = run(steps=30)
+    report, _ = run(engine("slow", factor=0.2), steps=30)
+    assert usual.measured_s < report.measured_s < 3 * usual.measured_s
+
+
+def test_an_engine_that_hangs_costs_attempts_and_no_group() -> None:
+    report, _ = run(engine("hangs", for_s=100.0), steps=30)
+    assert report.counts["filtered"] == 0
+
+
+def test_all_engines_lost_for_a_while_is_a_pause_and_nothing_else() -> None:
+    faults = [engine("dies", index=i, at_s=20.0 + i / 10, for_s=60.0) for i in range(4)]
+    report, _ = run(*faults, steps=30)
+    assert report.counts["filtered"] == 0
+    assert report.measured_s > 60
+
+
+def test_all_engines_lost_for_good_end_the_run_with_where_it_stands() -> None:
+    faults = tuple(engine("dies", index=i, for_s=0.0) for i in range(4))
+    with pytest.raises(Stalled, match=r"no progress in \d+ s.*groups are being generated"):
+        simulate(dataclasses.replace(SMALL, faults=faults))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (call, kind)
+        for call in ("begin", "logprobs", "microbatch", "finish")
+        for kind in ("raises", "done, then raises")
+        if (call, kind) != ("finish", "done, then raises")
+    ],
+)
+def test_a_step_that_fails_is_taken_again_with_the_same_groups(
+    call: str, kind: str, times: int
+) -> None:
+    report, simulation = run(policy(kind, call, times=times), logprobs="policy")
+    assert len(report.faults) == times
+    assert report.counts["filtered"] == 0
+    # A finish is asked once more before its step is undone.
+    aborted = {"microbatch": times, "finish": times // 2}
+    assert simulation.policy.aborted == aborted.get(call, simulation.policy.aborted)
+
+
+def test_a_finish_that_was_carried_out_and_then_raises_counts_once() -> None:
+    report, simulation = run(policy("done, then raises", "finish"))
+    assert len(report.faults) == 1
+    assert simulation.policy.aborted == 0
+
+
+def test_a_step_that_fails_for_ever_ends_the_run_and_is_undone() -> None:
+    fault = policy("raises", "finish", times=99)
+    with pytest.raises(StepFailed, match="failed 3 times with the same 4 groups"):
+        simulate(dataclasses.replace(SMALL, faults=(fault,)))
+
+
+@pytest.mark.parametrize("call", ["begin", "microbatch", "finish", "abort"])
+def test_lost_ranks_come_back_with_the_newest_checkpoint_and_the_buffer(call: str) -> None:
+    faults = [policy("ranks lost", call)]
+    if call == "abort":
+        faults.append(policy("raises", "microbatch"))
+    report, simulation = run(*faults, steps=20)
+    assert report.restores == 1
+    assert simulation.store.saved > 0
+    assert max(report.staleness) <= 2
+
+
+def test_lost_ranks_before_the_first_checkpoint_begin_anew() -> None:
+    report, _ = run(policy("ranks lost", "finish", at_s=0.0), limits=Limits(stall_s=12000.0))
+    assert report.restores == 1
+
+
+def test_ranks_that_are_lost_again_and_again_end_the_run() -> None:
+    fault = policy("ranks lost", "microbatch", times=99)
+    with pytest.raises(RanksLost):
+        simulate(dataclasses.replace(SMALL, faults=(fault,)))
+
+
+@pytest.mark.parametrize("call", ["begin", "logprobs", "microbatch"])
+def test_a_policy_that_hangs_is_found_by_the_watchdog(call: str) -> None:
+    scenario = dataclasses.replace(SMALL, faults=(policy("hangs", call),), logprobs="policy")
+    with pytest.raises(Stalled, match=r"no progress in 600 s.*the train pump is at"):
+        simulate(scenario)
+
+
+def test_a_finish_that_hangs_is_cut_off_and_its_ranks_are_restored() -> None:
+    report, _ = run(policy("hangs", "finish"))
+    assert report.restores == 1
+
+
+def test_a_policy_whose_undoing_hangs_is_restored() -> None:
+    report, _ = run(policy("raises", "microbatch"), policy("hangs", "abort"))
+    assert report.restores == 1
+
+
+def test_a_hung_rollout_is_tried_again() -> None:
+    report, _ = run(Fault(target="prompt", kind="hangs", index=9))
+    assert report.counts["filtered"] == 0
+    assert report.measured_s > 60
+
+
+def test_a_prompt_that_hangs_for_ever_is_dropped() -> None:
+    report, simulation = run(Fault(target="prompt", kind="hangs", index=9, times=999), steps=40)
+    assert report.counts["filtered"] == 1
+    assert not simulation.policy.has(9)
+
+
+def test_a_poisoned_prompt_is_dropped_and_reported_and_never_trained() -> None:
+    report, simulation = run(Fault(target="prompt", kind="poisoned", index=9, times=999))
+    assert report.counts["filtered"] == 1
+    assert not simulation.policy.has(9)
+    assert any("poisoned" in name for name in report.dropped)
+
+
+def test_a_prompt_that_fails_now_and_then_is_trained_all_the_same() -> None:
+    report, simulation = run(Fault(target="prompt", kind="fails", index=9, times=3))
+    assert report.counts["filtered"] == 0
+    assert simulation.policy.has(9)
+
+
+@pytest.mark.parametrize("kind", ["raises", "done, then raises"])
+@pytest.mark.parametrize("call", ["put", "clear"])
+def test_a_data_plane_that_fails_loses_no_group(kind: str, call: str) -> None:
+    fault = Fault(target="plane", kind=kind, call=call, at_s=10.0, times=2)
+    report, _ = run(fault)
+    assert len(report.faults) == 2
+    assert report.counts["filtered"] == 0
+
+
+def test_a_group_that_was_given_up_does_not_stay_in_the_data_plane() -> None:
+    report, _ = run(Fault(target="plane", kind="done, then raises", call="put", at_s=10.0, times=3))
+    assert sum(report.counts[name] for name in ("filtered", "evicted")) >= 1
+
+
+def test_a_clear_that_fails_in_a_restore_does_not_end_the_run() -> None:
+    faults = (
+        policy("ranks lost", "microbatch", at_s=50.0),
+        Fault(target="plane", kind="raises", call="clear", at_s=50.0, times=2),
+    )
+    for seed in range(5):
+        report, _ = run(*faults, seed=seed, steps=20)
+        assert report.restores == 1
+
+
+def test_a_clear_that_is_made_up_for_takes_no_group_that_was_made_anew() -> None:
+    faults = (
+        Fault(target="plane", kind="raises", call="clear", at_s=45.0),
+        policy("ranks lost", "microbatch", at_s=50.0),
+    )
+    for seed in range(5):
+        report, _ = run(*faults, seed=seed, steps=20)
+        assert not [name for name in report.dropped if "lost" in name]
+
+
+def test_a_group_that_cannot_be_read_fails_the_step_and_not_the_run() -> None:
+    report, _ = run(Fault(target="plane", kind="raises", call="get", at_s=10.0, times=2))
+    assert len(report.faults) == 2
+
+
+def test_a_logger_that_raises_is_dropped_and_the_others_go_on() -> None:
+    report, _ = run(Fault(target="logger", kind="raises", at_s=20.0))
+    assert len(report.step_ends_s) == SMALL.steps
+
+
+def test_an_export_that_fails_is_tried_again() -> None:
+    report, _ = run(Fault(target="weights", kind="raises", at_s=20.0))
+    assert len(report.faults) == 1
+
+
+def test_a_drain_ends_the_run_soon_and_loses_nothing() -> None:
+    seen = []
+
+    async def drain(simulation: Simulation) -> None:
+        seen.append(simulation)
+        await asyncio.sleep(25)
+        await simulation.controller.drain()
+
+    report = simulate(dataclasses.replace(SMALL, steps=1000), beside=drain)
+    assert report.conserved
+    assert 0 < report.steps < 30
+    assert report.measured_s < 25 + 60 + 10
+    assert seen[0].store.saved >= 1
+
+
+def test_everything_at_once() -> None:
+    faults = (
+        engine("dies", index=0, at_s=10.0),
+        engine("dies in stage", index=1, at_s=15.0),
+        engine("dies in commit", index=2, at_s=20.0),
+        engine("hangs", index=3, at_s=60.0),
+        policy("raises", "finish", at_s=25.0, times=2),
+        policy("ranks lost", "microbatch", at_s=50.0),
+        policy("done, then raises", "microbatch", at_s=70.0),
+        Fault(target="plane", kind="done, then raises", call="put", at_s=30.0, times=2),
+        Fault(target="plane", kind="raises", call="clear", at_s=35.0, times=2),
+        Fault(target="prompt", kind="poisoned", index=12, times=99),
+        Fault(target="prompt", kind="hangs", index=17),
+        Fault(target="logger", kind="raises", at_s=40.0),
+    )
+    for seed in range(5):
+        scenario = dataclasses.replace(SMALL, faults=faults, steps=40, seed=seed)
+        check(simulate(scenario), scenario)
+
+
+def one_fleet(*engines: SimulatedEngine) -> Fleet:
+    async def score(*_: Any) -> list[float]:
+        return [0.0]
+
+    return Fleet(
+        engines,
+        source=SimulatedWeights(2, Faults(())),
+        requests=lambda group_id, prompt: [Request(id=f"{group_id}", prompt=(1,), max_tokens=9)],
+        score=score,
+    )
+
+
+def test_looking_for_engines_leaves_them_as_a_publish_has_them() -> None:
+    async def scenario() -> None:
+        engine = SimulatedEngine("engine-0")
+        fleet = one_fleet(engine)
+        await fleet.publish(0)
+        fleet.quarantined = {"engine-0": "behind"}
+        # As in the middle of a publish that is tried again.
+        await engine.pause()
+        assert await fleet.recover()
+        assert (await engine.health()).status == "PAUSED"
+        engine.die()
+        assert not await fleet.recover()
+
+    run_virtually(scenario())
+
+
+def test_an_engine_that_comes_with_a_higher_version_of_another_run_gets_the_weights() -> None:
+    async def scenario() -> None:
+        first, late = SimulatedEngine("engine-0"), SimulatedEngine("engine-1", version=70)
+        fleet = one_fleet(first, late)
+        late.die()
+        await fleet.publish(0)
+        late.come_back()
+        await fleet.publish(1)
+        metrics = await fleet.publish(2)
+        assert metrics["engines"] == 2
+        assert fleet.quarantined == {}
+        # And where it is the only one that is left.
+        alone = one_fleet(SimulatedEngine("engine-0"), SimulatedEngine("engine-1", version=70))
+        first, late = alone._engines.values()
+        late.die()
+        await alone.publish(0)
+        first.die()
+        late.come_back()
+        with pytest.raises(EnginesLost):
+            await alone.publish(1)
+        assert (await alone.publish(1))["engines"] == 1
+
+    run_virtually(scenario())

@@ -1,0 +1,127 @@
+"""The command line: what it refuses before any rank starts, and what it costs to ask for help."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from megatron_idempotent.rl.trainer.main import main
+
+needs_the_trainer = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "megatron", "tokenizers")),
+    reason="the command asks for its packages first",
+)
+
+
+def test_asking_for_help_imports_neither_torch_nor_megatron():
+    program = (
+        "import sys\n"
+        "from megatron_idempotent.rl.trainer.main import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit as exit:\n    assert exit.code == 0\n"
+        "assert not {'torch', 'megatron', 'tokenizers', 'rich'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--resume" in done.stdout
+    shown = " ".join(done.stdout.split())
+    assert "--rollouts N rollouts in the whole run (default: 150; with --async 600)" in shown
+    assert "--engine-url URL servers of vllm or sglang: URL[,URL] (default: none)" in shown
+    assert shown.count("(default: ") == 15
+
+
+def test_where_only_the_base_is_installed_help_names_the_one_extra_that_is_needed():
+    program = (
+        "import importlib.util, sys\n"
+        "found = importlib.util.find_spec\n"
+        "gone = {'pydantic', 'torch', 'tokenizers', 'rich'}\n"
+        "importlib.util.find_spec = lambda name, *a: None if name in gone else found(name, *a)\n"
+        "sys.modules.update(dict.fromkeys(gone))\n"
+        "from megatron_idempotent.cli.main import main\n"
+        "assert main(['train', '--help']) == 2\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == (
+        "the trainer needs pydantic, torch, tokenizers, rich: pip install "
+        "'megatron-idempotent[trainer]'\n"
+    )
+
+
+@needs_the_trainer
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "optimizer.lr=0"], "optimizer.lr is 0; allowed: above 0"),
+        (["--ranks", "none"], "run.ranks is 'none'; give a whole number, 1 to 64"),
+        (["--config", "nothing.toml"], "nothing.toml: No such file"),
+        (["--data", "nothing.jsonl"], "nothing.jsonl: No such file"),
+        (["--out", "/dev/null/run"], "/dev/null"),
+        (["--set", "rollout.max_response_tokens=3"], "allowed: 4 or more, for the answer"),
+        (
+            ["--set", "optimizer.max_tokens_per_microbatch=8"],
+            "max_tokens_per_microbatch is 8 and the longest prompt with "
+            "rollout.max_response_tokens has 9 tokens; allowed: 9 or more, or 0 for rows",
+        ),
+        (
+            ["--cp", "2", "--set", "optimizer.max_tokens_per_microbatch=11"],
+            "has 9 tokens, 12 as ranks cut them; allowed: 12 or more",
+        ),
+        (["--set", "task.reward=nothing"], "write it as package.module:function"),
+        (["--set", "task.reward=nowhere:f"], "No module named 'nowhere'"),
+        (["--set", "task.reward=json:f"], "json has no function 'f'"),
+        (["--resume"], "runs: no run to resume"),
+        (["--cluster", "ray"], "controller.cluster is 'ray' and run.mode is 'sync'"),
+        (["--async", "--set", "controller.loggers=nothing"], "loggers has 'nothing'; allowed: "),
+        (["--set", "controller.loggers=nothing"], "loggers has 'nothing'; allowed: jsonl"),
+        (
+            ["--async", "--set", "controller.sampler=none"],
+            "sampler is 'none'; allowed: first_ready",
+        ),
+        (["--set", "controller.sampler=none"], "sampler is 'none'; allowed: first_ready"),
+        (["--set", "controller.sampler=builtins:object"], "is no sampler: it has no name"),
+        (["--async", "--set", "controller.capacity=5"], "capacity is 5; allowed: 96 or more"),
+        (["--async", "--set", "controller.stall_s=9"], "stall_s is 9 and a group may take 900 s"),
+        (
+            [
+                "--async",
+                "--set",
+                "controller.sampler=strict",
+                "--set",
+                "optimizer.steps_per_rollout=2",
+            ],
+            "the last one's groups are 1 versions old",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_line_before_anything_is_written(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(arguments, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_the_trainer
+def test_async_is_asynchronous_whatever_the_file_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "mine.toml"
+    asked = ["--async", "--rollouts", "1", "--config"]
+    for text in ("", "[run]\nmode = 'sync'\n"):
+        # Impossible in an asynchronous run, and not looked at in a synchronous one.
+        file.write_text(f"{text}[controller]\nstall_s = 9\n")
+        assert "stall_s is 9 and a group may" in refused([*asked, str(file)], capsys)
+
+
+def refused(arguments, capsys):
+    """The one line that the command leaves."""
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1
+    return told

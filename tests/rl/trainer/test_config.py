@@ -1,0 +1,223 @@
+"""Settings of a run: one source of defaults, files, overrides, and what every mistake is told."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_idempotent.rl.trainer.config import (
+    ASYNC,
+    SECTIONS,
+    Config,
+    ConfigError,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    as_toml,
+    load_config,
+)
+from megatron_idempotent.rl.trainer.main import main
+from megatron_idempotent.rl.trainer.reference import with_current_table
+from megatron_idempotent.settings import schema
+
+PAGE = Path(__file__).parents[3] / "docs" / "trainer.md"
+
+
+def flat(config):
+    return {
+        f"{name}.{key}": value
+        for name, section in dataclasses.asdict(config).items()
+        for key, value in section.items()
+    }
+
+
+def changed(config, base):
+    return {key: value for key, value in flat(config).items() if value != flat(base)[key]}
+
+
+def test_keys_that_nobody_gives_have_the_one_default_of_the_mode(tmp_path):
+    path = tmp_path / "mine.toml"
+    assert load_config() == Config()
+    path.write_text("[task]\n")
+    assert load_config(path) == Config()
+    others = {f"{name}.{key}": value for name, keys in ASYNC.items() for key, value in keys.items()}
+    path.write_text("[rollout]\nprompts = 16\n[run]\nmode = 'async'\n")
+    by_file = load_config(path, ["evaluation.every=7"])
+    given = {"run.mode": "async", "rollout.prompts": 16, "evaluation.every": 7}
+    assert changed(by_file, Config()) == others | given
+    path.write_text("[rollout]\nprompts = 16\n[run]\nmode = 'sync'\n")
+    assert load_config(path, ["evaluation.every=7", "run.mode=async"]) == by_file
+
+
+def test_a_configuration_survives_the_way_through_toml(tmp_path):
+    config = load_config(
+        overrides=['run.out=a "b" \\ c', "optimizer.lr=0.00012345", "loss.normalize_std=false"]
+    )
+    assert (config.loss.normalize_std, config.run.out) == (False, 'a "b" \\ c')
+    path = tmp_path / "config.toml"
+    path.write_text(as_toml(config))
+    assert load_config(path) == config
+    assert type(load_config(path, ["optimizer.lr=1"]).optimizer.lr) is float
+    assert load_config(path, ["run.out=123", 'task.data="4"']).run.out == "123"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=fast", "optimizer.lr is 'fast'; give a number, above 0, up to 1"),
+        ("optimizer.lr=0", "optimizer.lr is 0; allowed: above 0, up to 1"),
+        ("optimizer.lr=nan", "optimizer.lr is nan; allowed: above 0, up to 1"),
+        ("run.ranks=0", "run.ranks is 0; allowed: 1 to 64"),
+        ("run.ranks=2.5", "run.ranks is 2.5; give a whole number, 1 to 64"),
+        ("run.timeout_s=inf", "run.timeout_s is inf; allowed: above 0"),
+        ("loss.kl_reference=best", "loss.kl_reference is 'best'; allowed: initial or old"),
+        ("loss.normalize_std=1", "loss.normalize_std is 1; allowed: true or false"),
+        ("optimizer.learning_rate=1", "unknown key optimizer.learning_rate (value 1)"),
+        ("optimizer.group_size=1", "did you mean rollout.group_size?"),
+        ("rollout.promts=1", "did you mean rollout.prompts?"),
+        ("roll.prompts=1", "unknown section roll; did you mean rollout?"),
+        ("seed=1", "unknown key seed (value 1); did you mean run.seed?"),
+        ("seed", "--set 'seed'; write key=value, or section.key=value"),
+        ("run.seed.x=1", "run.seed is {'x': 1}; give a whole number"),
+        ("run=1", "run is 1; write it as a table, [run]"),
+        ("model.heads=5", "model.heads is 5 and model.hidden is 64"),
+        ("model.query_groups=3", "model.query_groups is 3; allowed: a divisor of model.heads"),
+        ("rollout.prompts=63", "rollout.prompts is 63; allowed: a multiple of run.ranks"),
+        ("rollout.engine=vllm", "rollout.engine is 'vllm' and rollout.engine_url is ''"),
+        (
+            "optimizer.chunks_per_step=3",
+            "optimizer.chunks_per_step is 3; allowed: a divisor of "
+            "optimizer.microbatches_per_step, which is 2",
+        ),
+        ("optimizer.steps_per_rollout=7", "allowed: a divisor of the 512 samples each rank"),
+        ("parallel.tp=4", "parallel.tp x cp x pp is 4 and run.ranks is 2; allowed: a divisor"),
+        ("parallel.ep=2", "parallel.ep is 2 and model.num_experts is 0; allowed: a divisor"),
+        ("parallel.vpp=2", "parallel.vpp is 2 and parallel.pp is 1; allowed: 2 or more stages"),
+        ("parallel.sequence_parallel=true", "parallel.tp is 1; allowed: 2 or more ranks"),
+        ("model={num_experts=1}", "model.experts_per_token is 2 and model.num_experts is 1"),
+    ],
+)
+def test_an_impossible_value_is_refused_with_key_value_and_range(override, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=[override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.ranks=8", "parallel.tp=8"], "parallel.tp is 8 and model.heads is 4"),
+        (["run.ranks=4", "parallel.tp=4"], "parallel.tp is 4 and model.query_groups is 2"),
+        (["parallel.tp=2", "model.ffn=9"], "parallel.tp is 2 and model.ffn is 9; allowed: a"),
+        (["parallel.pp=2", "model.layers=3"], "parallel.pp x vpp is 2 and model.layers is 3"),
+        (["parallel.pp=2", "parallel.vpp=2"], "parallel.pp x vpp is 4 and model.layers is 2"),
+        (
+            ["parallel.ep=2", "model.num_experts=3"],
+            "parallel.ep is 2 and model.num_experts is 3; allowed: a divisor",
+        ),
+        (
+            ["parallel.tp=2", "parallel.ep=2", "model.num_experts=4"],
+            "parallel.ep is 2 and run.ranks / (tp x pp) is 1; allowed: a divisor",
+        ),
+        (
+            ["parallel.tp=2", "model.num_experts=4"],
+            "parallel.sequence_parallel is false, parallel.tp is 2 and model.num_experts is 4",
+        ),
+        (
+            ["run.ranks=4", "parallel.tp=2", "rollout.prompts=63"],
+            "rollout.prompts is 63; allowed: a multiple of run.ranks / (tp x cp x pp), which is 2",
+        ),
+        (
+            [
+                *("parallel.pp=2", "parallel.vpp=2", "model.layers=4"),
+                "optimizer.chunks_per_step=2",
+            ],
+            "optimizer.microbatches_per_step / chunks_per_step is 1 and parallel.pp is 2",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_both_numbers(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=overrides)
+    assert message in str(caught.value)
+
+
+def test_a_chunk_has_a_microbatch_for_each_stage_where_that_is_possible():
+    def chunks(microbatches, *overrides):
+        settings = [f"optimizer.microbatches_per_step={microbatches}", *overrides]
+        return load_config(overrides=settings).chunks
+
+    piped = ("run.ranks=4", "parallel.pp=4", "model.layers=4")
+    assert (chunks(8), chunks(8, *piped), chunks(2, *piped)) == (8, 2, 1)
+    assert chunks(8, *piped, "optimizer.chunks_per_step=8") == 8
+
+
+def test_all_mistakes_of_a_file_are_told_at_once_each_with_its_line(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("# mine\n[run]\nseed = '1'\nrollouts = true\n\n[optimizer]\nlr=2\nbeta=0.9\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["loss.clip_low=7", "optimizer.lr=3", "evaluation={every=-1}"])
+    assert set(str(caught.value).splitlines()) == {
+        f"{path}:3: run.seed is '1'; give a whole number, 0 to 2147483647",
+        f"{path}:4: run.rollouts is True; give a whole number, 1 or more",
+        "optimizer.lr is 3; allowed: above 0, up to 1",
+        f"{path}:8: unknown key optimizer.beta (value 0.9); did you mean optimizer.beta2?",
+        "loss.clip_low is 7; allowed: 0 to 1",
+        "evaluation.every is -1; allowed: 0 or more",
+    }
+
+
+def test_a_file_that_is_not_a_configuration_is_refused_by_name(tmp_path):
+    path = tmp_path / "mine.toml"
+    for text, message in [
+        (None, "mine.toml: No such file"),
+        ("seed = 1\n", "mine.toml:1: unknown key seed"),
+        ("run = 1\n", r"mine.toml:1: run is 1; write it as a table, \[run\]"),
+        ("[run\n", "mine.toml: not TOML"),
+        ("[run]\nseed = 2020-01-01\n", "mine.toml:2: run.seed is '2020-01-01'; give a whole"),
+        ("[model]\nheads = 5\n", "mine.toml:1: model.heads is 5 and model.hidden is 64"),
+    ]:
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_config(path)
+
+
+def test_sections_are_checked_when_built_and_cannot_change():
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig(group_size=1, promts=2)
+    assert "rollout.group_size is 1; allowed: 2 to 1024" in str(caught.value)
+    assert "unknown key rollout.promts (value 2); did you mean rollout.prompts?" in str(
+        caught.value
+    )
+    config = Config(run=RunConfig(seed=3))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.run.seed = 4
+    assert type(OptimizerConfig(lr=1).lr) is float
+
+
+def test_editors_get_a_schema_of_every_key_with_its_range_and_meaning(capsys):
+    assert main(["--schema"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == schema(Config)
+    assert list(printed["properties"]) == list(SECTIONS)
+    keys = printed["$defs"]["LossConfig"]
+    assert not keys["additionalProperties"]
+    assert keys["properties"]["correction"]["enum"] == ["none", "truncate", "mask"]
+    assert keys["properties"]["clip_low"].items() >= {"minimum": 0, "maximum": 1}.items()
+    for section in SECTIONS.values():
+        for key, field in printed["$defs"][section.__name__]["properties"].items():
+            assert field["description"].endswith("."), f"{section.__name__}.{key}"
+            assert field["default"] == getattr(section(), key)
+
+
+def test_the_settings_in_the_documentation_are_those_of_the_classes():
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_current_table(page) == page, (
+        "run: python -m megatron_idempotent.rl.trainer.reference docs/trainer.md"
+    )
+    assert "| `rollouts` | `150`; with `--async` `600` | 1 or more |" in page
+    with pytest.raises(ValueError, match="lacks the markers"):
+        with_current_table("# A page\n")

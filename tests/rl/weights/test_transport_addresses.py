@@ -1,0 +1,91 @@
+"""Addresses at which a process group is met, and state that it leaves alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_idempotent.rl.weights import Bucket, WeightUpdate
+from megatron_idempotent.rl.weights import transports as t
+
+UPDATE = WeightUpdate(id="run/1", version=1)
+SMALL = Bucket.of(0, {"w": torch.arange(10.0)})
+
+
+def test_the_processes_own_groups_are_left_alone() -> None:
+    sender = t.ProcessGroupSender()
+
+    async def scenario() -> Bucket:
+        receiver = t.receiver(await sender.open(UPDATE))
+        announced = await sender.announce(SMALL)
+        received, _ = await asyncio.gather(
+            asyncio.to_thread(receiver.receive, announced), sender.transmit(SMALL)
+        )
+        assert not dist.is_initialized()
+        receiver.close()
+        await sender.close()
+        return received
+
+    assert torch.equal(asyncio.run(scenario()).tensors["w"], SMALL.tensors["w"])
+    assert not dist.is_initialized()
+
+
+def test_only_the_given_address_is_listened_at() -> None:
+    sender = t.ProcessGroupSender("127.0.0.2")
+
+    async def scenario() -> None:
+        port = (await sender.open(UPDATE))["port"]
+        socket.create_connection(("127.0.0.2", port), 5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5)
+        await sender.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_address_that_cannot_be_listened_at_is_an_error_and_another_open_works() -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        sender = t.ProcessGroupSender(port=port)
+        with pytest.raises(t.TransportError, match=f"cannot listen at '127.0.0.1', port {port}"):
+            asyncio.run(sender.open(UPDATE))
+
+    async def scenario() -> None:
+        await sender.open(UPDATE)
+        await sender.close()
+
+    asyncio.run(scenario())
+    elsewhere = t.ProcessGroupSender("192.0.2.1")  # of a network kept for documentation
+    with pytest.raises(t.TransportError, match=r"'192\.0\.2\.1', port 0: .* of this machine"):
+        asyncio.run(elsewhere.open(UPDATE))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 0}, "ranks=0; allowed: 1 or more"),
+        ({"backend": "mpi"}, "backend='mpi'; allowed: 'gloo', 'nccl'"),
+        ({"timeout_s": 0}, "timeout_s=0; allowed: above 0"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        t.ProcessGroupSender(**arguments)
+
+
+def test_a_rank_that_the_sender_does_not_have_is_refused() -> None:
+    sender = t.ProcessGroupSender(ranks=2)
+
+    async def scenario() -> None:
+        opening = await sender.open(UPDATE)
+        for rank in (0, 3):
+            with pytest.raises(ValueError, match=f"rank={rank}; this sender has workers 1 to 2"):
+                t.receiver(opening, rank=rank)
+        await sender.close()
+
+    asyncio.run(scenario())

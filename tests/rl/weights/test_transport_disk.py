@@ -1,0 +1,198 @@
+"""Buckets as files: what a damaged one does, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from weight_peers import every_kind_of_tensor
+
+from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, WeightUpdate
+from megatron_idempotent.rl.weights import transports as t
+
+UPDATE = WeightUpdate(id="run/1", version=1)
+BUCKET = Bucket.of(0, {"w": torch.arange(100.0), "b": torch.ones(3)})
+
+
+def receive_after(damage: Callable[[pathlib.Path], object], tmp_path: pathlib.Path) -> Bucket:
+    """Send one bucket, do something to its file, and receive it."""
+    sender = t.DiskSender(tmp_path)
+
+    async def scenario() -> Bucket:
+        receiver = t.receiver(await sender.open(UPDATE))
+        announced = await sender.announce(BUCKET)
+        (folder,) = tmp_path.iterdir()
+        damage(folder / announced["file"])
+        try:
+            return receiver.receive(announced)
+        finally:
+            await sender.close()
+
+    return asyncio.run(scenario())
+
+
+def test_a_file_that_is_cut_short_is_refused(tmp_path: pathlib.Path) -> None:
+    def cut(path: pathlib.Path) -> None:
+        path.write_bytes(path.read_bytes()[:-1])
+
+    with pytest.raises(UpdateDamaged, match=r"it has (\d+) bytes, \d+ were announced; send the"):
+        receive_after(cut, tmp_path)
+
+
+def test_a_file_that_is_absent_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UpdateDamaged, match="is absent; does the trainer share that directory"):
+        receive_after(pathlib.Path.unlink, tmp_path)
+
+
+def test_files_outside_of_the_updates_folder_are_not_read(tmp_path: pathlib.Path) -> None:
+    sender = t.DiskSender(tmp_path)
+
+    async def scenario() -> None:
+        receiver = t.receiver(await sender.open(UPDATE))
+        announced = await sender.announce(BUCKET)
+        (folder,) = tmp_path.iterdir()
+        (folder / announced["file"]).rename(tmp_path / "outside")
+        for name in ("../outside", str(tmp_path / "outside")):
+            with pytest.raises(UpdateDamaged, match=f"{folder.name}/outside is absent"):
+                receiver.receive({**announced, "file": name})
+        with pytest.raises(UpdateDamaged, match="None is absent"):
+            receiver.receive({**announced, "file": None})
+        await sender.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_header_that_is_not_one_is_refused(tmp_path: pathlib.Path) -> None:
+    def spoil(path: pathlib.Path, content: bytes) -> None:
+        path.write_bytes(content + path.read_bytes()[len(content) :])
+
+    with pytest.raises(UpdateDamaged, match="its header claims 18446744073709551615 bytes"):
+        receive_after(lambda path: spoil(path, b"\xff" * 8), tmp_path)
+    with pytest.raises(UpdateDamaged, match="cannot be read: Expecting"):
+        receive_after(lambda path: spoil(path, b"\x10" + b"\0" * 7 + b"*"), tmp_path)
+
+
+def test_a_file_with_another_tensor_is_refused(tmp_path: pathlib.Path) -> None:
+    def rewrite(path: pathlib.Path, old: bytes, new: bytes) -> None:
+        path.write_bytes(path.read_bytes().replace(old, new))
+
+    with pytest.raises(UpdateDamaged, match=r"\[10\].*announced as float32 \[100\]"):
+        receive_after(lambda path: rewrite(path, b"[100]", b"[10] "), tmp_path)
+    with pytest.raises(UpdateDamaged, match="cannot be read: 'w'"):
+        receive_after(lambda path: rewrite(path, b'"w"', b'"W"'), tmp_path)
+
+
+def test_tensors_that_end_behind_the_file_are_refused(tmp_path: pathlib.Path) -> None:
+    def move(path: pathlib.Path) -> None:
+        found = path.read_bytes()
+        assert found.count(b"[0,400]") + found.count(b"[12,412]") == 1
+        path.write_bytes(found.replace(b"[0,400]", b"[9,409]").replace(b"[12,412]", b"[99,499]"))
+
+    with pytest.raises(UpdateDamaged, match=r"it ends at byte .*, within w"):
+        receive_after(move, tmp_path)
+
+
+def test_a_file_has_its_name_only_once_it_is_whole(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = t.DiskSender(tmp_path)
+    rename, before = os.replace, []
+
+    def watched(source: pathlib.Path, target: pathlib.Path) -> None:
+        before.append((target.exists(), load_file(source).keys()))
+        rename(source, target)
+
+    monkeypatch.setattr("os.replace", watched)
+
+    async def scenario() -> None:
+        await sender.open(UPDATE)
+        await sender.announce(BUCKET)
+        await sender.close()
+
+    asyncio.run(scenario())
+    assert before == [(False, BUCKET.tensors.keys())]
+
+
+def test_a_bucket_that_cannot_be_written_leaves_no_part_of_it(tmp_path: pathlib.Path) -> None:
+    sender = t.DiskSender(tmp_path)
+
+    async def scenario() -> None:
+        await sender.open(UPDATE)
+        (folder,) = tmp_path.iterdir()
+        (folder / "model-00000.safetensors").mkdir()  # where the file is to go
+        with pytest.raises(t.TransportError, match=r"bucket 0 \(0\.0 MB\) cannot be written to"):
+            await sender.announce(BUCKET)
+        assert [path.name for path in folder.iterdir()] == ["model-00000.safetensors"]
+        await sender.announce(Bucket.of(1, {"w": torch.ones(3)}))
+        await sender.close()
+
+    asyncio.run(scenario())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_safetensors_library_reads_the_same_files(tmp_path: pathlib.Path) -> None:
+    sender = t.DiskSender(tmp_path)
+    tensors = every_kind_of_tensor()
+
+    async def scenario() -> None:
+        await sender.open(UPDATE)
+        announced = await sender.announce(Bucket.of(0, tensors))
+        (folder,) = tmp_path.iterdir()
+        loaded = load_file(folder / announced["file"])
+        assert loaded.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert loaded[name].dtype == tensor.dtype
+            assert torch.equal(
+                loaded[name].reshape(-1).view(torch.uint8),
+                tensor.detach().contiguous().reshape(-1).view(torch.uint8),
+            )
+        with safe_open(folder / announced["file"], "pt") as file:
+            metadata = file.metadata()
+        assert (metadata["format"], metadata["update"], metadata["bucket"]) == ("pt", "run/1", "0")
+        assert json.loads(metadata["checksums"]) == announced["tensors"]
+        await sender.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_released_bucket_takes_no_more_room(tmp_path: pathlib.Path) -> None:
+    sender = t.DiskSender(tmp_path)
+
+    async def scenario() -> None:
+        await sender.open(UPDATE)
+        await sender.announce(BUCKET)
+        await sender.release(BUCKET)
+        await sender.release(BUCKET)
+        (folder,) = tmp_path.iterdir()
+        assert list(folder.iterdir()) == []
+        await sender.close()
+
+    asyncio.run(scenario())
+
+
+def test_senders_to_two_engines_share_a_directory(tmp_path: pathlib.Path) -> None:
+    senders = [t.DiskSender(tmp_path), t.DiskSender(tmp_path)]
+
+    async def scenario() -> None:
+        receivers = [t.receiver(await sender.open(UPDATE)) for sender in senders]
+        announced = [await sender.announce(BUCKET) for sender in senders]
+        await senders[0].close()
+        assert torch.equal(receivers[1].receive(announced[1]).tensors["w"], BUCKET.tensors["w"])
+        await senders[1].close()
+
+    asyncio.run(scenario())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("")
+    sender = t.DiskSender(tmp_path / "file")
+    with pytest.raises(t.TransportError, match=r"cannot make .* for update 'run/1'"):
+        asyncio.run(sender.open(UPDATE))

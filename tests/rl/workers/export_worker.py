@@ -1,0 +1,82 @@
+"""A worker with weights: those of a module on rank 0, in whose export every rank takes part."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_idempotent.rl.hf.buckets import BucketStream
+from megatron_idempotent.rl.weights import TensorInfo
+from megatron_idempotent.rl.workers.exports import Exports
+
+FACTORY = "export_worker:make"
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """Four tensors; one is a transposed view, one of another type."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {name: torch.randn(64, 32, generator=generator) for name in ("a", "b", "c", "d")}
+    return {**drawn, "b": drawn["b"].T, "d": drawn["d"].to(torch.bfloat16)}
+
+
+def make(argument: dict[str, Any]) -> Worker:
+    """`argument`: the seed of the weights, and faults."""
+    return Worker(Source(**argument))
+
+
+class Source:
+    """A `WeightSource` whose every tensor is broadcast first, so that no rank may stay away."""
+
+    def __init__(self, seed: int, fault: str = "", at: int = 2, rank: int = 0) -> None:
+        self.tensors_by_name = weights(seed)
+        self.fetched = 0
+        self._fault, self._at, self._rank = fault, at, rank
+
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return tuple(TensorInfo.of(name, each) for name, each in self.tensors_by_name.items())
+
+    def buckets(self, *, bucket_bytes: int) -> Iterator[Any]:
+        return BucketStream(
+            [(info,) for info in self.tensors()],
+            self._fetch,
+            bucket_bytes=bucket_bytes,
+            convert=self._convert,
+            keeps=dist.get_rank() == 0,
+        )
+
+    def _fetch(self, members: range) -> dict[str, torch.Tensor]:
+        names = list(self.tensors_by_name)[members.start : members.stop]
+        for _ in names:
+            dist.barrier()
+            self.fetched += 1
+        if self.fetched > self._at and dist.get_rank() == self._rank:
+            if self._fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self._fault == "silent":
+                time.sleep(600)
+        return {name: self.tensors_by_name[name] for name in names} if dist.get_rank() == 0 else {}
+
+    def _convert(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
+        for name, tensor in named:
+            if self._fault == "raises" and self.fetched > self._at:
+                self._fault = ""
+                raise ValueError(f"{name} is not finite")
+            yield name, tensor
+
+
+class Worker(Exports):
+    """Exports, and how far they came."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self.source = source
+
+    def fetched(self) -> int:
+        """Tensors that this rank took part in."""
+        return self.source.fetched
