@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from megatron_idempotent import PatchError, UnknownPatchError, apply, report, revert
-from megatron_idempotent.patching import Helper, Patch, Reproduction, Target, api, settings
-from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching import Helper, Limit, Patch, Target, api, settings
+from megatron_idempotent.patching.catalog import patches, untried
 from megatron_idempotent.patching.decide import review
 from megatron_idempotent.patching.source import parse_body
 
@@ -205,15 +207,13 @@ def test_a_report_that_cannot_be_written_warns_and_leaves_no_trace(
 
 
 def declare(**fields: object) -> Patch:
-    target = Target(address="a.b:c", wrapper=print, relies_on=("x",))
+    target = Target("a.b:c", print, "x")
     good: dict[str, object] = {
         "id": "some-symptom",
         "summary": "it hurts",
-        "since": "0.12",
         "before": "0.20",
         "targets": (target,),
-        "upstream": "https://example.com",
-        "reproduction": Reproduction(run=print, ranks=1, stock_error="."),
+        "stock_error": ".",
     }
     return Patch(**good | fields)  # type: ignore[arg-type]
 
@@ -224,11 +224,10 @@ def declare(**fields: object) -> Patch:
         ({"id": "Some-Symptom"}, "not kebab-case"),
         ({"id": "some_symptom"}, "not kebab-case"),
         ({"id": "some--symptom"}, "not kebab-case"),
-        ({"id": ""}, "not kebab-case"),
+        ({"id": "-"}, "not kebab-case"),
         ({"targets": ()}, "has no target"),
-        ({"upstream": "somewhere"}, "links nothing upstream"),
         ({"since": "0.12rc1"}, "'0.12rc1' is no release; give one"),
-        ({"before": ""}, "'' is no release"),
+        ({"distribution": "verl"}, "'' is no release"),
         ({"before": "0..2"}, "is no release"),
     ],
 )
@@ -240,12 +239,12 @@ def test_a_patch_that_makes_no_sense_is_refused(fields, message):
 @pytest.mark.parametrize("address", ["a.b.c", "a:", ":b", "a..b:c", "a:b:c", "a b:c", "1a:b"])
 def test_an_address_that_is_none_is_refused(address):
     with pytest.raises(ValueError, match="is not 'module:qualname'"):
-        Target(address=address, wrapper=print, relies_on=("x",))
+        Target(address, print, "x")
 
 
 def test_a_body_of_a_function_that_nobody_has_read_is_refused():
     body = parse_body("def b():\n    return 1\n", "b")
-    known, reason = review(Target(address="a:b", wrapper=print), body)
+    known, reason = review(Target("a:b", print), body)
     assert not known
     assert f"b has body {body.hash}, reviewed are none" in reason
 
@@ -253,40 +252,55 @@ def test_a_body_of_a_function_that_nobody_has_read_is_refused():
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("repaired", "does not show its remedy: give repaired="),
-        ("neighbour", "shows no right program that it leaves alone: give neighbour= and helped="),
-        ("helped", "shows no right program that it leaves alone: give neighbour= and helped="),
+        ("repaired", "does not show its remedy: define repaired()"),
+        (
+            "neighbour",
+            "shows no right program that it leaves alone: define neighbour() and helped()",
+        ),
+        (
+            "helped",
+            "shows no right program that it leaves alone: define neighbour() and helped()",
+        ),
     ],
 )
-def test_a_helper_shows_its_remedy_and_a_program_that_it_leaves_alone(missing, message):
-    shown = {"repaired": print, "neighbour": print, "helped": print} | {missing: None}
-    with pytest.raises(ValueError, match=message):
-        Helper(
-            id="some-symptom",
-            summary="it hurts",
-            since="0.12",
-            before="0.20",
-            upstream="https://example.com",
-            call="guarded_window",
-            reproduction=Reproduction(run=print, ranks=1, stock_error="x", **shown),
-        )
+def test_a_helper_shows_its_remedy_and_a_program_that_it_leaves_alone(
+    missing, message, monkeypatch
+):
+    case = types.ModuleType("some_symptom")
+    vars(case).update({"repaired": print, "neighbour": print, "helped": print} | {missing: None})
+    monkeypatch.setitem(sys.modules, case.__name__, case)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Helper(module=case.__name__, summary="it hurts", call="guarded_window", stock_error="x")
 
 
-def test_records_are_frozen_keyword_only_and_know_their_fields():
+def test_a_hazard_takes_from_its_module_what_it_does_not_say(monkeypatch):
+    case = types.ModuleType("cases.some_symptom", "It hurts.\n\nUpstream:\n    somewhere")
+    vars(case).update(reproduce=print, Limit=Limit)
+    monkeypatch.setitem(sys.modules, case.__name__, case)
+    exec("LIMIT = Limit(summary='it hurts', stock_error='x')", vars(case))
+    limit = case.LIMIT
+    assert (limit.module, limit.id, limit.ranks) == (case.__name__, "some-symptom", 2)
+    assert (limit.distribution, limit.versions) == ("megatron-core", f">=0.12,<{untried()}")
+    assert (limit.reproduce, limit.repaired, limit.neighbour, limit.helped) == (print, *[None] * 3)
+    with pytest.raises(ValueError, match="patch some-symptom links nothing upstream: give the sec"):
+        _ = limit.upstream
+    case.__doc__ += ", and https://example.com/x, `y`."
+    assert limit.upstream == "https://example.com/x"
+
+
+def test_records_are_frozen_and_know_their_fields():
     patch = declare()
     assert patch == declare()
     assert hash(declare().targets[0].wrapper) == hash(print)
-    assert repr(patch).startswith("Patch(id='some-symptom', summary='it hurts', since='0.12'")
+    assert repr(patch).startswith("Patch(summary='it hurts', stock_error='.', distribution='meg")
     with pytest.raises(AttributeError, match="Patch is frozen: cannot set id"):
         patch.id = "other"  # type: ignore[misc]
     with pytest.raises(AttributeError, match="Patch is frozen: cannot delete id"):
         del patch.id
-    with pytest.raises(TypeError, match="Patch needs id="):
+    with pytest.raises(TypeError, match="Patch needs summary="):
         Patch()  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="Patch has no field 'ident': it has id, summary"):
+    with pytest.raises(TypeError, match="Patch has no field 'ident': it has summary, stock_error"):
         declare(ident="x")
-    with pytest.raises(TypeError):
-        Target("a:b", print)  # type: ignore[misc]
 
 
 def test_errors_are_what_users_expect_to_catch():
