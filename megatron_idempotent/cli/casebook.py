@@ -93,8 +93,9 @@ def hazards_markdown(proven: Proven) -> str:
         "",
         "## Seen on the commits that frameworks pin",
         "",
-        "`make pins` runs the same on each commit in pyproject.toml. refused: a function has code",
-        "there that nobody has read, and lacks what the patch relies on. `apply()` leaves it alone.",
+        "`make pins` runs the same on each commit in pyproject.toml. refused: a function there has",
+        "a body that nobody has read, and that lacks what the patch relies on. So `apply()` leaves",
+        "it alone.",
         "",
         grid_markdown({name: proven[name] for name in proven if not _is_release(name)}),
     ]

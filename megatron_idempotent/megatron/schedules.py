@@ -69,7 +69,7 @@ def around(schedule: Callable[..., Any], model: Any, patch_id: str) -> Callable[
     Args:
         schedule: what the wrapper got as its original.
         model: the schedule's argument.
-        patch_id: the patch that calls; all but the first that a schedule runs through get `schedule`.
+        patch_id: the patch that calls; all but the first one that runs get `schedule`.
     """
     if not open_windows or patch_id != first_called(ASKS_WINDOWS):
         return schedule
