@@ -179,10 +179,16 @@ class Target(Place):
     module that was imported before the wrapper keeps what it made, and the report says so."""
 
     def __init__(
-        self, address: str, wrapper: Callable[..., Any], *relies_on: str, **others: Any
+        self,
+        address: str,
+        wrapper: Callable[..., Any],
+        *relies_on: str,
+        reviewed: Mapping[str, str] = NOTHING,
+        parts: Mapping[str, str] = NOTHING,
+        early_users: tuple[str, ...] = (),
     ) -> None:
-        fields = {"address": address, "wrapper": wrapper, "relies_on": relies_on, **others}
-        super().__init__(**fields)
+        values = vars()
+        super().__init__(**{name: values[name] for name in self._fields})
 
     def __post_init__(self) -> None:
         if not _is_address(self.address):

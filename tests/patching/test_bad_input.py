@@ -8,8 +8,10 @@ import re
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+from alterations import alter
 
 from megatron_idempotent import PatchError, UnknownPatchError, apply, report, revert
 from megatron_idempotent.patching import Helper, Limit, Patch, Target, api, settings
@@ -18,6 +20,7 @@ from megatron_idempotent.patching.decide import review
 from megatron_idempotent.patching.source import parse_body
 
 SEED = "pipeline-seed-offset"
+RANDOM = "megatron/core/tensor_parallel/random.py"
 SWITCH = "MEGATRON_IDEMPOTENT"
 
 
@@ -39,40 +42,37 @@ def test_an_unknown_id_is_refused_with_the_nearest_one(source, monkeypatch):
     assert list(report()) == before
 
 
-def test_an_id_like_no_other_is_sent_to_the_list(monkeypatch):
-    with pytest.raises(UnknownPatchError, match=r"ids\. `megatron-idempotent explain` lists them"):
-        apply(only=["x"])
+#: Arguments, what the environment sets beside them, the error, and what it says.
+NO_IDS: list[Any] = [[3], [None], [SEED.encode()], SEED.encode(), [[SEED]]]
+REFUSED = [
+    ({"only": ["x"]}, {}, UnknownPatchError, r"ids\. `megatron-idempotent explain` lists them"),
+    ({"only": ["pipeline-abort"]}, {}, UnknownPatchError, "repairs; its answer: `guarded_window`"),
+    ({"only": SEED}, {}, TypeError, rf"only= takes several ids, got .*: write \['{SEED}'\]"),
+    ({"exclude": SEED}, {}, TypeError, "exclude= takes several ids"),
+    *(({"only": ids}, {}, TypeError, r"only= takes patch ids \(str\), got ") for ids in NO_IDS),
+    ({"only": [SEED], "exclude": [SEED]}, {}, ValueError, f"both name {SEED}: drop one"),
+    *(
+        ({}, {f"{SWITCH}{name}": value}, ValueError, f"{name}='{value}' is neither on nor off: set")
+        for name in ("", "_STRICT")
+        for value in ("2", "enabled", "-")
+    ),
+    *(
+        ({}, {f"{SWITCH}_ONLY": value}, ValueError, f"ONLY='{value}' names no patch: .*{SWITCH}=0")
+        for value in (",", " , ,")
+    ),
+    *(
+        ({}, {f"{SWITCH}_REBIND": value}, ValueError, f"REBIND='{value}' names .* is no package")
+        for value in ("slime;miles", "slime miles", "a..b", "./slime", "slime,3")
+    ),
+]
 
 
-def test_a_hazard_that_no_patch_repairs_is_refused_with_its_answer():
-    with pytest.raises(UnknownPatchError, match=r"no patch repairs; its answer: `guarded_window`"):
-        apply(only=["pipeline-abort"])
-
-
-def test_one_string_is_refused_with_the_list_to_write():
-    with pytest.raises(TypeError, match=rf"only= takes several ids, got .*: write \['{SEED}'\]"):
-        apply(only=SEED)
-    with pytest.raises(TypeError, match="exclude= takes several ids"):
-        apply(exclude=SEED)
-
-
-@pytest.mark.parametrize("ids", [[3], [None], [SEED.encode()], SEED.encode(), [[SEED]]])
-def test_ids_that_are_no_strings_are_refused(ids):
-    with pytest.raises(TypeError, match=r"only= takes patch ids \(str\), got "):
-        apply(only=ids)
-
-
-def test_an_id_in_only_and_in_exclude_is_refused():
-    with pytest.raises(ValueError, match=f"only= and exclude= both name {SEED}: drop one"):
-        apply(only=[SEED], exclude=[SEED])
-
-
-@pytest.mark.parametrize("variable", [SWITCH, f"{SWITCH}_STRICT"])
-@pytest.mark.parametrize("value", ["2", "enabled", "-"])
-def test_a_switch_that_is_neither_on_nor_off_is_refused(variable, value, monkeypatch):
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=f"{variable}='{value}' is neither on nor off: set it to"):
-        apply()
+@pytest.mark.parametrize(("arguments", "environ", "error", "said"), REFUSED)
+def test_what_makes_no_sense_is_refused(arguments, environ, error, said, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=said):
+        apply(**arguments)
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("Yes", True), ("OFF", False), ("", True)])
@@ -84,20 +84,6 @@ def test_lists_in_the_environment_may_have_spaces_and_gaps():
     environ = {f"{SWITCH}_DISABLE": " a ,, b,", f"{SWITCH}_ONLY": ",b ", f"{SWITCH}_REBIND": "c.d,"}
     read = settings.read(("a", "b"), environ)
     assert (read.disable, read.only, read.rebind) == ({"a", "b"}, {"b"}, {"c.d"})
-
-
-@pytest.mark.parametrize("value", [",", " , ,"])
-def test_a_list_of_what_to_apply_that_names_nothing_is_refused(value, monkeypatch):
-    monkeypatch.setenv(f"{SWITCH}_ONLY", value)
-    with pytest.raises(ValueError, match=f"{SWITCH}_ONLY='{value}' names no patch: .*{SWITCH}=0"):
-        apply()
-
-
-@pytest.mark.parametrize("value", ["slime;miles", "slime miles", "a..b", "./slime", "slime,3"])
-def test_what_is_no_package_cannot_be_rebound(value, monkeypatch):
-    monkeypatch.setenv(f"{SWITCH}_REBIND", value)
-    with pytest.raises(ValueError, match=f"{SWITCH}_REBIND='{value}' names .* which is no package"):
-        apply()
 
 
 def test_a_misspelt_variable_is_warned_of_once_and_raises_in_strict_mode(monkeypatch, caplog):
@@ -137,10 +123,7 @@ def test_a_named_patch_that_cannot_be_applied_raises_and_changes_nothing(cold):
 
 
 def test_a_failed_call_keeps_what_an_earlier_one_asked_for(cold, megatron_copy):
-    path = megatron_copy / "megatron/core/tensor_parallel/random.py"
-    text = path.read_text()
-    path.unlink()
-    path.write_text(text.replace("offset = seed + 2718", "offset = seed + 2719"))
+    alter(megatron_copy, RANDOM, "offset = seed + 2718", "offset = seed + 2719")
     result = cold.run(
         "outcomes",
         path=str(megatron_copy),
@@ -154,10 +137,7 @@ def test_a_failed_call_keeps_what_an_earlier_one_asked_for(cold, megatron_copy):
 
 
 def test_the_strict_switch_is_the_strict_argument(cold, megatron_copy):
-    info = megatron_copy / "megatron/core/tensor_parallel/random.py"
-    text = info.read_text()
-    info.unlink()
-    info.write_text(text.replace("offset = seed + 2718", "offset = seed + 2719"))
+    alter(megatron_copy, RANDOM, "offset = seed + 2718", "offset = seed + 2719")
     environ = {f"{SWITCH}_STRICT": "1"}
     assert "raised" in cold.run("outcomes", path=str(megatron_copy), environ=environ)
     lax = cold.run("outcomes", path=str(megatron_copy), environ=environ, strict=False)

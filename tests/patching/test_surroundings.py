@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from alterations import alter
 from toys import Toys
 
 from megatron_idempotent import VerificationError, report, verify
@@ -118,11 +119,7 @@ def doctor(root: Path) -> str:
     ],
 )
 def test_doctor_names_what_is_missing_or_goes_past(megatron_copy, old, new, said):
-    path = megatron_copy / BUFFER
-    text = path.read_text()
-    assert old in text
-    path.unlink()
-    path.write_text(text.replace(old, new))
+    alter(megatron_copy, BUFFER, old, new)
     assert said in doctor(megatron_copy)
 
 
