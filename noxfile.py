@@ -325,7 +325,8 @@ def _run_commit(session: nox.Session, name: str, wants: dict) -> None:
     command = [str(python), "-m", "pytest", "-o", cache, "-k", others, *chosen]
     session.run(*command, env=env | without, external=True)
     if not session.posargs:
-        hazards = [file.stem.replace("_", "-") for file in sorted(Path("patches").glob("[!_]*.py"))]
+        files = sorted(Path("patches").rglob("[!_]*.py"), key=lambda file: file.stem)
+        hazards = [file.stem.replace("_", "-") for file in files]
         proven = [hazard for hazard in hazards if hazard not in wants.get("absent", ())]
         (folder / "proven").mkdir(exist_ok=True)
         with open(folder / "proven" / f"{name}.json", "w") as file:

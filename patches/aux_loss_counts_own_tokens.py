@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.patching import Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target, a_body_has
 
 from . import _scenarios
 
@@ -94,26 +94,18 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="aux-loss-counts-own-tokens",
     summary="per token, MoE auxiliary losses have 1/(TP x CP) of their weight",
-    since="0.12",
     before="0.19",
     groups=("aux-loss",),
     provides=("aux-losses-count-all-tokens",),
     targets=(
-        Target(address=f"{_ROUTER}.forward", wrapper=forward, relies_on=("self.routing",)),
-        Target(address=f"{_ROUTER}.apply_z_loss", wrapper=apply_z_loss),
+        Target(f"{_ROUTER}.forward", forward, "self.routing"),
+        Target(f"{_ROUTER}.apply_z_loss", apply_z_loss),
     ),
     # The commits that mended this one have mended both; the second is that of the branch dev.
-    fixed_when=lambda bodies: any(
-        body.contains("z_loss * num_local_tokens * self.tp_cp_group.size()")
-        or body.contains("z_loss_sum * self.config.moe_z_loss_coeff")
-        for body in bodies.values()
+    fixed_when=a_body_has(
+        "z_loss * num_local_tokens * self.tp_cp_group.size()",
+        "z_loss_sum * self.config.moe_z_loss_coeff",
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/pull/5047",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: router gradient norm .* per token",
-    ),
+    stock_error=r"RuntimeError: router gradient norm .* per token",
 )

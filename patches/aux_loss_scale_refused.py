@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,24 +64,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="aux-loss-scale-refused",
     summary="MoE training raises after a forward under inference mode, or after a direct backward",
-    since="0.12",
-    before=UNTRIED,
     groups=("aux-loss", "generation"),
-    targets=(
-        Target(
-            address=f"{_MODULE}:MoEAuxLossAutoScaler.set_loss_scale",
-            wrapper=set_loss_scale,
-        ),
-    ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/"
-        "moe_utils.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: Inplace update to inference tensor outside InferenceMode",
-    ),
+    targets=(Target(f"{_MODULE}:MoEAuxLossAutoScaler.set_loss_scale", set_loss_scale),),
+    stock_error=r"RuntimeError: Inplace update to inference tensor outside InferenceMode",
 )

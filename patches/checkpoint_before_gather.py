@@ -34,7 +34,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import Patch, Target, arguments
 
 from . import _scenarios
 
@@ -111,24 +111,12 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="checkpoint-before-gather",
     summary="a distributed checkpoint saved right after a step holds parameters that lack it",
-    since="0.12",
-    before=UNTRIED,
     groups=("overlap",),
     targets=(
-        Target(
-            address="megatron.core.dist_checkpointing.serialization:save",
-            wrapper=save,
-            relies_on=("sharded_state_dict",),
-        ),
+        Target("megatron.core.dist_checkpointing.serialization:save", save, "sharded_state_dict"),
         gather.step_target(step),
         gather.gather_target(),
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: parameters differ .* where a checkpoint is written",
-    ),
+    stock_error=r"RuntimeError: parameters differ .* where a checkpoint is written",
 )

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
 _CONFIG = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
@@ -102,22 +102,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="decode-padding-left-set",
     summary="generation wipes the MoE capacity factor from training, and pads another model",
     since="0.15",
-    before=UNTRIED,
     groups=("generation",),
     targets=(
-        Target(
-            address="megatron.core.inference.utils:set_decode_expert_padding",
-            wrapper=set_padding,
-        ),
+        Target("megatron.core.inference.utils:set_decode_expert_padding", set_padding),
         *schedules.targets(schedule),
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/inference/utils.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=1,
-        stock_error=r"RuntimeError: the reference model's experts still pad",
-    ),
+    ranks=1,
+    stock_error=r"RuntimeError: the reference model's experts still pad",
 )

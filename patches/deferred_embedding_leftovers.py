@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch
 
 from . import _deferred_embedding
 
@@ -69,16 +69,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="deferred-embedding-leftovers",
     summary="forward-only and aborted windows leave activations for the deferred embedding",
-    since="0.12",
-    before=UNTRIED,
     groups=("abort", "deferred-embedding"),
     targets=schedules.targets(schedule, *schedules.SCHEDULES),
-    upstream=schedules.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: 6 activations kept after forward-only windows",
-    ),
+    stock_error=r"RuntimeError: 6 activations kept after forward-only windows",
 )

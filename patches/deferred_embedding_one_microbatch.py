@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch
 
 from . import _deferred_embedding
 
@@ -66,17 +66,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="deferred-embedding-one-microbatch",
     summary="a window of one microbatch raises instead of computing a deferred embedding gradient",
-    since="0.12",
-    before=UNTRIED,
     groups=("deferred-embedding",),
     provides=("deferred-embedding-drained",),
     targets=(schedules.drain_target(drain),),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/utils.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"UnboundLocalError: .*'drain_idx'",
-    ),
+    stock_error=r"UnboundLocalError: .*'drain_idx'",
 )

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import training
 from megatron_idempotent.megatron.training import undone
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, arguments
+from megatron_idempotent.patching import Patch, arguments
 
 from . import _scenarios
 
@@ -66,10 +66,7 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="evaluate-not-undone",
     summary="an evaluate() that raises leaves evaluation mode, its timer and rerun mode DISABLED",
-    since="0.12",
-    before=UNTRIED,
     groups=("abort",),
     targets=(
         training.target(
@@ -82,10 +79,5 @@ PATCH = Patch(
             function="evaluate",
         ),
     ),
-    upstream=training.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: the model is in evaluation mode after evaluate\(\)",
-    ),
+    stock_error=r"RuntimeError: the model is in evaluation mode after evaluate\(\)",
 )

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target, a_body_has
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _ASKED = "self.explicit_expert_comm = self.is_expert and (world_size > 1 or self.expert_parallel)"
@@ -65,26 +65,12 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="expert-layers-in-dense-collectives",
     summary="with EP 1 and ETP 1, experts take part in tensor parallelism of dense layers",
-    since="0.12",
     before="0.13",
     targets=tuple(
-        Target(
-            address=f"{_LAYERS}:{name}.__init__",
-            wrapper=init,
-            relies_on=(_ASKED,),
-        )
+        Target(f"{_LAYERS}:{name}.__init__", init, _ASKED)
         for name in ("ColumnParallelLinear", "RowParallelLinear")
     ),
-    fixed_when=lambda bodies: any(body.contains("self.tp_group") for body in bodies.values()),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/tensor_parallel/"
-        "layers.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error="RuntimeError: an expert's output is 2 times the right one",
-    ),
+    fixed_when=a_body_has("self.tp_group"),
+    stock_error="RuntimeError: an expert's output is 2 times the right one",
 )

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 _MODULE = "megatron.core.tensor_parallel.random"
 _OFFSET = 2**20
@@ -48,23 +48,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="expert-seed-collides",
     summary="seeding raises on some ranks from expert rank 16 on: two seeds are the same",
     since="0.13",
-    before=UNTRIED,
-    targets=(
-        Target(
-            address=f"{_MODULE}:CudaRNGStatesTracker.add",
-            wrapper=add,
-        ),
-    ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/"
-        "random.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=1,
-        stock_error=r"Exception: seed 2725 already exists",
-    ),
+    targets=(Target(f"{_MODULE}:CudaRNGStatesTracker.add", add),),
+    ranks=1,
+    stock_error=r"Exception: seed 2725 already exists",
 )

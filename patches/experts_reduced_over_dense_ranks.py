@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import Patch, Target, arguments
 
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 
@@ -77,24 +77,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="experts-reduced-over-dense-ranks",
     summary="with EP 1 and another ETP than TP, experts get the gradients of other ranks' parts",
-    since="0.12",
     before="0.19",
-    targets=(
-        Target(
-            address=f"{_DDP}.__init__",
-            wrapper=init,
-            relies_on=("getattr(param, 'allreduce', True)",),
-        ),
-    ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/core/tensor_parallel/"
-        "layers.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error="RuntimeError: the two halves of an expert have one gradient",
-    ),
+    targets=(Target(f"{_DDP}.__init__", init, "getattr(param, 'allreduce', True)"),),
+    stock_error="RuntimeError: the two halves of an expert have one gradient",
 )

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import training
-from megatron_idempotent.patching import Patch, Reproduction, arguments
+from megatron_idempotent.patching import Patch, arguments
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,21 +76,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="finalize-func-overwritten",
     summary="train() overwrites a custom config.finalize_model_grads_func",
-    since="0.12",
     before="0.19",
     groups=("train-again",),
-    targets=(
-        training.target(
-            train,
-            "config.finalize_model_grads_func = finalize_model_grads",
-        ),
-    ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/training/training.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: train\(\) did not call the custom finalize_model_grads_func",
-    ),
+    targets=(training.target(train, "config.finalize_model_grads_func = finalize_model_grads"),),
+    stock_error=r"RuntimeError: train\(\) did not call the custom finalize_model_grads_func",
 )

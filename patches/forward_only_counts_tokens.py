@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -86,20 +86,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="forward-only-counts-tokens",
     summary="forward-only passes outside of no_grad move the MoE expert bias",
-    since="0.12",
-    before=UNTRIED,
     groups=("aux-loss",),
     provides=("forward-only-counts-nothing",),
     targets=schedules.targets(schedule),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/"
-        "router.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=1,
-        stock_error=r"RuntimeError: a forward-only window counted \d+ tokens",
-    ),
+    ranks=1,
+    stock_error=r"RuntimeError: a forward-only window counted \d+ tokens",
 )

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 
@@ -72,21 +72,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="forward-pre-hook-reentry",
     summary="disable_forward_pre_hook() raises KeyError where they are off, as in a second train()",
-    since="0.12",
-    before=UNTRIED,
     groups=("train-again", "overlap"),
     targets=(
-        Target(
-            address=f"{_DDP}.disable_forward_pre_hook",
-            wrapper=disable,
-        ),
-        Target(
-            address=f"{_DDP}.enable_forward_pre_hook",
-            wrapper=enable,
-        ),
+        Target(f"{_DDP}.disable_forward_pre_hook", disable),
+        Target(f"{_DDP}.enable_forward_pre_hook", enable),
     ),
-    upstream="https://github.com/THUDM/slime/pull/1857",
-    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=r"KeyError: "),
+    stock_error=r"KeyError: ",
 )

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target, a_body_has
 
 
 def add_up(original: Callable[..., None], model: list[Any], config: Any) -> None:
@@ -89,29 +89,14 @@ def neighbour() -> object:
 
 
 PATCH = Patch(
-    id="frozen-tied-embedding",
     summary="a frozen embedding that both ends of a pipeline share ends each window in a TypeError",
-    since="0.12",
     before="0.13",
     targets=(
         Target(
-            address="megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
-            wrapper=add_up,
+            "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads", add_up
         ),
     ),
     # 0.13 asks whether there is a gradient; from 0.14 on a function of its own does.
-    fixed_when=lambda bodies: any(
-        body.contains("grad is None") or body.contains("_allreduce_embedding_grad")
-        for body in bodies.values()
-    ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/distributed/"
-        "finalize_model_grads.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        neighbour=neighbour,
-        ranks=2,
-        stock_error=r"TypeError: .*Expected parameter `tensor` of type torch.Tensor",
-    ),
+    fixed_when=a_body_has("grad is None", "_allreduce_embedding_grad"),
+    stock_error=r"TypeError: .*Expected parameter `tensor` of type torch.Tensor",
 )

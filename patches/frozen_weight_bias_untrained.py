@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import Patch, Target, arguments
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
@@ -62,24 +62,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="frozen-weight-bias-untrained",
     summary="a bias that is trained beside a frozen weight gets no gradient",
-    since="0.12",
-    before=UNTRIED,
     targets=(
         Target(
-            address=f"{_LAYERS}:linear_with_frozen_weight",
-            wrapper=linear,
-            relies_on=("LinearWithFrozenWeight.apply(*args)",),
+            f"{_LAYERS}:linear_with_frozen_weight", linear, "LinearWithFrozenWeight.apply(*args)"
         ),
     ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/"
-        "layers.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error="RuntimeError: 2 biases have no gradient",
-    ),
+    stock_error="RuntimeError: 2 biases have no gradient",
 )

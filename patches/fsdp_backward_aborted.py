@@ -32,7 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import fsdp
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch
 
 from . import _scenarios
 
@@ -66,12 +66,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="fsdp-backward-aborted",
     summary="once a backward under Megatron-FSDP was interrupted, all later gradients are wrong",
     since="0.15",
-    before=UNTRIED,
     groups=("abort",),
     targets=(fsdp.zero_target(zero_grad_buffer),),
-    upstream=fsdp.UPSTREAM,
-    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=_STOCK_ERROR, needs=("einops",)),
+    needs=("einops",),
+    stock_error=_STOCK_ERROR,
 )

@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import fsdp
 from megatron_idempotent.megatron.ddp import no_sync, zero_grad_buffer
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch
 
 
 def reproduce() -> None:
@@ -70,18 +70,13 @@ def neighbour() -> object:
 
 
 PATCH = Patch(
-    id="fsdp-no-sync-ends-early",
     summary="no_sync() of Megatron-FSDP ends at an inner exit, or at one of a window that raised",
     since="0.16",
-    before=UNTRIED,
     groups=("overlap", "abort"),
-    targets=(fsdp.no_sync_target(no_sync), fsdp.zero_target(zero_grad_buffer)),
-    upstream=fsdp.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        neighbour=neighbour,
-        ranks=2,
-        stock_error=r"RuntimeError: gradients are reduced inside of no_sync\(\)",
-        needs=("einops",),
+    targets=(
+        fsdp.no_sync_target(no_sync),
+        fsdp.zero_target(zero_grad_buffer),
     ),
+    needs=("einops",),
+    stock_error=r"RuntimeError: gradients are reduced inside of no_sync\(\)",
 )

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import OPEN, Patch, Target
 
 from . import _scenarios
 
@@ -83,19 +83,10 @@ def _interrupted(model: Any, fail: Callable[..., None]) -> Any:
 
 
 PATCH = Patch(
-    id="fsdp-v2-wedged-by-abort",
     summary="after a window that raised, a model in Megatron-FSDP v2 raises in every forward",
     since="0.20",
     before=OPEN,
     groups=("abort",),
-    targets=(
-        Target(
-            address=f"{_MODULE}:FsdpModule.pre_forward",
-            wrapper=pre_forward,
-        ),
-    ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/pull/6359",
-    reproduction=Reproduction(
-        run=reproduce, ranks=2, stock_error="RuntimeError: Invalid FSDP module phase transition"
-    ),
+    targets=(Target(f"{_MODULE}:FsdpModule.pre_forward", pre_forward),),
+    stock_error="RuntimeError: Invalid FSDP module phase transition",
 )

@@ -41,7 +41,7 @@ from types import MethodType
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 _NEEDED = ("model", "data_iterator", "num_microbatches", "seq_length", "forward_only")
 _NUMBERS = ("num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length")
@@ -213,21 +213,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="full-cuda-graph-replayed",
     summary="a full-iteration CUDA graph is replayed for another model or number of microbatches",
     since="0.14",
-    before=UNTRIED,
-    targets=(
-        Target(
-            address="megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
-            wrapper=replay,
-        ),
-    ),
+    targets=(Target("megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__", replay),),
     default=False,
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/full_cuda_graph.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: a window of 3 .* returned 2 losses, and left no gradient",
-    ),
+    stock_error=r"RuntimeError: a window of 3 .* returned 2 losses, and left no gradient",
 )

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import training
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch, a_body_has
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -51,22 +51,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="gc-stays-off",
     summary="train() with --manual-gc leaves garbage collection off for good",
-    since="0.12",
-    before=UNTRIED,
     groups=("train-again",),
-    targets=(
-        training.target(
-            train,
-            "gc.disable()",
-        ),
-    ),
-    fixed_when=lambda bodies: any(body.contains("gc.enable()") for body in bodies.values()),
-    upstream=training.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=1,
-        stock_error=r"RuntimeError: garbage collection is off after train\(\)",
-    ),
+    targets=(training.target(train, "gc.disable()"),),
+    fixed_when=a_body_has("gc.enable()"),
+    ranks=1,
+    stock_error=r"RuntimeError: garbage collection is off after train\(\)",
 )

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch
 
 from . import _scenarios
 
@@ -55,12 +55,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="grad-left-by-aborted-backward",
     summary="a gradient that an aborted backward left in param.grad adds to the next window's",
-    since="0.12",
-    before=UNTRIED,
     groups=("abort",),
     targets=(ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
-    upstream=ddp.UPSTREAM,
-    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=_scenarios.SPOILT_ERROR),
+    stock_error=_scenarios.SPOILT_ERROR,
 )

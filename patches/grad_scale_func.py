@@ -37,7 +37,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.megatron import optimizers
 from megatron_idempotent.megatron.optimizers import OURS, SCALED, LossScale, parts
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import (
+    Patch,
+    Target,
+    a_body_has,
+    arguments,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,26 +130,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="grad-scale-func",
     summary="gradients are divided by a loss scale that the loss was never multiplied by",
-    since="0.12",
-    before=UNTRIED,
     groups=("loss-scale",),
     targets=(
         optimizers.factory_target(build),
-        Target(
-            address=f"{optimizers.MODULE}:MegatronOptimizer.scale_loss",
-            wrapper=scale_loss,
-        ),
+        Target(f"{optimizers.MODULE}:MegatronOptimizer.scale_loss", scale_loss),
         *optimizers.step_targets(step),
     ),
-    fixed_when=lambda bodies: any(
-        body.contains("model_config.grad_scale_func") for body in bodies.values()
-    ),
-    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: gradient norm .* at loss scale 1024",
-    ),
+    fixed_when=a_body_has("model_config.grad_scale_func"),
+    stock_error=r"RuntimeError: gradient norm .* at loss scale 1024",
 )

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
+from megatron_idempotent.patching import Helper
 
 
 def reproduce() -> None:
@@ -80,21 +80,7 @@ def _one_window(model: Any) -> bytes:
 
 
 HELPER = Helper(
-    id="gradients-never-reduced",
     summary="without config.finalize_model_grads_func gradients are never reduced, silently",
-    since="0.12",
-    before=UNTRIED,
     call="wire_train_config",
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/"
-        "model_parallel_config.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        repaired=repaired,
-        neighbour=neighbour,
-        helped=helped,
-        ranks=2,
-        stock_error=r"RuntimeError: gradients differ between data-parallel ranks",
-    ),
+    stock_error=r"RuntimeError: gradients differ between data-parallel ranks",
 )

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import Patch, Target, arguments
 
 _MODULE = "megatron.core.tensor_parallel.random"
 
@@ -65,25 +65,15 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="inference-rng-tracker-sticks",
     summary="training after inference in one process shares dropout between tensor-parallel ranks",
-    since="0.12",
-    before=UNTRIED,
     groups=("generation",),
     targets=(
         Target(
-            address=f"{_MODULE}:model_parallel_cuda_manual_seed",
-            wrapper=seed,
-            relies_on=("_CUDA_RNG_STATE_TRACKER.reset()", "initialize_rng_tracker"),
+            f"{_MODULE}:model_parallel_cuda_manual_seed",
+            seed,
+            "_CUDA_RNG_STATE_TRACKER.reset()",
+            "initialize_rng_tracker",
         ),
     ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/"
-        "random.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: tensor-parallel ranks 0 and 1 draw the same dropout",
-    ),
+    stock_error=r"RuntimeError: tensor-parallel ranks 0 and 1 draw the same dropout",
 )

@@ -25,7 +25,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
+from megatron_idempotent.patching import Helper
 
 
 def reproduce() -> None:
@@ -87,18 +87,7 @@ def _groups() -> list[int]:
 
 
 HELPER = Helper(
-    id="initialized-twice",
     summary="setting up groups, microbatch calculator or rerun machine again asserts",
     call="ensure_initialized",
-    since="0.12",
-    before=UNTRIED,
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/parallel_state.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        repaired=repaired,
-        neighbour=neighbour,
-        helped=helped,
-        ranks=2,
-        stock_error=r"AssertionError: .*group is already initialized",
-    ),
+    stock_error=r"AssertionError: .*group is already initialized",
 )

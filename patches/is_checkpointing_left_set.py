@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 _FUNCTION = "megatron.core.tensor_parallel.random:CheckpointFunction"
 
@@ -75,25 +75,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="is-checkpointing-left-set",
     summary="is_checkpointing() stays True after an exception in a recomputed layer",
     since="0.16",
-    before=UNTRIED,
     groups=("abort",),
     targets=(
-        Target(
-            address=f"{_FUNCTION}.forward",
-            wrapper=clear_on_error,
-        ),
-        Target(
-            address=f"{_FUNCTION}.backward",
-            wrapper=clear_on_error,
-        ),
+        Target(f"{_FUNCTION}.forward", clear_on_error),
+        Target(f"{_FUNCTION}.backward", clear_on_error),
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=1,
-        stock_error=r"RuntimeError: is_checkpointing\(\) is True outside of any layer",
-    ),
+    ranks=1,
+    stock_error=r"RuntimeError: is_checkpointing\(\) is True outside of any layer",
 )

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import Patch, Target, a_body_has, arguments
 
 
 class _Logits:
@@ -205,24 +205,14 @@ def _model() -> tuple[Any, tuple[Any, ...]]:
 
 
 PATCH = Patch(
-    id="logits-always-built",
     summary="before 0.18 a loss of log-probs cannot have hidden states instead of logits",
-    since="0.12",
     before="0.18",
     provides=("output-processor",),
     targets=(
-        Target(
-            address="megatron.core.models.gpt.gpt_model:GPTModel.forward",
-            wrapper=forward,
-            # Read with what they call: `_postprocess` from 0.13 on, and the MTP block.
-        ),
+        # Read with what they call: `_postprocess` from 0.13 on, and the MTP block.
+        Target("megatron.core.models.gpt.gpt_model:GPTModel.forward", forward),
     ),
-    fixed_when=lambda bodies: any(b.contains("output_processor") for b in bodies.values()),
-    upstream="https://github.com/NVIDIA/Megatron-LM/pull/4686",
-    reproduction=Reproduction(
-        run=reproduce,
-        neighbour=neighbour,
-        ranks=1,
-        stock_error=r"TypeError: .*unexpected keyword argument 'output_processor'",
-    ),
+    fixed_when=a_body_has("output_processor"),
+    ranks=1,
+    stock_error=r"TypeError: .*unexpected keyword argument 'output_processor'",
 )

@@ -25,8 +25,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.megatron.ddp import UPSTREAM
-from megatron_idempotent.patching import UNTRIED, Limit, Reproduction
+from megatron_idempotent.patching import Limit
 
 
 def reproduce() -> None:
@@ -43,14 +42,6 @@ def reproduce() -> None:
 
 
 LIMIT = Limit(
-    id="module-wrapped-twice",
     summary="a module that DDP wrapped twice fails in its first backward pass, with overlap",
-    since="0.12",
-    before=UNTRIED,
-    upstream=UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: param\.grad being None is not safe",
-    ),
+    stock_error=r"AssertionError: param\.grad being None is not safe",
 )

@@ -32,7 +32,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.moe import forget_tokens
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
@@ -84,16 +84,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="moe-tokens-of-aborted-window",
     summary="token counts of an aborted window go into the next expert bias and auxiliary loss",
-    since="0.12",
-    before=UNTRIED,
     groups=("abort", "aux-loss"),
     targets=(ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/finalize_model_grads.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: \d+ tokens of the aborted window are still counted",
-    ),
+    stock_error=r"RuntimeError: \d+ tokens of the aborted window are still counted",
 )

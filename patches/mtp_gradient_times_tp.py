@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target, no_body_has
 
 _LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 _GATHER = "all_gather_last_dim_from_tensor_parallel_region"
@@ -86,25 +86,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="mtp-gradient-times-tp",
     summary="an MTP layer's gradient is TP times the right one under tensor parallelism",
-    since="0.12",
     before="0.13",
-    targets=(
-        Target(
-            address=f"{_LAYER}.forward",
-            wrapper=forward,
-            relies_on=(_CALL,),
-        ),
-    ),
-    fixed_when=lambda bodies: not any(body.contains(_CALL) for body in bodies.values()),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/transformer/"
-        "multi_token_prediction.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error="RuntimeError: an MTP layer's gradient is 2 times the right one",
-    ),
+    targets=(Target(f"{_LAYER}.forward", forward, _CALL),),
+    fixed_when=no_body_has(_CALL),
+    stock_error="RuntimeError: an MTP layer's gradient is 2 times the right one",
 )

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target, no_body_has
 from megatron_idempotent.patching.record import arguments
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
@@ -175,28 +175,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="mtp-loss-per-context-rank",
     summary="an MTP loss weighs each context-parallel rank's tokens by themselves",
     since="0.17",
-    before=UNTRIED,
-    targets=(
-        Target(
-            address=f"{_MODULE}:process_mtp_loss",
-            wrapper=process,
-            relies_on=(_COUNTED, _SHIFTED),
-        ),
-    ),
-    fixed_when=lambda bodies: not any(body.contains("loss_mask.sum()") for body in bodies.values()),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/d98e8a64ddf34856e74b24714e3bedb2f5a39553/"
-        "megatron/core/transformer/multi_token_prediction.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=(
-            "RuntimeError: an MTP layer learns nothing of a token that another rank counts"
-        ),
-        given=("mtp-without-transformer-engine",),
-    ),
+    targets=(Target(f"{_MODULE}:process_mtp_loss", process, _COUNTED, _SHIFTED),),
+    fixed_when=no_body_has("loss_mask.sum()"),
+    given=("mtp-without-transformer-engine",),
+    stock_error="RuntimeError: an MTP layer learns nothing of a token that another rank counts",
 )

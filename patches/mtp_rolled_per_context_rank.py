@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target, a_body_has
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
 
@@ -86,20 +86,9 @@ def neighbour() -> object:
 
 
 PATCH = Patch(
-    id="mtp-rolled-per-context-rank",
     summary="an MTP layer predicts wrong tokens where a context-parallel rank's part ends",
-    since="0.12",
     before="0.14",
-    targets=(Target(address=f"{_MODULE}:roll_tensor", wrapper=roll),),
-    fixed_when=lambda bodies: any(body.contains("cp_group.size()") for body in bodies.values()),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.14.0/megatron/core/transformer/"
-        "multi_token_prediction.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        neighbour=neighbour,
-        ranks=2,
-        stock_error="RuntimeError: positions are followed by others than those that come next",
-    ),
+    targets=(Target(f"{_MODULE}:roll_tensor", roll),),
+    fixed_when=a_body_has("cp_group.size()"),
+    stock_error="RuntimeError: positions are followed by others than those that come next",
 )

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 _MODULE = "megatron.core.models.common.language_module.language_module"
 
@@ -75,25 +75,15 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="mtp-tied-output-weight",
     summary="a tied model with MTP on several stages cannot be written to a checkpoint",
-    since="0.12",
-    before=UNTRIED,
     targets=(
         Target(
-            address=f"{_MODULE}:LanguageModule.setup_embeddings_and_output_layer",
-            wrapper=setup,
-            relies_on=("self.share_embeddings_and_output_weights", "self.output_layer.weight"),
+            f"{_MODULE}:LanguageModule.setup_embeddings_and_output_layer",
+            setup,
+            "self.share_embeddings_and_output_weights",
+            "self.output_layer.weight",
         ),
     ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/gpt/"
-        "gpt_model.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error="RuntimeError: the state dict has an output weight that nothing uses",
-        given=("mtp-without-transformer-engine",),
-    ),
+    given=("mtp-without-transformer-engine",),
+    stock_error="RuntimeError: the state dict has an output weight that nothing uses",
 )

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import OPEN, Patch, Target
 
 _LAYERS = "megatron.core.tensor_parallel.inference_layers"
 
@@ -50,18 +50,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="mtp-without-transformer-engine",
     summary="a model with MTP layers cannot be built without Transformer Engine",
     since="0.20",
     before=OPEN,
-    targets=(
-        Target(
-            address=f"{_LAYERS}:is_inference_column_parallel_linear",
-            wrapper=is_inference_linear,
-        ),
-    ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/pull/5748",
-    reproduction=Reproduction(
-        run=reproduce, ranks=1, stock_error=r"TypeError: isinstance\(\) arg 2 must be a type"
-    ),
+    targets=(Target(f"{_LAYERS}:is_inference_column_parallel_linear", is_inference_linear),),
+    ranks=1,
+    stock_error=r"TypeError: isinstance\(\) arg 2 must be a type",
 )

@@ -25,11 +25,12 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import training
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, arguments
+from megatron_idempotent.megatron.ddp import is_no_sync_of
+from megatron_idempotent.patching import Patch, arguments, no_body_has
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -47,19 +48,6 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             config.no_sync_func = installed
 
 
-def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
-    """Returns whether a `no_sync_func` is the bound `no_sync` of these very chunks.
-
-    A chunk in Megatron-FSDP hands out that of the module inside of it.
-    """
-    functions = installed if isinstance(installed, (list, tuple)) else [installed]
-    return len(functions) == len(chunks) and all(
-        getattr(function, "__name__", None) == "no_sync"
-        and any(function.__self__ is owner for owner in (chunk, getattr(chunk, "module", chunk)))
-        for function, chunk in zip(functions, chunks, strict=True)
-    )
-
-
 def reproduce() -> None:
     """Run two calls of stock `train()` on two data-parallel ranks with overlap_grad_reduce."""
     from megatron.training import get_timers
@@ -74,10 +62,7 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="no-sync-func-reentry",
     summary="a second train() with overlap_grad_reduce asserts on config.no_sync_func",
-    since="0.12",
-    before=UNTRIED,
     groups=("train-again", "overlap"),
     targets=(
         training.target(
@@ -86,11 +71,6 @@ PATCH = Patch(
             "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
         ),
     ),
-    fixed_when=lambda bodies: not any(b.contains("config.no_sync_func") for b in bodies.values()),
-    upstream="https://github.com/THUDM/slime/pull/1857",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
-    ),
+    fixed_when=no_body_has("config.no_sync_func"),
+    stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

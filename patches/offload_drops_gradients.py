@@ -35,8 +35,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.megatron import optimizers
-from megatron_idempotent.megatron.ddp import UPSTREAM, bucket_groups, buffer_reset_target
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.megatron.ddp import bucket_groups, buffer_reset_target
+from megatron_idempotent.patching import Patch, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,38 +191,23 @@ def _offloaded_one_by_one(chunk: Any) -> None:
 
 
 PATCH = Patch(
-    id="offload-drops-gradients",
     summary="offload_grad_buffers() between backward and step zeroes the gradients silently",
     since="0.16",
-    before=UNTRIED,
     groups=("offload",),
     targets=(
         Target(
-            address="megatron.core.distributed.distributed_data_parallel:"
+            "megatron.core.distributed.distributed_data_parallel:"
             "DistributedDataParallel.offload_grad_buffers",
-            wrapper=offload,
+            offload,
         ),
         Target(
-            address="megatron.core.distributed.param_and_grad_buffer:"
-            "_ParamAndGradBuffer.offload_to_cpu",
-            wrapper=offload_buffer,
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.offload_to_cpu",
+            offload_buffer,
         ),
         buffer_reset_target(reset),
         optimizers.step_target("ChainedOptimizer", step),
-        Target(
-            address=f"{optimizers.MODULE}:MixedPrecisionOptimizer.step_with_ready_grads",
-            wrapper=step,
-        ),
-        Target(
-            address=f"{optimizers.MODULE}:FP32Optimizer.step_with_ready_grads",
-            wrapper=step,
-        ),
+        Target(f"{optimizers.MODULE}:MixedPrecisionOptimizer.step_with_ready_grads", step),
+        Target(f"{optimizers.MODULE}:FP32Optimizer.step_with_ready_grads", step),
     ),
-    upstream=UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        neighbour=neighbour,
-        ranks=2,
-        stock_error=r"RuntimeError: the step's gradient norm is 0",
-    ),
+    stock_error=r"RuntimeError: the step's gradient norm is 0",
 )

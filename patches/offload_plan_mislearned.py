@@ -42,7 +42,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _IDLE = "_megatron_idempotent_idle"
@@ -168,31 +168,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="offload-plan-mislearned",
     summary="activation offload raises, or offloads nothing, after a forward-only first window",
     since="0.16",
-    before=UNTRIED,
     targets=(
-        Target(
-            address=f"{_MODULE}:PipelineOffloadManager.init_model_chunk_offload_handler",
-            wrapper=begin_forward,
-        ),
-        Target(
-            address=f"{_MODULE}:PipelineOffloadManager.pop_forward_chunk",
-            wrapper=next_chunk,
-        ),
+        Target(f"{_MODULE}:PipelineOffloadManager.init_model_chunk_offload_handler", begin_forward),
+        Target(f"{_MODULE}:PipelineOffloadManager.pop_forward_chunk", next_chunk),
         *schedules.targets(schedule),
     ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/"
-        "fine_grained_activation_offload.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=(
-            r"AssertionError: Chunk mismatch"
-            r"|AttributeError: 'NoneType' object has no attribute 'tensor_pop'"
-        ),
-    ),
+    stock_error=r"AssertionError: Chunk mismatch"
+    r"|AttributeError: 'NoneType' object has no attribute 'tensor_pop'",
 )

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 
 def offload(original: Callable[..., None], self: Any) -> None:
@@ -77,21 +77,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="optimizer-offload-breaks-views",
     summary="after optimizer.offload_to_cpu() and back its parameters are copies of the model's",
     since="0.16",
-    before=UNTRIED,
     targets=(
-        Target(
-            address="megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu",
-            wrapper=offload,
-        ),
+        Target("megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu", offload),
     ),
     default=False,
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: the optimizer's fp32 parameters are no views",
-    ),
+    stock_error=r"RuntimeError: the optimizer's fp32 parameters are no views",
 )

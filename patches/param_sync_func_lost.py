@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import training
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, arguments
+from megatron_idempotent.patching import Patch, arguments, no_body_has
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +61,7 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="param-sync-func-lost",
     summary="train() loses config.param_sync_func when it ends before its second iteration",
-    since="0.12",
-    before=UNTRIED,
     groups=("train-again", "overlap"),
     targets=(
         training.target(
@@ -74,13 +71,6 @@ PATCH = Patch(
             "config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]",
         ),
     ),
-    fixed_when=lambda bodies: (
-        not any(body.contains("config.param_sync_func = None") for body in bodies.values())
-    ),
-    upstream=training.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: config\.param_sync_func is None after train\(\)",
-    ),
+    fixed_when=no_body_has("config.param_sync_func = None"),
+    stock_error=r"RuntimeError: config\.param_sync_func is None after train\(\)",
 )

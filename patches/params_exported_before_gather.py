@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
+from megatron_idempotent.patching import Helper
 
 from . import _scenarios
 
@@ -81,18 +81,7 @@ def _read(model: Any) -> bytes:
 
 
 HELPER = Helper(
-    id="params-exported-before-gather",
     summary="parameters exported right after a step lack the step, except for the rank's own shard",
-    since="0.12",
-    before=UNTRIED,
     call="ensure_params_synced",
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        repaired=repaired,
-        neighbour=neighbour,
-        helped=helped,
-        ranks=2,
-        stock_error=r"RuntimeError: parameters differ .* in an export after the step",
-    ),
+    stock_error=r"RuntimeError: parameters differ .* in an export after the step",
 )

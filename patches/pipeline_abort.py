@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
+from megatron_idempotent.patching import Helper
 
 
 def reproduce() -> None:
@@ -126,21 +126,7 @@ def _guarded(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 HELPER = Helper(
-    id="pipeline-abort",
     summary="a window that a rank leaves half-way hangs the others, or corrupts the next window",
-    since="0.12",
-    before=UNTRIED,
     call="guarded_window",
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/"
-        "schedules.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        repaired=repaired,
-        neighbour=neighbour,
-        helped=helped,
-        ranks=2,
-        stock_error=r"RuntimeError: the gradients of a window are those of the aborted one",
-    ),
+    stock_error=r"RuntimeError: the gradients of a window are those of the aborted one",
 )

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.training import STAGE_OFFSET
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target, a_body_has
 
 """Upstream's own distance between the seeds of two stages."""
 
@@ -159,31 +159,17 @@ def _drawn(seed: Callable[[int], object]) -> list[bytes]:
 
 
 PATCH = Patch(
-    id="pipeline-seed-offset",
     summary="pipeline stages given one seed get identical initial weights and dropout",
-    since="0.12",
-    before=UNTRIED,
     targets=(
         Target(
-            address="megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
-            wrapper=seed_all_stages,
-            relies_on=(
-                "offset = seed + 2718",
-                "data_parallel_seed = seed",
-                "_CUDA_RNG_STATE_TRACKER.reset()",
-                "initialize_rng_tracker",
-            ),
+            "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
+            seed_all_stages,
+            "offset = seed + 2718",
+            "data_parallel_seed = seed",
+            "_CUDA_RNG_STATE_TRACKER.reset()",
+            "initialize_rng_tracker",
         ),
     ),
-    fixed_when=lambda bodies: any(
-        body.contains("get_pipeline_model_parallel_rank()") for body in bodies.values()
-    ),
-    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
-    reproduction=Reproduction(
-        run=reproduce,
-        neighbour=neighbour,
-        helped=helped,
-        ranks=2,
-        stock_error=r"RuntimeError: pipeline stages 0 and 1 draw the same weights",
-    ),
+    fixed_when=a_body_has("get_pipeline_model_parallel_rank()"),
+    stock_error=r"RuntimeError: pipeline stages 0 and 1 draw the same weights",
 )

@@ -37,7 +37,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 
 def checkpoint(
@@ -140,20 +140,7 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="recompute-drops-gradients",
     summary="with recomputation and a frozen embedding, adapters get no gradient, silently",
-    since="0.12",
-    before=UNTRIED,
-    targets=(
-        Target(
-            address="megatron.core.tensor_parallel.random:checkpoint",
-            wrapper=checkpoint,
-        ),
-    ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: recomputed with 'uniform', the gradient's norm is 0;",
-    ),
+    targets=(Target("megatron.core.tensor_parallel.random:checkpoint", checkpoint),),
+    stock_error=r"RuntimeError: recomputed with 'uniform', the gradient's norm is 0;",
 )

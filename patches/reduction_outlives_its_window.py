@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch, a_body_has
 
 from . import _scenarios
 
@@ -59,21 +59,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="reduction-outlives-its-window",
     summary="after an abort in the last backward, old reductions break or spoil later windows",
-    since="0.12",
-    before=UNTRIED,
     groups=("overlap", "abort"),
     targets=(ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
-    fixed_when=lambda bodies: any(
-        body.contains("grad_reduce_handle.wait()") for body in bodies.values()
-    ),
-    upstream=ddp.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=(
-            r"AssertionError: Should not have multiple communication calls outstanding at once"
-        ),
-    ),
+    fixed_when=a_body_has("grad_reduce_handle.wait()"),
+    stock_error=r"AssertionError: Should not have multiple communication calls outstanding at once",
 )

@@ -32,7 +32,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 from megatron_idempotent.megatron.ddp import GATHERED, REDUCTIONS, bucket_groups, group_target
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, arguments
+from megatron_idempotent.patching import Patch, arguments
 
 _CHUNKS = "_megatron_idempotent_chunks"
 
@@ -105,10 +105,7 @@ def neighbour() -> object:
 
 
 PATCH = Patch(
-    id="replicas-differ-unnoticed",
     summary="nothing notices that data-parallel ranks step on different gradients (debug mode)",
-    since="0.12",
-    before=UNTRIED,
     default=False,
     debug=True,
     targets=(
@@ -118,14 +115,5 @@ PATCH = Patch(
         group_target("reset", reset),
         group_target("start_param_sync", start_param_sync),
     ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/"
-        "optimizer.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        neighbour=neighbour,
-        ranks=2,
-        stock_error=r"RuntimeError: a step on gradients that differ between ranks went unnoticed",
-    ),
+    stock_error=r"RuntimeError: a step on gradients that differ between ranks went unnoticed",
 )

@@ -23,7 +23,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.patching import UNTRIED, Limit, Reproduction
+from megatron_idempotent.patching import Limit
 
 
 def reproduce() -> None:
@@ -56,17 +56,7 @@ def reproduce() -> None:
 
 
 LIMIT = Limit(
-    id="rerun-iterator-keeps-microbatches",
     summary="a RerunDataIterator outside of Megatron's own loop keeps every microbatch",
-    since="0.12",
-    before=UNTRIED,
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/"
-        "rerun_state_machine.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=1,
-        stock_error=r"RuntimeError: 10 microbatches kept after five windows",
-    ),
+    ranks=1,
+    stock_error=r"RuntimeError: 10 microbatches kept after five windows",
 )

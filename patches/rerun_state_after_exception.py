@@ -38,7 +38,7 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_idempotent.megatron import training
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 
 def should_run_forward_backward(
@@ -105,23 +105,11 @@ def _unreadable(data_iterator: Any, model: Any) -> Any:
 _MACHINE = "megatron.core.rerun_state_machine:RerunStateMachine"
 
 PATCH = Patch(
-    id="rerun-state-after-exception",
     summary="after an exception in a step the next one reads no batch and still updates",
-    since="0.12",
-    before=UNTRIED,
     groups=("abort",),
     targets=(
-        Target(
-            address=f"{_MACHINE}.should_run_forward_backward",
-            wrapper=should_run_forward_backward,
-        ),
-        Target(
-            address=f"{_MACHINE}.state_dict",
-            wrapper=state_dict,
-        ),
+        Target(f"{_MACHINE}.should_run_forward_backward", should_run_forward_backward),
+        Target(f"{_MACHINE}.state_dict", state_dict),
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/rerun_state_machine.py",
-    reproduction=Reproduction(
-        run=reproduce, ranks=2, stock_error=r"UnboundLocalError: .*losses_reduced"
-    ),
+    stock_error=r"UnboundLocalError: .*losses_reduced",
 )

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 
@@ -56,28 +56,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="rope-table-from-inference",
     summary="rotary tables cached under inference mode cannot be saved for a backward",
     since="0.16",
-    before=UNTRIED,
     groups=("generation",),
     targets=(
-        Target(
-            address=f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_emb",
-            wrapper=table,
-        ),
-        Target(
-            address=f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_emb",
-            wrapper=table,
-        ),
+        Target(f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_emb", table),
+        Target(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_emb", table),
     ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/common/"
-        "embeddings/rotary_pos_embedding.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=1,
-        stock_error=r"RuntimeError: Inference tensors cannot be saved for backward",
-    ),
+    ranks=1,
+    stock_error=r"RuntimeError: Inference tensors cannot be saved for backward",
 )

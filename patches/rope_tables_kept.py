@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Limit, Reproduction
+from megatron_idempotent.patching import Limit
 
 
 def deleted_model() -> Any:
@@ -72,17 +72,7 @@ def reproduce() -> None:
 
 
 LIMIT = Limit(
-    id="rope-tables-kept",
     summary="up to 32 rotary tables stay in memory, those of deleted models too",
-    since="0.12",
-    before=UNTRIED,
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/common/"
-        "embeddings/rotary_pos_embedding.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=1,
-        stock_error=r"RuntimeError: 1 rotary table of a deleted model is kept",
-    ),
+    ranks=1,
+    stock_error=r"RuntimeError: 1 rotary table of a deleted model is kept",
 )

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,19 +78,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="router-replay-leftovers",
     summary="recomputation replays the MoE routing of an earlier window",
     since="0.16",
-    before=UNTRIED,
     groups=("abort",),
     targets=schedules.targets(schedule),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/"
-        "router_replay.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=1,
-        stock_error=r"RuntimeError: recomputation takes the routing of the forward-only window",
-    ),
+    ranks=1,
+    stock_error=r"RuntimeError: recomputation takes the routing of the forward-only window",
 )

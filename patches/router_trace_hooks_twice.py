@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 
 def register(original: Callable[..., Any], self: Any, model: Any) -> None:
@@ -59,21 +59,12 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="router-trace-hooks-twice",
     summary="each train() adds another hook per router: the trace has every record twice",
     since="0.19",
-    before=UNTRIED,
     groups=("train-again",),
     targets=(
-        Target(
-            address="megatron.core.transformer.moe.router_trace:RouterTracer.register_hooks",
-            wrapper=register,
-        ),
+        Target("megatron.core.transformer.moe.router_trace:RouterTracer.register_hooks", register),
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router_trace.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=1,
-        stock_error=r"RuntimeError: a router has 2 hooks of one tracer",
-    ),
+    ranks=1,
+    stock_error=r"RuntimeError: a router has 2 hooks of one tracer",
 )

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target, no_body_has
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer"
 _ASKED = "param_start_index % self.data_parallel_world_size != 0"
@@ -65,19 +65,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="shared-embedding-in-two-buckets",
     summary="a tied embedding begins in the padding of another bucket, and the set-up raises",
-    since="0.12",
     before="0.13",
-    targets=(Target(address=f"{_BUFFER}.__init__", wrapper=init, relies_on=(_ASKED,)),),
-    fixed_when=lambda bodies: not any(body.contains(_ASKED) for body in bodies.values()),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/distributed/"
-        "param_and_grad_buffer.py"
-    ),
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error="AssertionError: Param should not be in param_gbuf_map",
-    ),
+    targets=(Target(f"{_BUFFER}.__init__", init, _ASKED),),
+    fixed_when=no_body_has(_ASKED),
+    stock_error="AssertionError: Param should not be in param_gbuf_map",
 )

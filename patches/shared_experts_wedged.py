@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.moe import reset_shared_experts
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 
 def pre_forward_comm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -70,19 +70,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="shared-experts-wedged",
     summary="after an exception in an MoE layer, overlapped shared experts refuse every forward",
-    since="0.12",
-    before=UNTRIED,
     groups=("abort",),
     targets=(
         Target(
-            address=(
-                "megatron.core.transformer.moe.shared_experts:SharedExpertMLP.pre_forward_comm"
-            ),
-            wrapper=pre_forward_comm,
+            "megatron.core.transformer.moe.shared_experts:SharedExpertMLP.pre_forward_comm",
+            pre_forward_comm,
         ),
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/shared_experts.py",
-    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=r"AssertionError"),
+    stock_error=r"AssertionError",
 )

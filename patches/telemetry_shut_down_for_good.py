@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.training import MODULE
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import OPEN, Patch, Target
 from megatron_idempotent.patching.per_process import PerProcessDict
 
 #: Under "handle" the one that was shut down last.
@@ -70,19 +70,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="telemetry-shut-down-for-good",
     summary="a second pretrain() in one process never ends its telemetry, and loses the last of it",
     since="0.20",
     before=OPEN,
     groups=("train-again",),
-    targets=(
-        Target(
-            address=f"{MODULE}:_end_otel_job_spans",
-            wrapper=end_job_spans,
-        ),
-    ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/pull/6438",
-    reproduction=Reproduction(
-        run=reproduce, ranks=1, stock_error=r"RuntimeError: telemetry .* shut down \[1, 0\] times"
-    ),
+    targets=(Target(f"{MODULE}:_end_otel_job_spans", end_job_spans),),
+    ranks=1,
+    stock_error=r"RuntimeError: telemetry .* shut down \[1, 0\] times",
 )

@@ -30,7 +30,7 @@ from typing import Any
 from megatron_idempotent.megatron import optimizers, schedules
 from megatron_idempotent.megatron.ddp import finalize_target
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,10 +78,7 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="timers-left-running",
     summary="an exception in a window or a step leaves timers running, and the next one asserts",
-    since="0.12",
-    before=UNTRIED,
     groups=("abort",),
     provides=(schedules.ASKS_WINDOWS,),
     targets=(
@@ -89,10 +86,5 @@ PATCH = Patch(
         finalize_target(finalize),
         *optimizers.step_targets(step),
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/timers.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: timer has already been started",
-    ),
+    stock_error=r"AssertionError: timer has already been started",
 )

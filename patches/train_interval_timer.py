@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import training
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch, a_body_has
 
 _TIMER = "interval-time"
 
@@ -63,30 +63,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="train-interval-timer",
     summary='a second train() fails with "timer has already been started"',
-    since="0.12",
-    before=UNTRIED,
     groups=("train-again",),
     targets=(
-        training.target(
-            train,
-            f"timers('{_TIMER}', log_level=0).start(barrier=True)",
-        ),
-        training.target(
-            train_step,
-            "timers('optimizer', log_level=1)",
-            function="train_step",
-        ),
+        training.target(train, f"timers('{_TIMER}', log_level=0).start(barrier=True)"),
+        training.target(train_step, "timers('optimizer', log_level=1)", function="train_step"),
     ),
     # The loop stops and restarts the timer around evaluation; only a stop after it is a repair.
-    fixed_when=lambda bodies: any(
-        body.contains(f"timers('{_TIMER}').stop()", outside_loops=True) for body in bodies.values()
-    ),
-    upstream=training.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: timer has already been started",
-    ),
+    fixed_when=a_body_has(f"timers('{_TIMER}').stop()", outside_loops=True),
+    stock_error=r"AssertionError: timer has already been started",
 )

@@ -37,7 +37,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import training
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching import Patch, a_body_has
 
 # The iteration of this train() whose train_step has returned; empty before the first one has.
 _stepped: list[int | None] = []
@@ -126,10 +126,7 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="train-iteration-lost",
     summary="train() never writes args.iteration back: the next call starts over",
-    since="0.12",
-    before=UNTRIED,
     groups=("train-again",),
     targets=(
         training.target(
@@ -138,19 +135,8 @@ PATCH = Patch(
             "args.curr_iteration = iteration",
             "return iteration, num_floating_point_operations_so_far",
         ),
-        training.target(
-            train_step,
-            "skipped_iter = 0",
-            function="train_step",
-        ),
+        training.target(train_step, "skipped_iter = 0", function="train_step"),
     ),
-    fixed_when=lambda bodies: any(
-        body.contains("args.iteration = iteration") for body in bodies.values()
-    ),
-    upstream=training.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: args\.iteration is 0 after one iteration",
-    ),
+    fixed_when=a_body_has("args.iteration = iteration"),
+    stock_error=r"RuntimeError: args\.iteration is 0 after one iteration",
 )

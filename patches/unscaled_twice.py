@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,29 +153,14 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="unscaled-twice",
     summary="a second step() or prepare_grads() divides the same gradients by the loss scale again",
-    since="0.12",
-    before=UNTRIED,
     groups=("loss-scale",),
     targets=(
+        Target(f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads", prepare_grads),
+        Target(f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm", clip_grad_norm),
         Target(
-            address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",
-            wrapper=prepare_grads,
-        ),
-        Target(
-            address=f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm",
-            wrapper=clip_grad_norm,
-        ),
-        Target(
-            address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
-            wrapper=step_with_ready_grads,
+            f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads", step_with_ready_grads
         ),
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: gradient norm .* after prepare_grads\(\)",
-    ),
+    stock_error=r"RuntimeError: gradient norm .* after prepare_grads\(\)",
 )

@@ -51,7 +51,7 @@ def faults(path: Path) -> list[str]:
     found = []
     for line, text in docstrings(path):
         # A case file begins with what a user would say: "With overlap_param_gather, …".
-        if FIRST.match(text) and not (path.parent.name == "patches" and text.startswith("With ")):
+        if FIRST.match(text) and not ("patches" in path.parts and text.startswith("With ")):
             found.append(f"{path.name}:{line} begins with {text.split()[0]!r}: say it with a verb")
         # Names in backticks are what they are.
         found += [

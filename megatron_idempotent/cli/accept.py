@@ -1,20 +1,19 @@
 """Implements `drift PATH --accept ID`, which notes that a person has read what drifted.
 
-A new release of Megatron changes `patching/reviewed.txt`, `accepted.txt`, which has the hashes of
-the statements that were read, and `reads.txt`, where it lacks what a wrapper reads beside the body.
-Case files change only if a wrapper does. Bodies that did not change get the new release into their
-label without being named.
+A new release of Megatron changes files in `patches/_generated/` only: `reviewed.txt`,
+`accepted.txt`, which has the hashes of the statements that were read, and `reads.txt`, where it
+lacks what a wrapper reads beside the body. Case files change only if a wrapper does. Bodies that
+did not change get the new release into their label without being named.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.catalog import MEGATRON, patches
 from megatron_idempotent.patching.contract import unmet
-from megatron_idempotent.patching.decide import MEGATRON, in_range, part_of, review
+from megatron_idempotent.patching.decide import in_range, part_of, review
 from megatron_idempotent.patching.record import FILE, Patch, Reviewed, Target
 from megatron_idempotent.patching.source import Body
 from megatron_idempotent.patching.statements import ACCEPTED, accepted_lines
@@ -22,6 +21,7 @@ from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
 from megatron_idempotent.patching.trees import SourceTree
 from megatron_idempotent.patching.versions import Installed, numbers
 
+from .generated import FOLDER, content, write
 from .reads import renewed
 
 _CHECKOUT = Path(__file__).parents[2] / "pyproject.toml"
@@ -45,12 +45,12 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
     """
     if not _CHECKOUT.is_file():
         raise ValueError(
-            f"{FILE} belongs to an installed package, which the next install would replace: accept "
-            "in a checkout of this project"
+            f"{FOLDER} belongs to an installed package, which the next install would replace: "
+            "accept in a checkout of this project"
         )
     trees = list(trees)
-    known = Reviewed(_lines(FILE))
-    statements = {line[:12]: line for line in _lines(ACCEPTED)}
+    known = Reviewed(content(FOLDER, FILE))
+    statements = {line[:12]: line for line in content(FOLDER, ACCEPTED)}
     told: list[str] = []
     for tree in trees:
         bodies = {
@@ -72,11 +72,11 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
         found = [body for body in bodies.values() if body is not None and body.hash in read]
         statements |= {line[:12]: line for line in accepted_lines(found)}
     read = _read(known)
-    _replace(FILE, known.lines())
+    write(FOLDER, FILE, known.lines())
     # Of the patches that were named, what a tree lacks is no longer asked of it.
-    needs = renewed(parsed(_lines(READS)), trees, ids)
-    _replace(READS, lines_of(needs))
-    _replace(ACCEPTED, [line for name, line in sorted(statements.items()) if name in read])
+    needs = renewed(parsed(content(FOLDER, READS)), trees, ids)
+    write(FOLDER, READS, lines_of(needs))
+    write(FOLDER, ACCEPTED, [line for name, line in sorted(statements.items()) if name in read])
     return told
 
 
@@ -154,14 +154,3 @@ def _until(label: str, version: Installed) -> str:
 
 def _read(known: Reviewed) -> set[str]:
     return {name for hashes in known.bodies.values() for name in hashes}
-
-
-def _lines(path: str | os.PathLike[str]) -> list[str]:
-    return Path(path).read_text(encoding="ascii").splitlines()
-
-
-def _replace(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    # Beside it and renamed: an interrupted write must not leave half of the reviews.
-    beside = Path(f"{os.fspath(path)}.new")
-    beside.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
-    beside.replace(path)

@@ -1,9 +1,13 @@
 """Writes the case files as text: for `explain`, HAZARDS.md and docs/compatibility.md.
 
-`python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md, the index
-that `apply()` reads, and what wrappers read of upstream (`patching/reads.txt`), in the repository
-in which it is called. Releases, commits and frameworks are tables in pyproject.toml; what else
-names releases gets them from there. CITATION.cff gets the version of the package.
+`python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md, and in
+`patches/_generated/` the index that `apply()` reads and what wrappers read of upstream, in the
+repository in which it is called. Releases, commits and frameworks are tables in pyproject.toml;
+what else names releases gets them from there. CITATION.cff gets the version of the package.
+
+With `--accept ID` it also writes down, as `drift --accept` does, that a person has read for these
+patches what is in the wheels and source trees that are named, or in the installed Megatron. So it
+writes all that a new patch needs beside its case file.
 
 With `--proven FOLDER` it first merges the findings in that folder into docs/proven.json: `make
 matrix` leaves there what `prove --json` said on each release, and `make pins` on each commit that
@@ -21,18 +25,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_idempotent.patching.catalog import PACKAGE, hazards, index_of, set_untried
-from megatron_idempotent.patching.decide import MEGATRON
+from megatron_idempotent.patching.catalog import INDEX, MEGATRON, PACKAGE, hazards, index_of
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
-from megatron_idempotent.patching.surroundings import lines_of, parsed
+from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
 from megatron_idempotent.patching.versions import place
 
+from .drift import drift
+from .generated import content, write
 from .reads import installed_trees, renewed
 
 PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
-INDEX = Path("megatron_idempotent", "patching", "index.txt")
-READS = Path("megatron_idempotent", "patching", "reads.txt")
+GENERATED = Path("patches", "_generated")
 MAKEFILE, README, PROJECT = Path("Makefile"), Path("README.md"), Path("pyproject.toml")
 CITATION, SOURCE = Path("CITATION.cff"), Path("megatron_idempotent", "__init__.py")
 #: Files that name the releases of the table.
@@ -89,8 +93,9 @@ def hazards_markdown(proven: Proven) -> str:
         "",
         "## Seen on the commits that frameworks pin",
         "",
-        "`make pins` runs the same on each commit in pyproject.toml. refused: a function there is",
-        "none that was read, and lacks what the patch relies on, so `apply()` leaves it alone.",
+        "`make pins` runs the same on each commit in pyproject.toml. refused: a function there has",
+        "a body that nobody has read, and that lacks what the patch relies on. So `apply()` leaves",
+        "it alone.",
         "",
         grid_markdown({name: proven[name] for name in proven if not _is_release(name)}),
     ]
@@ -243,6 +248,8 @@ def main(argv: Sequence[str], root: Path) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m megatron_idempotent.cli.casebook")
     parser.add_argument("--proven", type=Path, metavar="FOLDER", help="of NAME.json files")
+    parser.add_argument("--accept", action="append", default=[], metavar="ID", help="a patch")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="of --accept: what was read")
     options = parser.parse_args(argv)
     folder = options.proven
     proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
@@ -253,16 +260,18 @@ def main(argv: Sequence[str], root: Path) -> int:
     project = table["tool"]["megatron-idempotent"]
     texts = {path: (root / path).read_text(encoding="utf-8") for path in NAMING}
     named = naming_releases(texts, project["releases"])
-    set_untried(first_untried(project["releases"]))  # which all that is written below says
+    # First, because all that is written below asks the index which release nobody has run.
+    write(root / GENERATED, INDEX, index_of(hazards().values(), first_untried(project["releases"])))
     (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
     (root / COMPATIBILITY).write_text(page(project, proven), encoding="utf-8")
     cited, source = ((root / path).read_text(encoding="utf-8") for path in (CITATION, SOURCE))
     (root / CITATION).write_text(citing(cited, source), encoding="utf-8")
     for path, text in named.items():
         (root / path).write_text(text, encoding="utf-8")
-    (root / INDEX).write_text(index_of(hazards().values()), encoding="utf-8")
-    needs = renewed(parsed((root / READS).read_text().splitlines()), installed_trees())
-    (root / READS).write_text("\n".join([*lines_of(needs), ""]), encoding="utf-8")
+    needs = renewed(parsed(content(root / GENERATED, READS)), installed_trees())
+    write(root / GENERATED, READS, lines_of(needs))
+    if options.accept:  # last, because only it knows what was read just now
+        drift(options.paths, as_json=False, with_diff=False, accepted=options.accept)
     return 0
 
 

@@ -12,8 +12,15 @@ from collections.abc import Sequence
 
 from megatron_idempotent.lazy import untried_torch
 from megatron_idempotent.patching.api import apply
-from megatron_idempotent.patching.catalog import OPEN, lost, patches, untried, without_case_file
-from megatron_idempotent.patching.decide import MEGATRON, OFF_BY_DEFAULT
+from megatron_idempotent.patching.catalog import (
+    MEGATRON,
+    OPEN,
+    lost,
+    patches,
+    untried,
+    without_case_file,
+)
+from megatron_idempotent.patching.decide import OFF_BY_DEFAULT
 from megatron_idempotent.patching.report import COVERED, PROBLEMS, Report, Row
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.table import render, terminal_width, wrapped

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.decide import MEGATRON, in_range, judge, review
+from megatron_idempotent.patching.catalog import MEGATRON, patches
+from megatron_idempotent.patching.decide import in_range, judge, review
 from megatron_idempotent.patching.record import Patch, Target
 from megatron_idempotent.patching.settings import check_ids
 from megatron_idempotent.patching.source import Body

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_idempotent.patching.base import Record
-from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.decide import MEGATRON, in_range, judge
+from megatron_idempotent.patching.catalog import MEGATRON, patches
+from megatron_idempotent.patching.decide import in_range, judge
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.surroundings import (

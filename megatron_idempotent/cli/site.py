@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_idempotent
-from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.decide import MEGATRON
+from megatron_idempotent.patching.catalog import MEGATRON, hazards
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 
 from .casebook import PROJECT, PROVEN, Proven, mark

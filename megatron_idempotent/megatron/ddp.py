@@ -11,7 +11,7 @@ A window's gradients are local until `finish_grad_sync` and reduced afterwards, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from functools import partial
 from typing import Any
@@ -21,44 +21,46 @@ from megatron_idempotent.patching import Target
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
-_SOURCE = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed"
-UPSTREAM = f"{_SOURCE}/distributed_data_parallel.py"
-GROUP_UPSTREAM = f"{_SOURCE}/param_and_grad_buffer.py"
-
 
 def ddp_target(method: str, wrapper: Callable[..., Any]) -> Target:
     """Returns the target for a method of `DistributedDataParallel`."""
     address = f"{_DDP}.{method}"
-    return Target(address=address, wrapper=wrapper)
+    return Target(address, wrapper)
 
 
 def forward_target(wrapper: Callable[..., Any]) -> Target:
     """Returns the target for a wrapped chunk's forward, which Megatron-FSDP's wrapper shares."""
-    return Target(
-        address="megatron.core.distributed.data_parallel_base:_BaseDataParallel.forward",
-        wrapper=wrapper,
-    )
+    return Target("megatron.core.distributed.data_parallel_base:_BaseDataParallel.forward", wrapper)
 
 
 def group_target(method: str, wrapper: Callable[..., Any]) -> Target:
     """Returns the target for a method of a bucket group: what one collective reduces or gathers."""
     address = f"{_GROUP}.{method}"
-    return Target(address=address, wrapper=wrapper)
+    return Target(address, wrapper)
 
 
 def buffer_reset_target(wrapper: Callable[..., Any]) -> Target:
     """Returns the target in which a gradient buffer is zeroed, from 0.16 on."""
     return Target(
-        address="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
-        wrapper=wrapper,
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset", wrapper
     )
 
 
 def finalize_target(wrapper: Callable[..., Any]) -> Target:
     """Returns the target `finalize_model_grads`, which finishes the reductions of all chunks."""
-    return Target(
-        address="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-        wrapper=wrapper,
+    return Target("megatron.core.distributed.finalize_model_grads:finalize_model_grads", wrapper)
+
+
+def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
+    """Return whether a `no_sync_func` is the bound `no_sync` of these very chunks.
+
+    A chunk in Megatron-FSDP hands out that of the module inside of it.
+    """
+    functions = installed if isinstance(installed, (list, tuple)) else [installed]
+    return len(functions) == len(chunks) and all(
+        getattr(function, "__name__", None) == "no_sync"
+        and any(function.__self__ is owner for owner in (chunk, getattr(chunk, "module", chunk)))
+        for function, chunk in zip(functions, chunks, strict=True)
     )
 
 

@@ -11,10 +11,6 @@ from typing import Any
 from megatron_idempotent.patching import Target
 
 _MODULE = "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp"
-UPSTREAM = (
-    "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/fsdp/src/"
-    "megatron_fsdp/megatron_fsdp.py"
-)
 
 
 def zero_target(wrapper: Callable[..., Any]) -> Target:
@@ -28,10 +24,7 @@ def no_sync_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def _target(method: str, wrapper: Callable[..., Any]) -> Target:
-    return Target(
-        address=f"{_MODULE}:MegatronFSDP.{method}",
-        wrapper=wrapper,
-    )
+    return Target(f"{_MODULE}:MegatronFSDP.{method}", wrapper)
 
 
 def is_wrapped(chunk: Any) -> bool:

@@ -30,10 +30,7 @@ _watched: PerProcessWeakKeys[Any, None] = PerProcessWeakKeys(__name__, "_watched
 
 def step_target(wrapper: Callable[..., Any]) -> Target:
     """Returns the target in which the distributed optimizer writes its shard of the parameters."""
-    return Target(
-        address=_STEP,
-        wrapper=wrapper,
-    )
+    return Target(_STEP, wrapper)
 
 
 def gather_target() -> Target:
@@ -186,10 +183,6 @@ def shares_memory_with_gradients(chunk: Any) -> bool:
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
-UPSTREAM = (
-    "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/"
-    "layer_wise_optimizer.py"
-)
 _CHUNKS = "_megatron_idempotent_chunks"
 
 
@@ -199,17 +192,14 @@ def layer_wise_step_target(wrapper: Callable[..., Any]) -> Target:
     It is the base class's, because 0.17 overrides `step` and later releases
     `step_with_ready_grads`; either calls this one.
     """
-    return Target(
-        address=f"{_OPTIMIZER}:ChainedOptimizer.step_with_ready_grads",
-        wrapper=wrapper,
-    )
+    return Target(f"{_OPTIMIZER}:ChainedOptimizer.step_with_ready_grads", wrapper)
 
 
 def chunks_target() -> Target:
     """Returns the target in which an optimizer that gathers by lists is given its chunks."""
     return Target(
-        address=f"{_LAYER_WISE}:LayerWiseDistributedOptimizer.set_bucket_layerwise_params_list",
-        wrapper=remember_chunks,
+        f"{_LAYER_WISE}:LayerWiseDistributedOptimizer.set_bucket_layerwise_params_list",
+        remember_chunks,
     )
 
 

@@ -18,7 +18,7 @@ _KINDS = ("ChainedOptimizer", "MixedPrecisionOptimizer", "FP32Optimizer")
 
 def step_target(kind: str, wrapper: Callable[..., Any]) -> Target:
     """Returns the target for `step` of one optimizer class."""
-    return Target(address=f"{MODULE}:{kind}.step", wrapper=wrapper)
+    return Target(f"{MODULE}:{kind}.step", wrapper)
 
 
 def step_targets(wrapper: Callable[..., Any]) -> tuple[Target, ...]:
@@ -28,26 +28,15 @@ def step_targets(wrapper: Callable[..., Any]) -> tuple[Target, ...]:
 
 def factory_target(wrapper: Callable[..., Any]) -> Target:
     """Returns the target `get_megatron_optimizer`."""
-    return Target(
-        address="megatron.core.optimizer:get_megatron_optimizer",
-        wrapper=wrapper,
-        relies_on=("model_chunks",),
-    )
+    return Target("megatron.core.optimizer:get_megatron_optimizer", wrapper, "model_chunks")
 
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
-UPSTREAM = (
-    "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/"
-    "distrib_optimizer.py"
-)
 
 
 def target(method: str, wrapper: Callable[..., Any]) -> Target:
     """Returns the target for a method of `DistributedOptimizer`."""
-    return Target(
-        address=f"{_MODULE}:DistributedOptimizer.{method}",
-        wrapper=wrapper,
-    )
+    return Target(f"{_MODULE}:DistributedOptimizer.{method}", wrapper)
 
 
 def is_torch_adam(optimizer: Any) -> bool:

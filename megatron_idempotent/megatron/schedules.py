@@ -23,10 +23,6 @@ from megatron_idempotent.patching.per_process import PerProcessList
 #: A key of `patching.record.PROVIDED`.
 ASKS_WINDOWS = "schedules-ask-windows"
 MODULE = "megatron.core.pipeline_parallel.schedules"
-UPSTREAM = (
-    "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/"
-    "schedules.py"
-)
 
 
 _ALL = (
@@ -38,7 +34,7 @@ _ALL = (
 
 def targets(wrapper: Callable[..., Any], *names: str) -> tuple[Target, ...]:
     """Returns targets for the schedules called `names`, all three by default, with one wrapper."""
-    return tuple(Target(address=f"{MODULE}:{name}", wrapper=wrapper) for name in names or _ALL)
+    return tuple(Target(f"{MODULE}:{name}", wrapper) for name in names or _ALL)
 
 
 def chunks(model: Any) -> list[Any]:
@@ -65,14 +61,15 @@ def are_held(chunks: list[Any]) -> bool:
 
 
 def around(schedule: Callable[..., Any], model: Any, patch_id: str) -> Callable[..., Any]:
-    """Returns `schedule`, or the `run` with it of the open window that holds a chunk of `model`.
+    """Return `schedule`, or the `run` with it of the open window that holds a chunk of `model`.
 
-    Several patches provide `schedules-ask-windows`, so that each of them can go; one of them asks.
+    Several patches call this, so that the window is still asked if one of them is deleted. Only the
+    first of those that are applied asks.
 
     Args:
         schedule: what the wrapper got as its original.
         model: the schedule's argument.
-        patch_id: the patch that asks; any but the first that calls run through gets `schedule`.
+        patch_id: the patch that calls; all but the first one that runs get `schedule`.
     """
     if not open_windows or patch_id != first_called(ASKS_WINDOWS):
         return schedule
@@ -100,10 +97,7 @@ def sums_tokens_of_context_ranks() -> bool:
 
 def drain_target(wrapper: Callable[..., Any]) -> Target:
     """Returns the target that computes the deferred gradient."""
-    return Target(
-        address="megatron.core.utils:drain_embedding_wgrad_compute",
-        wrapper=wrapper,
-    )
+    return Target("megatron.core.utils:drain_embedding_wgrad_compute", wrapper)
 
 
 def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:

@@ -19,7 +19,6 @@ from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 #: Upstream adds it to the seed of each pipeline stage.
 STAGE_OFFSET = 100
 MODULE = "megatron.training.training"
-UPSTREAM = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py"
 
 
 def target(
@@ -28,11 +27,7 @@ def target(
     function: str = "train",
 ) -> Target:
     """Returns the target for upstream's `train`, `train_step` or `evaluate`."""
-    return Target(
-        address=f"{MODULE}:{function}",
-        wrapper=wrapper,
-        relies_on=relies_on,
-    )
+    return Target(f"{MODULE}:{function}", wrapper, *relies_on)
 
 
 def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:

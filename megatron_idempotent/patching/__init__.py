@@ -17,7 +17,7 @@ TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from typing import Any
 
-    from .record import Helper, Limit, Patch, Reproduction, Target, arguments
+    from .record import Helper, Limit, Patch, Target, a_body_has, arguments, no_body_has
     from .source import Body
 
 __all__ = [
@@ -28,11 +28,12 @@ __all__ = [
     "Limit",
     "Patch",
     "PatchError",
-    "Reproduction",
     "Target",
     "UnknownPatchError",
     "VerificationError",
+    "a_body_has",
     "arguments",
+    "no_body_has",
 ]
 
 
@@ -42,9 +43,10 @@ _LAZY = {
     "Helper": "record",
     "Limit": "record",
     "Patch": "record",
-    "Reproduction": "record",
     "Target": "record",
+    "a_body_has": "record",
     "arguments": "record",
+    "no_body_has": "record",
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from . import versions
 from .base import NOTHING, Record
-from .catalog import OPEN, UNTRIED, untried
+from .catalog import MEGATRON, OPEN, UNTRIED, untried
 from .import_hooks import find
 from .settings import SWITCH, Settings
 
@@ -36,7 +36,6 @@ class Verdict(Record):
 
 OFF_BY_DEFAULT = "off by default: name it in only= to apply it"
 GO = Verdict(status=None, reason="")
-MEGATRON = "megatron-core"
 
 
 class Selection(Record):

@@ -7,6 +7,10 @@ Each member of a group repairs a hazard of its own, and none breaks a program if
 a group is applied as far as it goes. But a program that relies on the group's promise then meets
 the hazard of the missing member.
 
+A declaration says what only it can say. All else comes from the module that makes it: the hazard's
+id is its file's name, its programs are the functions `reproduce`, `repaired`, `neighbour` and
+`helped`, and its docstring is the case file, with the link to upstream.
+
 `reviewed.txt` lists the bodies of upstream's functions that a person has read. It is one file for
 all patches, so that a new release of Megatron touches this file and no case file. A line names a
 function, and the lines below it the hashes of its bodies with their releases, and below each body
@@ -16,13 +20,13 @@ part belongs to one patch, too.
 
 from __future__ import annotations
 
-import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .base import NOTHING, Record
-from .catalog import Place, specifier
+from .catalog import MEGATRON, OLDEST, OPEN, UNTRIED, Place, generated, specifier
 from .report import COVERED, PROBLEMS
 
 if TYPE_CHECKING:
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
     from .report import Row
     from .source import Body
+
+    Bodies = Mapping[str, Body]
 
 
 def arguments(
@@ -146,9 +152,9 @@ class Target(Place):
 
     Example:
         Target(
-            address="megatron.training.training:train",
-            wrapper=train,                       # train(original, *args, **kwargs)
-            relies_on=("timers('interval-time', log_level=0).start(barrier=True)",),
+            "megatron.training.training:train",
+            train,                       # train(original, *args, **kwargs)
+            "timers('interval-time', log_level=0).start(barrier=True)",
         )
     """
 
@@ -172,6 +178,18 @@ class Target(Place):
     """Modules that call the function while they are imported, for example to make a decorator. A
     module that was imported before the wrapper keeps what it made, and the report says so."""
 
+    def __init__(
+        self,
+        address: str,
+        wrapper: Callable[..., Any],
+        *relies_on: str,
+        reviewed: Mapping[str, str] = NOTHING,
+        parts: Mapping[str, str] = NOTHING,
+        early_users: tuple[str, ...] = (),
+    ) -> None:
+        values = vars()
+        super().__init__(**{name: values[name] for name in self._fields})
+
     def __post_init__(self) -> None:
         if not _is_address(self.address):
             raise ValueError(
@@ -179,7 +197,7 @@ class Target(Place):
                 "'megatron.training.training:train'"
             )
         if self.parts and not self.relies_on:
-            raise ValueError(f"target {self.address} has parts of nothing: give relies_on too")
+            raise ValueError(f"target {self.address} has parts of nothing: give fragments too")
 
     def label(self, body_hash: str) -> str:
         """Return the releases that have this body, whichever patch it was read for; else nothing.
@@ -190,76 +208,87 @@ class Target(Place):
         return self.reviewed.get(body_hash) or known.get(body_hash, "")
 
 
-class Reproduction(Record):
-    """Shows the hazard, and its absence, on CPU ranks with the real Megatron."""
-
-    run: Callable[[], None]
-    """Module-level function, called on every rank; it raises if the hazard is there."""
-
-    repaired: Callable[[], None] | None = None
-    """`run` with the helper's remedy in use; None if the patches alone repair `run`."""
-
-    neighbour: Callable[[], object] | None = None
-    """A right program beside the hazard, which stock runs and the patches must leave as it is.
-
-    Module-level function, called on every rank, stock and patched. It raises if stock gets the
-    program wrong, and returns what has to be the same to the bit: bytes, numbers, strings, or lists
-    of them. Each patch that can raise has one, and each helper.
-    """
-
-    helped: Callable[[], object] | None = None
-    """The neighbour with a helper in use; None if patches alone are the remedy."""
-
-    ranks: int
-    """Number of ranks that `run` is called on."""
-
-    stock_error: str
-    """Regular expression that the error on stock Megatron must match, `Type: message`."""
-
-    given: tuple[str, ...] = ()
-    """Ids of patches that stock has here too: without them `run` raises before it comes to this."""
-
-    needs: tuple[str, ...] = ()
-    """Packages that `run` needs of upstream's code and that upstream does not declare."""
-
-
 class Hazard(Record):
-    """Describes one thing that goes wrong. The declaring module's docstring is the case file."""
+    """Describes one thing that goes wrong. The declaring module's docstring is the case file.
 
-    id: str
-    """The hazard's name in kebab-case, for its symptom; the file has it with underscores."""
+    Its functions show the hazard, and its absence, on CPU ranks with the real Megatron.
+    """
 
     summary: str
     """One line for the tables: what goes wrong on stock Megatron."""
 
-    since: str
-    """First release of `distribution` that is affected, such as `0.12`."""
+    stock_error: str
+    """Regular expression that the error of `reproduce` on stock Megatron must match, `Type:
+    message`."""
 
-    before: str
-    """First release that is not affected, or `UNTRIED`. The range only selects; bodies decide."""
-
-    upstream: str
-    """Public link to the upstream code, issue or pull request that shows the hazard."""
-
-    reproduction: Reproduction
-    """The programs that `megatron-idempotent prove` runs."""
-
-    distribution: str = "megatron-core"
+    distribution: str = MEGATRON
     """The package whose releases `since` and `before` speak of."""
 
+    since: str = ""
+    """First release that is affected; by default the oldest megatron-core that is supported."""
+
+    before: str = ""
+    """First release that is not affected; by default upstream has not repaired the hazard. The
+    range only selects; bodies decide."""
+
+    ranks: int = 2
+    """Number of ranks that the programs are called on."""
+
+    given: tuple[str, ...] = ()
+    """Ids of patches that stock has here too: without them `reproduce` raises before it comes to
+    this."""
+
+    needs: tuple[str, ...] = ()
+    """Packages that `reproduce` needs of upstream's code and that upstream does not declare."""
+
+    module: str = ""
+    """The module that declares the hazard, by default the one that makes the record."""
+
+    id: str = ""
+    """The hazard's name in kebab-case, for its symptom; by default the name of the module's file,
+    which has it with underscores."""
+
     def __post_init__(self) -> None:
+        if not self.module:
+            self.__dict__["module"] = _declaring_module()
+        if not self.id:
+            self.__dict__["id"] = self.module.rpartition(".")[2].replace("_", "-")
         if not _is_kebab(self.id):
             raise ValueError(
                 f"patch id {self.id!r} is not kebab-case: write it like 'train-interval-timer'"
             )
-        if not self.upstream.startswith("https://"):
-            raise ValueError(
-                f"patch {self.id} links nothing upstream: {self.upstream!r}; give a link that "
-                "begins with https://"
-            )
+        if self.distribution == MEGATRON:
+            self.__dict__["since"] = self.since or OLDEST
+        if not self.before:
+            self.__dict__["before"] = UNTRIED if self.distribution == MEGATRON else OPEN
         for bound in (self.since, self.before):
             if not _is_release(bound):
                 raise ValueError(f"patch {self.id}: {bound!r} is no release; give one like '0.12'")
+
+    @property
+    def reproduce(self) -> Callable[[], None]:
+        """The module's function that is called on every rank, and raises if the hazard is there."""
+        return sys.modules[self.module].reproduce  # type: ignore[no-any-return]
+
+    @property
+    def repaired(self) -> Callable[[], None] | None:
+        """`reproduce` with the helper's remedy in use; None if patches alone repair it."""
+        return getattr(sys.modules[self.module], "repaired", None)
+
+    @property
+    def neighbour(self) -> Callable[[], object] | None:
+        """A right program beside the hazard, which stock runs and the patches must leave as it is.
+
+        It is called on every rank, stock and patched. It raises if stock gets the program wrong,
+        and returns what has to be the same to the bit: bytes, numbers, strings, or lists of them.
+        Each patch that can raise has one, and each helper.
+        """
+        return getattr(sys.modules[self.module], "neighbour", None)
+
+    @property
+    def helped(self) -> Callable[[], object] | None:
+        """The neighbour with a helper in use; None if patches alone are the remedy."""
+        return getattr(sys.modules[self.module], "helped", None)
 
     @property
     def versions(self) -> str:
@@ -274,15 +303,28 @@ class Hazard(Record):
     @property
     def case_file(self) -> dict[str, str]:
         """The sections of the declaring module's docstring, headline under the empty name."""
-        import re
-
-        module = sys.modules[self.reproduction.run.__module__]
+        module = sys.modules[self.module]
         doc = module.__doc__ or _docstring(module)
         parts = re.split(rf"^({'|'.join(SECTIONS)}):", doc, flags=re.MULTILINE)
         sections = {"": parts[0].strip()}
         for name, text in zip(parts[1::2], parts[2::2], strict=True):
             sections[name] = "\n".join(line.strip() for line in text.strip().splitlines())
         return sections
+
+    @property
+    def upstream(self) -> str:
+        """The public link, in the case file, to upstream's code, issue or pull request.
+
+        Raises:
+            ValueError: the case file has none.
+        """
+        found = re.search(r"https://[^\s,;)]+", self.case_file.get("Upstream", ""))
+        if found is None:
+            raise ValueError(
+                f"patch {self.id} links nothing upstream: give the section Upstream of its "
+                "docstring a link that begins with https://"
+            )
+        return found[0].rstrip(".")
 
 
 class Patch(Hazard):
@@ -291,7 +333,7 @@ class Patch(Hazard):
     targets: tuple[Target, ...]
     """The wrapped functions: all of them or none."""
 
-    fixed_when: Callable[[Mapping[str, Body]], bool] | None = None
+    fixed_when: Callable[[Bodies], bool] | None = None
     """A function of the bodies by target address: True if upstream no longer needs the patch."""
 
     default: bool = True
@@ -338,12 +380,12 @@ class Helper(Hazard):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reproduction.repaired is None:
-            raise ValueError(f"helper {self.id} does not show its remedy: give repaired=")
-        if self.reproduction.helped is None or self.reproduction.neighbour is None:
+        if self.repaired is None:
+            raise ValueError(f"helper {self.id} does not show its remedy: define repaired()")
+        if self.helped is None or self.neighbour is None:
             raise ValueError(
-                f"helper {self.id} shows no right program that it leaves alone: give neighbour= "
-                "and helped="
+                f"helper {self.id} shows no right program that it leaves alone: define "
+                "neighbour() and helped()"
             )
 
     @property
@@ -359,6 +401,29 @@ class Limit(Hazard):
     def answer(self) -> str:
         """The words "documented limit", because there is nothing to call."""
         return "documented limit"
+
+
+def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:
+    """Return, as a `fixed_when`, whether one of the bodies contains one of the fragments."""
+    return lambda bodies: any(
+        body.contains(fragment, outside_loops=outside_loops)
+        for body in bodies.values()
+        for fragment in fragments
+    )
+
+
+def no_body_has(fragment: str) -> Callable[[Bodies], bool]:
+    """Return, as a `fixed_when`, whether none of the bodies contains the fragment any more."""
+    return lambda bodies: not a_body_has(fragment)(bodies)
+
+
+def _declaring_module() -> str:
+    """Return the name of the module whose code is making a record."""
+    frame = sys._getframe(1)
+    while frame.f_globals["__name__"] in (__name__, Record.__module__):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return str(frame.f_globals["__name__"])
 
 
 def _docstring(module: Any) -> str:
@@ -386,7 +451,7 @@ def _is_release(text: str) -> bool:
     return text.isascii() and all(part.isdecimal() for part in text.split("."))
 
 
-FILE = os.path.join(os.path.dirname(__file__), "reviewed.txt")
+FILE = "reviewed.txt"
 _PART, _INDENT = "part", "  "
 
 
@@ -407,7 +472,7 @@ class Reviewed:
         address = name = ""
         for line in lines:
             if not line.startswith(" "):
-                address = "" if line.startswith("#") else line.strip()
+                address = line.strip()
                 continue
             if line.startswith(_INDENT * 2):
                 self.readers.setdefault((address, name), []).extend(line.split())
@@ -420,10 +485,10 @@ class Reviewed:
                 self.bodies.setdefault(address, {})[name] = label
 
     def lines(self) -> list[str]:
-        """Returns the contents as lines of the file, functions in alphabetical order."""
+        """Return the contents as lines of the file, functions in alphabetical order."""
         from textwrap import wrap
 
-        found = [*_HEAD]
+        found = []
         for address in sorted({*self.bodies, *(address for address, _ in self.parts)}):
             found.append(address)
             for name, label in self.bodies.get(address, {}).items():
@@ -439,20 +504,13 @@ class Reviewed:
         return found
 
 
-_HEAD = (
-    "# Bodies of upstream's functions that a person has read: the hash of the code, the releases",
-    "# or commits that have it, and below it the patches for which it was read. A part is what one",
-    "# patch relies on in a body. Written by `megatron-idempotent drift PATH --accept ID`.",
-)
 _known: list[Reviewed] = []
 
 
 def reviewed() -> Reviewed:
     """Return the file that this package has, read once."""
     if not _known:
-        # Not open(): the package may be in a zip file.
-        loader: Any = __spec__.loader
-        _known.append(Reviewed(loader.get_data(FILE).decode("ascii").splitlines()))
+        _known.append(Reviewed(generated(FILE)))
     return _known[0]
 
 

@@ -13,12 +13,12 @@ from base64 import urlsafe_b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
+from .catalog import generated
 from .source import Body, canonical, watches, without_docstring
 
-ACCEPTED = Path(__file__).with_name("accepted.txt")
+ACCEPTED = "accepted.txt"
 #: Characters of a statement's hash: 24 bits, to tell the statements of one body apart.
 _DIGITS = 4
 #: Lines that stay the same around a change.
@@ -57,10 +57,9 @@ def accepted_lines(bodies: Iterable[Body]) -> list[str]:
 @cache
 def accepted() -> Mapping[str, tuple[str, ...]]:
     """Return hash of a body → the hashes of its statements, for all bodies in `accepted.txt`."""
-    lines = ACCEPTED.read_text(encoding="ascii").splitlines()
     return {
         name: tuple(hashes[i : i + _DIGITS] for i in range(0, len(hashes), _DIGITS))
-        for name, _, hashes in (line.partition(" ") for line in lines)
+        for name, _, hashes in (line.partition(" ") for line in generated(ACCEPTED))
     }
 
 

@@ -18,9 +18,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .base import Record
+from .catalog import generated
 from .import_hooks import find
 from .source import read_text
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from .record import Patch, Target
     from .versions import Installed
 
-READS = os.path.join(os.path.dirname(__file__), "reads.txt")
+READS = "reads.txt"
 _PRE = "rc"
 _KEEPS = "keeps"
 
@@ -137,9 +138,7 @@ _table: dict[str, Needs] = {}
 def table() -> dict[str, Needs]:
     """Return what `reads.txt` says, by patch."""
     if not _table:
-        # Not open(): the package may be in a zip file.
-        loader: Any = __spec__.loader
-        _table.update(parsed(loader.get_data(READS).decode("ascii").splitlines()))
+        _table.update(parsed(generated(READS)))
     return _table
 
 
@@ -149,8 +148,6 @@ def parsed(lines: list[str]) -> dict[str, Needs]:
     keeps = set()
     patch_id = ""
     for line in lines:
-        if line.startswith("#"):
-            continue
         if not line.startswith(" "):
             patch_id, _, flag = line.partition(" ")
             found[patch_id] = []
@@ -174,17 +171,8 @@ def parsed(lines: list[str]) -> dict[str, Needs]:
     return {name: Needs(names=tuple(needs), keeps=name in keeps) for name, needs in found.items()}
 
 
-_HEAD = (
-    "# What the wrappers of each patch read, call or set of upstream, and what has to bind it: a",
-    "# module, or a class in it. `.name`: it is set on objects of another class. keeps: the",
-    "# wrappers keep state of ours on upstream's objects. Written by `drift --accept` and",
-    "# `python -m megatron_idempotent.cli.casebook`; do not edit.",
-)
-
-
 def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
     """Yield the lines of `reads.txt`."""
-    yield from _HEAD
     for patch_id in sorted(needs):
         yield f"{patch_id} {_KEEPS}" if needs[patch_id].keeps else patch_id
         places: dict[str, list[str]] = {}

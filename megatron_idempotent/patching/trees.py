@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import versions
-from .decide import MEGATRON, check_bodies, in_range, package_of
+from .catalog import MEGATRON
+from .decide import check_bodies, in_range, package_of
 from .record import Patch
 from .source import Body, computed, parse_body, read_text
 from .surroundings import modules_in

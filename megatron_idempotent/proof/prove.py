@@ -101,7 +101,7 @@ def prove(
     affected = [hazard for hazard in wanted if why_not[hazard.id] is None]
     own = None
     if pool is None and affected:
-        ranks = max(hazard.reproduction.ranks for hazard in affected)
+        ranks = max(hazard.ranks for hazard in affected)
         # Standard output is for the findings; releases print there while they are imported.
         pool = own = RankPool(ranks, preload=PROGRAM_PRELOAD, stdout=2, device=device)
     try:
@@ -137,7 +137,7 @@ def _why_not(hazard: Hazard, decided: Report) -> str | None:
             verdict = check_bodies(hazard, named=False)
         if verdict.status is not None:
             return f"{verdict.status}: {verdict.reason}"
-    missing = " ".join(name for name in hazard.reproduction.needs if find_spec(name) is None)
+    missing = " ".join(name for name in hazard.needs if find_spec(name) is None)
     return f"not_installed: needs {missing} (pip install {missing})" if missing else None
 
 
@@ -171,7 +171,7 @@ def beside(run: Callable[..., list[Any]], hazard_id: str) -> str:
         `ok`; `stock: …` if it is not right on stock; `patched: …` if it raises with the patches, or
         a bit is different; `-` if the hazard has no neighbour.
     """
-    if hazards()[hazard_id].reproduction.neighbour is None:
+    if hazards()[hazard_id].neighbour is None:
         return "-"
     error, bits = _ended(run, _neighbour, hazard_id, (), False)
     if error is not None:
@@ -194,7 +194,7 @@ def _ended(
 
     An error is `Type: message`.
     """
-    ranks = hazards()[hazard_id].reproduction.ranks
+    ranks = hazards()[hazard_id].ranks
     try:
         return None, run(
             ranks, function, hazard_id, tuple(applied), *arguments, timeout_s=DEADLINE_S
@@ -214,7 +214,7 @@ def _examine(hazard: Hazard, pool: RankPool) -> Finding:
     neighbour = "-"
     if stock == "ok":
         verdict = "stock_runs"
-    elif not re.search(hazard.reproduction.stock_error, stock):
+    elif not re.search(hazard.stock_error, stock):
         verdict = "other_error"
     elif not limit and patched != "ok":
         verdict = "not_repaired"
@@ -239,18 +239,18 @@ def _ready() -> None:
 
 
 def _reproduce(hazard_id: str, applied: tuple[str, ...], repaired: bool) -> None:
-    reproduction = hazards()[hazard_id].reproduction
-    _apply(hazard_id, (*applied, *reproduction.given))
-    if repaired and reproduction.repaired is not None:
-        reproduction.repaired()
+    hazard = hazards()[hazard_id]
+    _apply(hazard_id, (*applied, *hazard.given))
+    if repaired and hazard.repaired is not None:
+        hazard.repaired()
     else:
-        reproduction.run()
+        hazard.reproduce()
 
 
 def _neighbour(hazard_id: str, applied: tuple[str, ...], helped: bool) -> object:
     _apply(hazard_id, applied)
-    reproduction = hazards()[hazard_id].reproduction
-    program = (helped and reproduction.helped) or reproduction.neighbour
+    hazard = hazards()[hazard_id]
+    program = (helped and hazard.helped) or hazard.neighbour
     assert program is not None
     return program()
 

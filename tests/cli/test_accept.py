@@ -12,10 +12,11 @@ import pytest
 from test_drift import edit, rows
 
 from megatron_idempotent.cli import accept as module
+from megatron_idempotent.cli.generated import content
 from megatron_idempotent.cli.main import main
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target, statements
+from megatron_idempotent.patching import Patch, Target, statements
 from megatron_idempotent.patching import record as shipped
-from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.catalog import generated, patches
 from megatron_idempotent.patching.record import Reviewed
 from megatron_idempotent.patching.trees import INFO
 
@@ -27,18 +28,11 @@ BUCKETS = "megatron/core/distributed/param_and_grad_buffer.py"
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> tuple[Path, Path]:
-    """Copies of the files, which the command writes in place of ours."""
-    found = []
-    for name, original in (
-        ("FILE", module.FILE),
-        ("ACCEPTED", module.ACCEPTED),
-        ("READS", module.READS),
-    ):
-        copy = tmp_path / Path(original).name
-        shutil.copy(original, copy)
-        monkeypatch.setattr(module, name, copy)
-        found.append(copy)
-    return found[0], found[1]
+    """Copies of the files of reviews and of statements, which the command writes, not ours."""
+    folder = tmp_path / "_generated"
+    shutil.copytree(module.FOLDER, folder)
+    monkeypatch.setattr(module, "FOLDER", folder)
+    return folder / module.FILE, folder / module.ACCEPTED
 
 
 def release(root: Path, version: str) -> None:
@@ -76,7 +70,7 @@ def drifted_after(tree: Path, reviews: Path) -> set[str]:
     """Patches that the checkout refuses with these reviews, which another process reads."""
     program = (
         "import sys\nfrom megatron_idempotent.patching import record\n"
-        "record.FILE = sys.argv[1]\n"
+        "record.generated = lambda name: open(sys.argv[1]).read().splitlines()[3:]\n"
         "from megatron_idempotent.cli.main import main\n"
         "main(['drift', '--json', sys.argv[2]])"
     )
@@ -87,7 +81,7 @@ def drifted_after(tree: Path, reviews: Path) -> set[str]:
 
 
 def read(path: Path) -> Reviewed:
-    return Reviewed(path.read_text("ascii").splitlines())
+    return Reviewed(content(path.parent, path.name))
 
 
 def test_a_new_release_is_accepted_in_one_file_and_drifts_no_longer(
@@ -188,15 +182,13 @@ def test_a_new_case_file_gets_reviews_of_its_own(
 ):
     """Others wrap one of the two functions, so that its body was read, but for them."""
     address = f"megatron.core.tensor_parallel.random:{name}"
-    target = Target(address=address, wrapper=seed, relies_on=(fragment,) if relying else ())
+    target = Target(address, seed, *(fragment,) if relying else ())
     patch = Patch(
         id="some-symptom",
         summary="it hurts",
         since="0.12",
-        before=UNTRIED,
         targets=(target,),
-        upstream="https://example.com",
-        reproduction=Reproduction(run=print, ranks=1, stock_error="."),
+        stock_error=".",
     )
     monkeypatch.setattr(module, "patches", lambda: {patch.id: patch})
     monkeypatch.setattr("megatron_idempotent.cli.drift.patches", lambda: {patch.id: patch})
@@ -244,6 +236,5 @@ def test_the_files_hold_nothing_that_no_patch_wraps():
     read_for = {(address, p) for (address, _), found in known.readers.items() for p in found}
     assert read_for <= wrapping
     assert {(a, name) for a in known.bodies for name in known.bodies[a]} == set(known.readers)
-    text = Path(shipped.FILE).read_text("ascii")
-    assert text == "".join(f"{line}\n" for line in known.lines())
+    assert generated(shipped.FILE) == known.lines()
     assert {name for each in known.bodies.values() for name in each} == set(statements.accepted())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_idempotent.cli.main import main
-from megatron_idempotent.patching import OPEN, UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import OPEN, UNTRIED, Patch, Target
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.source import locate, read_body
 
@@ -236,17 +236,13 @@ def test_a_body_that_drifted_is_compared_by_statements_where_no_tree_has_the_one
 def test_a_body_of_before_the_hazard_is_not_called_new(tree, capsys, monkeypatch):
     (target,) = patches()[PATCH].targets
     body = read_body(tree / f"{target.module.replace('.', '/')}.py", target.qualname)
-    old = Target(
-        address=target.address, wrapper=target.wrapper, reviewed={body.hash: "0.12.0 to 0.15.3"}
-    )
+    old = Target(target.address, target.wrapper, reviewed={body.hash: "0.12.0 to 0.15.3"})
     patch = Patch(
         id="some-symptom",
         summary="it hurts",
         since="0.16",
-        before=UNTRIED,
         targets=(old,),
-        upstream="https://example.com",
-        reproduction=Reproduction(run=print, ranks=1, stock_error="."),
+        stock_error=".",
     )
     monkeypatch.setattr("megatron_idempotent.cli.drift.patches", lambda: {patch.id: patch})
     code, (row,) = rows(capsys, tree)

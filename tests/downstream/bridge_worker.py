@@ -11,7 +11,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_idempotent.patches import _bridge, _standins
+from megatron_idempotent.patches.frameworks import _bridge, _standins
 
 _REAL = (
     "training",  # with a recipe's lines, which have to come before Megatron

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import torch
-from megatron_idempotent.patches import _nemo_rl, _standins
+from megatron_idempotent.patches.frameworks import _nemo_rl, _standins
 
 from megatron_idempotent.proof.cpu import tiny
 

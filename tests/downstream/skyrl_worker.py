@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from adapters import PACKED
-from megatron_idempotent.patches import _skyrl, _standins
-from megatron_idempotent.patches._workers import methods
+from megatron_idempotent.patches.frameworks import _skyrl, _standins
+from megatron_idempotent.patches.frameworks._workers import methods
 
 from megatron_idempotent.proof.cpu import tiny
 

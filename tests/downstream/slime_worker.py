@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-from megatron_idempotent.patches import _rollouts, _standins
+from megatron_idempotent.patches.frameworks import _rollouts, _standins
 
 _REAL = (
     "backends.megatron_utils",  # with a recipe's lines, which have to come before Megatron

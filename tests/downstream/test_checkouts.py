@@ -12,8 +12,7 @@ import sys
 
 import pytest
 
-from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.decide import MEGATRON
+from megatron_idempotent.patching.catalog import MEGATRON, patches
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError
 
@@ -54,7 +53,7 @@ def test_the_hazard_is_there_gone_with_the_patches_and_back_without_its_own(patc
     (status,) = megatron_ranks(1, decided, patch.id, distributed=False)
     if status in ("fixed_upstream", "missing_target", "unsupported_version"):
         pytest.skip(f"{patch.id} is for other releases of {patch.distribution}")
-    ranks = patch.reproduction.ranks
+    ranks = patch.ranks
     everything = tuple(patches())
     found = megatron_ranks(ranks, reproduce, patch.id, everything, timeout_s=120)
     assert found == ["applied"] * ranks
@@ -62,4 +61,4 @@ def test_the_hazard_is_there_gone_with_the_patches_and_back_without_its_own(patc
         with pytest.raises(RankError) as failure:
             megatron_ranks(ranks, reproduce, patch.id, applied, timeout_s=120)
         said = f"{failure.value.exception_type}: {failure.value.message}"
-        assert re.search(patch.reproduction.stock_error, said)
+        assert re.search(patch.stock_error, said)

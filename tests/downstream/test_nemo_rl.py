@@ -27,7 +27,7 @@ def start(worker: str = "policy", *, applied: bool = True):
     sys.path.insert(0, SOURCE)
     if applied:
         megatron_idempotent.apply()
-    from megatron_idempotent.patches._nemo_rl import NemoRL
+    from megatron_idempotent.patches.frameworks._nemo_rl import NemoRL
 
     return NemoRL(worker, overlap_param_gather=True)
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.decide import MEGATRON
+from megatron_idempotent.patching.catalog import MEGATRON, hazards
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError
 
@@ -181,7 +180,7 @@ def meet(recipe: Recipe, source: str, hazard: str, only: list[str] | None = None
 
     With `only` these patches are applied before; without it none are but by the source's lines.
     """
-    from megatron_idempotent.patches import _standins
+    from megatron_idempotent.patches.frameworks import _standins
 
     import megatron_idempotent
 
@@ -191,13 +190,13 @@ def meet(recipe: Recipe, source: str, hazard: str, only: list[str] | None = None
     _standins.replace("ray")
     for module in recipe.first:
         _standins.import_alone(module, *recipe.absent)
-    hazards()[hazard].reproduction.run()
+    hazards()[hazard].reproduce()
     return megatron_idempotent.report()[hazard].status
 
 
 @pytest.mark.parametrize(("name", "hazard"), CASES)
 def test_the_recipes_lines_end_the_hazard(name, hazard, patched, megatron_ranks):
-    ranks = hazards()[hazard].reproduction.ranks
+    ranks = hazards()[hazard].ranks
     found = megatron_ranks(ranks, meet, RECIPES[name], patched(name), hazard, timeout_s=120)
     # NeMo-RL's two workers have the lines each.
     assert set(found) <= {"applied", "already_applied"}
@@ -206,25 +205,25 @@ def test_the_recipes_lines_end_the_hazard(name, hazard, patched, megatron_ranks)
 @pytest.mark.parametrize(("name", "hazard"), CASES)
 def test_the_commit_has_the_hazard_without_them(name, hazard, patched, megatron_ranks):
     patched(name)
-    reproduction = hazards()[hazard].reproduction
+    case = hazards()[hazard]
     source = os.environ[RECIPES[name].variable]
     with pytest.raises(RankError) as caught:
-        megatron_ranks(reproduction.ranks, meet, RECIPES[name], source, hazard, timeout_s=120)
+        megatron_ranks(case.ranks, meet, RECIPES[name], source, hazard, timeout_s=120)
     said = f"{caught.value.exception_type}: {caught.value.message}"
-    assert re.search(reproduction.stock_error, said), said
+    assert re.search(case.stock_error, said), said
 
 
 @pytest.mark.parametrize(("name", "hazard"), CASES)
 def test_the_pages_short_list_ends_the_hazard(name, hazard, patched, megatron_ranks):
     patched(name)
-    ranks, source = hazards()[hazard].reproduction.ranks, os.environ[RECIPES[name].variable]
+    ranks, source = hazards()[hazard].ranks, os.environ[RECIPES[name].variable]
     case = RECIPES[name], source, hazard, narrow(name)
     assert set(megatron_ranks(ranks, meet, *case, timeout_s=120)) == {"applied"}
 
 
 def start_without_an_install(recipe: Recipe, source: str) -> str:
     """Runs on a rank: import what has the recipe's lines where this package is not installed."""
-    from megatron_idempotent.patches import _standins
+    from megatron_idempotent.patches.frameworks import _standins
 
     sys.path.insert(0, source)
     _standins.replace("ray")

@@ -26,7 +26,7 @@ def start(*, applied: bool = True, **layout: bool):
     sys.path.insert(0, SOURCE)
     if applied:
         megatron_idempotent.apply()
-    from megatron_idempotent.patches._skyrl import SkyRL
+    from megatron_idempotent.patches.frameworks._skyrl import SkyRL
 
     return SkyRL(**layout)
 

@@ -31,7 +31,7 @@ pytestmark = [
 
 def start(options: Sequence[str] = OVERLAP, *, applied: bool = True):
     """Runs on a rank: slime's model.py around a small program."""
-    from megatron_idempotent.patches._rollouts import Rollouts
+    from megatron_idempotent.patches.frameworks._rollouts import Rollouts
 
     import megatron_idempotent
 
@@ -80,8 +80,8 @@ def test_one_patched_rollout_equals_one_stock_rollout(megatron_ranks):
 def retried(fail_at: int) -> tuple[int, tuple[list[float], list[float], bytes]]:
     """Runs on a rank: a rollout whose data cannot be read in one step; the same again from
     there."""
-    from megatron_idempotent.patches._rollouts import MICROBATCHES
     from megatron_idempotent.patches._scenarios import Broken
+    from megatron_idempotent.patches.frameworks._rollouts import MICROBATCHES
 
     rollouts = start()
     rollouts.fail_at = fail_at

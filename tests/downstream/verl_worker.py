@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from adapters import PACKED
-from megatron_idempotent.patches import _standins, _verl
-from megatron_idempotent.patches._workers import methods
+from megatron_idempotent.patches.frameworks import _standins, _verl
+from megatron_idempotent.patches.frameworks._workers import methods
 
 from megatron_idempotent import own_positions
 from megatron_idempotent.proof.cpu import tiny

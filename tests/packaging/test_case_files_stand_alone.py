@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIBRARY, PATCHES = ROOT / "megatron_idempotent", ROOT / "patches"
 NAME = "megatron_idempotent.patches"
-CASES = sorted(path for path in PATCHES.glob("*.py") if not path.name.startswith("_"))
+CASES = sorted(path for path in PATCHES.rglob("*.py") if not path.name.startswith("_"))
 #: Rooms that a case file is built on; its reproduction may use any.
 BELOW = ("megatron_idempotent.patching", "megatron_idempotent.megatron")
 
@@ -31,7 +31,7 @@ def imported(path: Path, *, at_import: bool = False) -> Iterator[str]:
         for node in ast.walk(function)
     }
     parts = path.relative_to(ROOT).with_suffix("").parts
-    package = [NAME] if parts[0] == "patches" else list(parts[:-1])
+    package = [*NAME.split("."), *parts[1:-1]] if parts[0] == "patches" else list(parts[:-1])
     for node in ast.walk(tree):
         if at_import and id(node) in inside:
             continue
@@ -45,7 +45,8 @@ def imported(path: Path, *, at_import: bool = False) -> Iterator[str]:
 
 def is_case(module: str) -> bool:
     """Returns whether it is in a case file, and not in what reproductions share."""
-    return module.startswith(f"{NAME}.") and not module.removeprefix(f"{NAME}.").startswith("_")
+    inside = module.removeprefix(f"{NAME}.").removeprefix("frameworks.")
+    return module.startswith(f"{NAME}.") and not inside.startswith("_")
 
 
 def test_the_library_imports_no_case_file():
@@ -58,12 +59,17 @@ def test_the_library_imports_no_case_file():
     assert not found
 
 
+@pytest.mark.parametrize("path", sorted(PATCHES.rglob("_*.py")), ids=lambda path: path.stem)
+def test_what_case_files_share_stands_on_none_of_them(path):
+    assert not [module for module in imported(path) if is_case(module)]
+
+
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_a_case_file_is_built_on_patching_and_megatrons_accessors(path):
     assert not [module for module in imported(path) if is_case(module)], "another case file"
     ours = [module for module in imported(path, at_import=True) if "megatron_idempotent" in module]
-    shared = f"{NAME}._"
-    assert [module for module in ours if not module.startswith((*BELOW, shared))] == []
+    shared = f"{NAME}._", f"{NAME}.frameworks._"
+    assert [module for module in ours if not module.startswith((*BELOW, *shared))] == []
 
 
 def test_the_rule_sees_what_it_is_to_see(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 INFO = "megatron/core/package_info.py"
 GENERATED = (
     *("Makefile", "README.md", "HAZARDS.md", "pyproject.toml", "docs/compatibility.md"),
-    *("megatron_idempotent/patching/index.txt", "megatron_idempotent/patching/reads.txt"),
+    *(f"patches/_generated/{name}.txt" for name in ("index", "reads", "reviewed", "accepted")),
 )
 TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["megatron-idempotent"]
 MAJOR, MINOR, _ = map(int, TABLE["releases"][-1]["megatron"].split("."))
@@ -71,7 +71,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 
 def add(original: Callable[..., None], self: Any, name: str, seed: int) -> None:
@@ -90,26 +90,19 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="{id}",
     summary="the same random state cannot be added again{title}",
-    since="0.12",
-    before=UNTRIED,
     targets=(
         Target(
-            address="megatron.core.tensor_parallel.random:CudaRNGStatesTracker.add",
-            wrapper=add,{relies_on}
+            "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.add",
+            add,{relies_on}
         ),
     ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/"
-        "random.py"
-    ),
-    reproduction=Reproduction(run=reproduce, ranks=1, stock_error=r"Exception: {error}"),
+    ranks=1,
+    stock_error=r"Exception: {error}",
 )
 '''
 SAMPLES = {
     "same-seed-refused": CASE.format(
-        id="same-seed-refused",
         title=", with its seed",
         error="seed 1 already exists",
         there="name in self.states_ and seed in self.seeds_",
@@ -117,12 +110,11 @@ SAMPLES = {
         relies_on="",
     ),
     "same-state-refused": CASE.format(
-        id="same-state-refused",
         title=", with another seed",
         error="cuda rng state mine already exists",
         there="name in self.states_ and seed not in self.seeds_",
         second=2,
-        relies_on='\n            relies_on=("self.seeds_.add(seed)",),',
+        relies_on='\n            "self.seeds_.add(seed)",',
     ),
 }
 
@@ -173,6 +165,9 @@ class Project:
     def casebook(self) -> dict[str, str]:
         """Rewrite the generated files; returns their contents."""
         self.run("-m", "megatron_idempotent.cli.casebook")
+        return self.generated()
+
+    def generated(self) -> dict[str, str]:
         return {name: (self.folder / name).read_text() for name in GENERATED}
 
 
@@ -241,24 +236,27 @@ def test_a_new_minor_is_a_line_in_the_table_and_one_run_of_casebook(project, tmp
 def test_a_new_case_file_is_green_after_the_steps_of_contributing(project):
     for name, text in SAMPLES.items():
         (project.folder / "patches" / f"{name.replace('-', '_')}.py").write_text(text)
-    # Step 4, on the installed release, whose body was read for another patch alone.
+    # Step 4: the installed release, whose body was read for another patch alone.
     standing = {
         row["id"]: row["standing"] for row in json.loads(project.ours("drift", "--json", code=1))
     }
     assert [standing[name] for name in SAMPLES] == ["drifted", "holds"]
-    told = project.ours("drift", "--accept", *SAMPLES).splitlines()
+    # Step 5.
+    proven = json.loads(project.ours("prove", "--json", *SAMPLES))
+    assert [row["verdict"] for row in proven] == ["proven", "proven"]
+    accepted = [f"--accept={name}" for name in SAMPLES]
+    told = project.run("-m", "megatron_idempotent.cli.casebook", *accepted).splitlines()
     assert [line.split(" ")[:2] for line in told] == [
         ["same-seed-refused:", "body"],
         ["same-state-refused:", "body"],
         ["same-state-refused:", "part"],
     ]
+    written = project.generated()
+    assert project.casebook() == written, "one command has written all that there is to write"
     assert "nothing is new" in project.ours("drift", "--accept", *SAMPLES)
+    assert project.generated() == written
     standing = {row["id"]: row["standing"] for row in json.loads(project.ours("drift", "--json"))}
     assert [standing[name] for name in SAMPLES] == ["reviewed", "reviewed"]
-    # Step 7.
-    proven = json.loads(project.ours("prove", "--json", *SAMPLES))
-    assert [row["verdict"] for row in proven] == ["proven", "proven"]
-    project.casebook()
     changes = project.folder / "CHANGELOG.md"
     head = "## [Unreleased]\n"
     lines = "".join(

@@ -191,7 +191,7 @@ def test_the_installed_wheel_finds_its_case_files(installed):
     output = run(sys.executable, "-S", "-I", "-c", program, cwd=installed)
     where, ids = output.splitlines()
     assert Path(where).parent.parent == installed
-    files = {path.stem for path in (ROOT / "patches").glob("*.py")}
+    files = {path.stem for path in (ROOT / "patches").rglob("*.py")}
     expected = {name.replace("_", "-") for name in files if not name.startswith("_")}
     assert set(ids.split()) == expected
 

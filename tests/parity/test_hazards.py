@@ -15,14 +15,14 @@ from megatron_idempotent.proof.prove import affected, beside, outcome
 
 AFFECTED = affected()
 PATCHED = [hazard_id for hazard_id in AFFECTED if hazard_id in patches()]
-BESIDE = [name for name in AFFECTED if hazards()[name].reproduction.neighbour is not None]
+BESIDE = [name for name in AFFECTED if hazards()[name].neighbour is not None]
 REPAIRED = [name for name in AFFECTED if not isinstance(hazards()[name], Limit)]
 
 
 @pytest.mark.parametrize("hazard_id", AFFECTED)
 def test_the_hazard_is_on_stock(hazard_id, megatron_ranks):
     stock = outcome(megatron_ranks, hazard_id, applied=())
-    assert re.search(hazards()[hazard_id].reproduction.stock_error, stock), stock
+    assert re.search(hazards()[hazard_id].stock_error, stock), stock
 
 
 @pytest.mark.parametrize("hazard_id", REPAIRED)
@@ -40,4 +40,4 @@ def test_the_right_program_beside_the_hazard_keeps_its_bits(hazard_id, megatron_
 def test_all_the_other_patches_do_not_repair_the_hazard(patch_id, megatron_ranks):
     others = set(patches()) - {patch_id}
     left = outcome(megatron_ranks, patch_id, applied=others)
-    assert re.search(patches()[patch_id].reproduction.stock_error, left), left
+    assert re.search(patches()[patch_id].stock_error, left), left

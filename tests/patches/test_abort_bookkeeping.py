@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 from abort_sites import Interrupted
-
-
-def _abort(model: Any) -> None:
-    import megatron_idempotent
-
-    megatron_idempotent.abort_window(model.chunks, model.optimizer)
+from benches import abort
 
 
 def _interrupt(index: int, loss: Any) -> None:
@@ -43,7 +38,7 @@ def timers() -> tuple[set[str], set[str]]:
         return {name for name, timer in model.config.timers._timers.items() if timer._started}
 
     after_window = running()
-    _abort(model)
+    abort(model)
     left = running()
     model.forward_backward(2, data_seed=0)
     return after_window, left
@@ -109,7 +104,7 @@ def counts_of_experts() -> list[tuple[float, float]]:
         return tokens, sum(float(values.abs().sum()) for values in logged)
 
     before = counted()
-    _abort(model)
+    abort(model)
     return [before, counted()]
 
 
@@ -133,7 +128,7 @@ def lists_of_a_window() -> list[int]:
     inner.embedding_activation_buffer, inner.grad_output_buffer = ["activation"], ["gradient"]
     inner.router_replay = types.SimpleNamespace(replay_backward_list=["routing"])
     lists = [inner.embedding_activation_buffer, inner.grad_output_buffer]
-    _abort(model)
+    abort(model)
     return [len(items) for items in (*lists, inner.router_replay.replay_backward_list)]
 
 
@@ -166,7 +161,7 @@ def shared_experts() -> bool:
     with pytest.raises(Interrupted):
         model.forward_backward(1, data_seed=1)
     del shared.get_output
-    _abort(model)
+    abort(model)
     model.forward_backward(1, data_seed=0)
     return torch.equal(model.gradients(), expected)
 
@@ -184,14 +179,14 @@ def states() -> tuple[Any, ...]:
 
     model = tiny.build()
     untouched = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
-    _abort(model)
+    abort(model)
     assert rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE is untouched is None
     machine = rerun_state_machine.get_rerun_state_machine()
     before = machine.current_iteration
     assert machine.should_run_forward_backward(None)
     random.IS_CHECKPOINTING = True
-    _abort(model)
-    _abort(model)
+    abort(model)
+    abort(model)
     flag = random.is_checkpointing() if hasattr(random, "is_checkpointing") else False
     return machine.state.name, machine.current_iteration - before, flag
 

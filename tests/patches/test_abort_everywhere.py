@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from abort_sites import Sites
+from benches import groups
 
 pytestmark = pytest.mark.exhaustive
 
@@ -14,19 +15,11 @@ ALL_REDUCE = {"overlap_grad_reduce": True, "distributed_optimizer": False}
 NOT_OVERLAPPED = {"overlap_grad_reduce": False}
 
 
-def _groups(model: Any) -> list[Any]:
-    return [
-        group
-        for chunk in model.chunks
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-    ]
-
-
 def _make_first(model: Any) -> None:
     """Let the next window be the first, as in a model just built."""
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
-    for group in _groups(model):
+    for group in groups(model):
         group.is_first_batch = True
         group.golden_per_param_grad_ready_counts = {}
 
@@ -62,7 +55,7 @@ def abort_at_every_site(recovery: str, options: dict[str, Any]) -> tuple[set[str
     sites.interrupt(lambda: model.forward_backward(2, data_seed=0), at=None)
     names, aborts, wrong = sites.passed, 0, []
     # Releases from 0.16 on learn in the last microbatch of a first window when to reduce.
-    learns = options["overlap_grad_reduce"] and hasattr(_groups(model)[0], "is_first_batch")
+    learns = options["overlap_grad_reduce"] and hasattr(groups(model)[0], "is_first_batch")
     for at, name in enumerate(names):
         for first in (True, False) if learns and at >= second[0] else (False,):
             if first:

@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 from abort_sites import Interrupted
+from benches import abort
 
 from megatron_idempotent.proof.cpu import RankError
-
-
-def _abort(model: Any) -> None:
-    import megatron_idempotent
-
-    megatron_idempotent.abort_window(model.chunks, model.optimizer)
 
 
 def between_two_steps(times: int) -> list[str]:
@@ -27,7 +22,7 @@ def between_two_steps(times: int) -> list[str]:
         model.forward_backward(2, data_seed=0)
         model.step()
     for _ in range(times):
-        _abort(model)
+        abort(model)
     state = [
         value
         for each in model.optimizer.chained_optimizers[0].optimizer.state.values()
@@ -52,7 +47,7 @@ def no_sync_held_by_a_traceback() -> bool:
     (chunk,) = model.chunks
     held = [chunk.no_sync()]
     held[0].__enter__()  # as the pipeline schedules do, and an exception leaves it like this
-    _abort(model)
+    abort(model)
     with chunk.no_sync():
         held.clear()
         return not any(group.is_last_microbatch for group in chunk.bucket_groups)
@@ -96,7 +91,7 @@ def coalescing_held_by_a_traceback(at: str, after: str) -> tuple[float, int]:
         model.forward_backward(1, data_seed=0)
     param_and_grad_buffer._coalescing_manager = coalescing
     if after == "abort_window":
-        _abort(model)
+        abort(model)
     else:
         megatron_idempotent.rebuild_process_groups(model.chunks, model.optimizer)
     one = torch.ones(1)
@@ -130,7 +125,7 @@ def gathers_in_flight() -> tuple[int, int]:
         return sum(group.param_gather_handle is not None for group in chunk.bucket_groups)
 
     before = flying()
-    _abort(model)
+    abort(model)
     after = flying()
     chunk.start_param_sync()  # asserts that nothing is under way
     return before, after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from benches import agree, groups
 
 from megatron_idempotent.proof.cpu import RankError
 
@@ -27,24 +28,6 @@ def synced(model) -> tuple[int, int]:
     with watching_collectives(lambda name, _: seen.append(name)):
         pending = megatron_idempotent.ensure_params_synced(model.chunks)
     return pending, len(seen)
-
-
-def agree(model) -> bool:
-    from megatron_idempotent.patches import _scenarios
-
-    try:
-        _scenarios.expect_agreement(model, "in the test")
-    except RuntimeError:
-        return False
-    return True
-
-
-def groups(model) -> list:
-    return [
-        group
-        for chunk in model.chunks
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-    ]
 
 
 def after_a_step(hooks: bool) -> tuple:

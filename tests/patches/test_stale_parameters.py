@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from benches import agree
 from layouts import some_of
 
 from megatron_idempotent.proof.cpu import RankError
@@ -16,16 +17,6 @@ def built(only, **layout):
 
     megatron_idempotent.apply(only=list(only))
     return tiny.build(**{"overlap_param_gather": True, **layout})
-
-
-def agree(model) -> bool:
-    from megatron_idempotent.patches import _scenarios
-
-    try:
-        _scenarios.expect_agreement(model, "in the test")
-    except RuntimeError:
-        return False
-    return True
 
 
 def collectives_of_training(only: tuple[str, ...], layout: dict, iterations: int) -> list[str]:

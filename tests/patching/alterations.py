@@ -1,12 +1,25 @@
-"""Replaces `model_parallel_cuda_manual_seed` as others do; each returns what stands there then."""
+"""Alters Megatron: the source of a copy, or `model_parallel_cuda_manual_seed` where it lives.
+
+Functions of a module replace that one as others do, and return what stands there then.
+"""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 NAME = "model_parallel_cuda_manual_seed"
+
+
+def alter(root: Path, file: str, old: str, new: str) -> None:
+    """Put another text into a file of a copy of Megatron, whose files are hard links."""
+    path = root / file
+    text = path.read_text()
+    assert old in text
+    path.unlink()
+    path.write_text(text.replace(old, new))
 
 
 def polite(module: ModuleType) -> Any:

@@ -26,20 +26,20 @@ def each_in_turn(folder: str, names: list[str]) -> dict[str, Seen]:
 
     Args:
         folder: of a copy of the package with `patches/` inside, which is changed and put back.
-        names: of case files, without their ending.
+        names: of case files, such as `patches/gc_stays_off.py`.
     """
     _warm(folder)
     found = {"": _child(_without_it, "")}
     for name in names:
-        with _deleted(Path(folder, "megatron_idempotent", "patches", f"{name}.py")):
-            found[name] = _child(_without_it, name.replace("_", "-"))
+        with _deleted(Path(folder, "megatron_idempotent", name)):
+            found[name] = _child(_without_it, Path(name).stem.replace("_", "-"))
     return found
 
 
 def all_at_once(folder: str) -> list[str]:
     """Deletes every case file; returns modules of the library that cannot be imported then."""
     _warm(folder)
-    for path in Path(folder, "megatron_idempotent", "patches").glob("*.py"):
+    for path in Path(folder, "megatron_idempotent", "patches").rglob("*.py"):
         if path.name != "__init__.py":
             path.unlink()
     return _child(_import_everything)
@@ -49,7 +49,7 @@ def windowless(folder: str, names: list[str]) -> str:
     """Deletes these case files at once; returns what `accumulation_window()` says then."""
     _warm(folder)
     for name in names:
-        Path(folder, "megatron_idempotent", "patches", f"{name}.py").unlink()
+        Path(folder, "megatron_idempotent", name).unlink()
     return str(_child(_open_a_window))
 
 
@@ -70,8 +70,7 @@ def _warm(folder: str) -> None:
     from megatron_idempotent.patching import catalog, patch_points, source
 
     assert (catalog.__file__ or "").startswith(folder)
-    text = Path(catalog.INDEX).read_text()
-    for outline in catalog.read_index(text)[1].values():
+    for outline in _indexed().values():
         for target in outline.targets:
             path = source.locate(target.module)
             if path is None:
@@ -113,7 +112,7 @@ def _without_it(deleted: str) -> Seen:
     applied = {row.id: row.status for row in megatron_idempotent.apply()}
     changed = sum(before[key] is not value for key, value in _standing().items())
     megatron_idempotent.revert()
-    outline = catalog.read_index(Path(catalog.INDEX).read_text())[1].get(deleted)
+    outline = _indexed().get(deleted)
     provided = () if outline is None else outline.provides
     return {
         "decided": {row["id"]: row for row in json.loads(printed.getvalue())},
@@ -126,12 +125,16 @@ def _without_it(deleted: str) -> Seen:
     }
 
 
-def _standing() -> dict[str, Any]:
-    """Return what stands at each target whose module is imported, by address."""
+def _indexed() -> dict[str, Any]:
     from megatron_idempotent.patching import catalog
 
+    return catalog.read_index(catalog.generated(catalog.INDEX))[1]
+
+
+def _standing() -> dict[str, Any]:
+    """Return what stands at each target whose module is imported, by address."""
     found = {}
-    for outline in catalog.read_index(Path(catalog.INDEX).read_text())[1].values():
+    for outline in _indexed().values():
         for target in outline.targets:
             place: Any = sys.modules.get(target.module)
             *outer, name = target.qualname.split(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from alterations import alter
 from on_megatron import neighbours
 
 SEED = "pipeline-seed-offset"
@@ -46,10 +47,8 @@ def test_a_function_that_somebody_removed_is_a_failure(warm):
 
 
 def test_a_drifted_copy_that_really_is_imported_is_left_alone(warm, megatron_copy):
-    path = megatron_copy / "megatron/core/tensor_parallel/random.py"
-    text = path.read_text()
-    path.unlink()
-    path.write_text(text.replace("offset = seed + 2718", "offset = seed + 2719"))
+    random = "megatron/core/tensor_parallel/random.py"
+    alter(megatron_copy, random, "offset = seed + 2718", "offset = seed + 2719")
     refused = warm.run("copy_is_imported", path=str(megatron_copy), exclude=neighbours())
     assert (refused[SEED]["status"], refused[SEED]["stock"]) == ("drifted", True)
     assert refused["grad-scale-func"]["status"] == "applied"

@@ -15,14 +15,14 @@ from megatron_idempotent.patching.catalog import hazards, index_of, patches, rea
 
 PACKAGE = Path(catalog.__file__).parents[1]
 NEW = '''"""A hazard that the index does not know."""
-from megatron_idempotent.patching import Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 def wrap(original, *args, **kwargs):
     return original(*args, **kwargs)
 PATCH = Patch(
-    id="brand-new", summary="new", since="0.12", before="99", upstream="https://example.com",
-    targets=(Target(address="{address}", wrapper=wrap, relies_on=("{fragment}",)),),
-    reproduction=Reproduction(run=wrap, ranks=1, stock_error="."),
+    summary="new", before="99", targets=(Target("{address}", wrap, "{fragment}"),), stock_error=".",
 )
+def reproduce():
+    pass
 '''
 
 
@@ -55,11 +55,11 @@ STATUSES = (
 
 
 def test_the_index_says_what_the_case_files_say():
-    text = Path(catalog.INDEX).read_text()
-    assert text == index_of(hazards().values()), (
+    lines = catalog.generated(catalog.INDEX)
+    assert lines == index_of(hazards().values()), (
         "run `python -m megatron_idempotent.cli.casebook` in the repository"
     )
-    ids, found = read_index(text)
+    ids, found = read_index(lines)
     assert ids == list(hazards())
     assert list(found) == list(patches())
     for name, outline in found.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from alterations import alter
 
 from megatron_idempotent.patching import OPEN, UNTRIED
 from megatron_idempotent.patching.catalog import patches
@@ -15,14 +16,6 @@ RANDOM = "megatron/core/tensor_parallel/random.py"
 DDP = "megatron/core/distributed/distributed_data_parallel.py"
 INFO = "megatron/core/package_info.py"
 SWITCH = "MEGATRON_IDEMPOTENT"
-
-
-def alter(root: Path, file: str, old: str, new: str) -> None:
-    path = root / file
-    text = path.read_text()
-    assert old in text
-    path.unlink()  # it is a hard link
-    path.write_text(text.replace(old, new))
 
 
 def set_version(root: Path, release: str) -> None:

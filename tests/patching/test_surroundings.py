@@ -9,38 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from alterations import alter
 from toys import Toys
 
 from megatron_idempotent import VerificationError, report, verify
-from megatron_idempotent.cli.reads import derived, installed_trees, renewed
-from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.decide import MEGATRON
-from megatron_idempotent.patching.surroundings import (
-    READS,
-    Need,
-    binds,
-    has_slots,
-    lines_of,
-    parsed,
-    table,
-)
+from megatron_idempotent.patching.surroundings import Need, binds, has_slots
 
 BUFFER = "megatron/core/distributed/param_and_grad_buffer.py"
-
-
-def test_the_table_says_what_the_wrappers_read(megatron):
-    pytest.importorskip("torch")
-    for name, needs in table().items():
-        reads, keeps = derived(patches()[name])
-        names = {read.name for read, _ in reads}
-        for need in needs.names:
-            assert (need.name.lstrip(".") or need.modules[0].rpartition(".")[2]) in names, name
-        assert needs.keeps is keeps, name
-    assert list(table()) == [p.id for p in patches().values() if p.distribution == MEGATRON]
-    # A name that is new in a wrapper is in the table of what is installed.
-    said = dict(parsed([*lines_of(renewed(table(), installed_trees()))]))
-    assert said == table(), "run `python -m megatron_idempotent.cli.casebook` in the repository"
-    assert Path(READS).read_text() == "".join(f"{line}\n" for line in lines_of(table()))
 
 
 CLASS = """
@@ -144,11 +119,7 @@ def doctor(root: Path) -> str:
     ],
 )
 def test_doctor_names_what_is_missing_or_goes_past(megatron_copy, old, new, said):
-    path = megatron_copy / BUFFER
-    text = path.read_text()
-    assert old in text
-    path.unlink()
-    path.write_text(text.replace(old, new))
+    alter(megatron_copy, BUFFER, old, new)
     assert said in doctor(megatron_copy)
 
 

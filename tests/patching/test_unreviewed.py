@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target, arguments, statements
+from megatron_idempotent.patching import Patch, Target, arguments, statements
 from megatron_idempotent.patching.contract import contract_of
 from megatron_idempotent.patching.decide import judge, part_of, review
 from megatron_idempotent.patching.source import Body, parse_body
@@ -80,7 +80,7 @@ def test_a_contract_is_read_off_the_wrapper():
 
 
 def test_a_wrapper_that_cannot_be_followed_is_no_wrapper_for_a_new_body():
-    target = Target(address="up.stream:run", wrapper=puzzling, relies_on=HOOK)
+    target = Target("up.stream:run", puzzling, *HOOK)
     known, why = review(target, body_of(UPSTREAM))
     assert not known
     assert "puzzling reads arguments otherwise than by a constant name" in why
@@ -110,9 +110,7 @@ def test_a_wrapper_that_cannot_be_followed_is_no_wrapper_for_a_new_body():
 def test_a_body_that_does_not_give_what_the_wrapper_takes_has_drifted(wraps, old, new, says):
     text = UPSTREAM.replace(old, new)
     assert text != UPSTREAM
-    known, why = review(
-        Target(address="up.stream:run", wrapper=wraps, relies_on=HOOK), body_of(text)
-    )
+    known, why = review(Target("up.stream:run", wraps, *HOOK), body_of(text))
     assert not known
     assert says in why
     assert "name the patch in only= to accept it" in why
@@ -208,15 +206,13 @@ def test_a_part_reads_as_people_write():
 )
 def test_a_body_of_before_the_hazard_is_not_patched_whatever_the_version_says(since, label, status):
     body = body_of(UPSTREAM)
-    target = Target(address="up.stream:run", wrapper=first_wrapper, reviewed={body.hash: label})
+    target = Target("up.stream:run", first_wrapper, reviewed={body.hash: label})
     patch = Patch(
         id="some-symptom",
         summary="it hurts",
         since=since,
-        before=UNTRIED,
         targets=(target,),
-        upstream="https://example.com",
-        reproduction=Reproduction(run=print, ranks=1, stock_error="."),
+        stock_error=".",
     )
     verdict = judge(patch, {target.address: body}, None, None, named=True)
     assert verdict.status == status

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_idempotent import Report, apply, report
-from megatron_idempotent.patching import Patch, Reproduction, Target, install
+from megatron_idempotent.patching import Patch, Target, install
 from megatron_idempotent.patching.catalog import index_of, outlines, patches, read_index
 
 REAL = tuple(patches())
@@ -66,16 +66,10 @@ class Toys:
             id=patch_id,
             summary="too quiet",
             targets=tuple(
-                Target(
-                    address=address,
-                    wrapper=wrapper,
-                    relies_on=fragment,
-                    early_users=early_users,
-                )
+                Target(address, wrapper, *fragment, early_users=early_users)
                 for address in addresses
             ),
-            upstream="https://example.com",
-            reproduction=Reproduction(run=print, ranks=1, stock_error="."),
+            stock_error=".",
             **{"distribution": "toy-upstream", "since": "1", "before": "2"} | fields,
         )
         self._monkeypatch.setitem(patches(), patch_id, record)

@@ -20,8 +20,8 @@ from mutants import Around, detours, renames, slots
 
 import megatron_idempotent
 from megatron_idempotent.cli.reads import elsewhere, installed_trees
-from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.decide import MEGATRON, in_range, judge
+from megatron_idempotent.patching.catalog import MEGATRON, patches
+from megatron_idempotent.patching.decide import in_range, judge
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.trees import SourceTree
 

@@ -26,10 +26,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import gather
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patches import _scenarios
 
-from . import _scenarios, _skyrl
+from megatron_idempotent.megatron import gather
+from megatron_idempotent.patching import Patch, Target
+
+from . import _skyrl
 
 
 def extract_weights(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,22 +49,16 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="skyrl-refit-before-gather",
     distribution="skyrl",
     summary="with overlap_param_gather, SkyRL's weight sync sends parameters that lack the step",
     since="0.1",
-    before=OPEN,
     targets=(
         Target(
-            address=f"{_skyrl.WORKERS}.megatron_worker:MegatronWeightExtractor.extract_weights",
-            wrapper=extract_weights,
-            relies_on=("self.bridge.export_hf_weights", "self.actor_module"),
+            f"{_skyrl.WORKERS}.megatron_worker:MegatronWeightExtractor.extract_weights",
+            extract_weights,
+            "self.bridge.export_hf_weights",
+            "self.actor_module",
         ),
     ),
-    upstream=_skyrl.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: parameters differ .* in a refit after the step",
-    ),
+    stock_error=r"RuntimeError: parameters differ .* in a refit after the step",
 )

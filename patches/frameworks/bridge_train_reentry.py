@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any
 
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import Patch, Target, a_body_has, arguments
 
 from . import _copies
 
@@ -67,31 +67,20 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="bridge-train-reentry",
     distribution="megatron-bridge",
     summary='a second train() of Megatron-Bridge fails with "timer has already been started"',
     since="0.3",
-    before=OPEN,
     targets=(
         Target(
-            address="megatron.bridge.training.train:train",
-            wrapper=train,
-            relies_on=(
-                "timers = global_state.timers",
-                f"timers('{_TIMER}', log_level=0).start(barrier=True)",
-                "param_sync_func = model_config.param_sync_func",
-                "model_config.param_sync_func = None",
-            ),
+            "megatron.bridge.training.train:train",
+            train,
+            "timers = global_state.timers",
+            f"timers('{_TIMER}', log_level=0).start(barrier=True)",
+            "param_sync_func = model_config.param_sync_func",
+            "model_config.param_sync_func = None",
         ),
     ),
     # The loop stops and restarts the timer around evaluation; only a stop after it is a repair.
-    fixed_when=lambda bodies: any(
-        body.contains(f"timers('{_TIMER}').stop()", outside_loops=True) for body in bodies.values()
-    ),
-    upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/train.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: timer has already been started",
-    ),
+    fixed_when=a_body_has(f"timers('{_TIMER}').stop()", outside_loops=True),
+    stock_error=r"AssertionError: timer has already been started",
 )

@@ -30,7 +30,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import Patch, Target, arguments, no_body_has
 
 from . import _copies
 
@@ -71,26 +71,17 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="verl-wiring-reentry",
     distribution="verl",
     summary="verl's wiring asserts on its own config.no_sync_func with virtual pipeline stages",
     since="0.6.1",
-    before=OPEN,
     targets=(
         Target(
-            address="verl.utils.megatron_utils:register_megatron_training_hooks",
-            wrapper=wire,
-            relies_on=(
-                "config = get_model_config(one_model)",
-                "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
-            ),
+            "verl.utils.megatron_utils:register_megatron_training_hooks",
+            wire,
+            "config = get_model_config(one_model)",
+            "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
         ),
     ),
-    fixed_when=_copies.asserts_no_longer("config.no_sync_func is None"),
-    upstream="https://github.com/volcengine/verl/blob/v0.7.0/verl/utils/megatron_utils.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
-    ),
+    fixed_when=no_body_has("config.no_sync_func is None"),
+    stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

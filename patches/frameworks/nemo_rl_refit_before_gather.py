@@ -28,10 +28,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import gather
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patches import _scenarios
 
-from . import _nemo_rl, _scenarios
+from megatron_idempotent.megatron import gather
+from megatron_idempotent.patching import Patch, Target
+
+from . import _nemo_rl
 
 
 def export(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,22 +51,16 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="nemo-rl-refit-before-gather",
     distribution="nemo-rl",
     summary="with overlap_param_gather, NeMo-RL's refit sends parameters that lack the last step",
     since="0.1",
-    before=OPEN,
     targets=(
         Target(
-            address=f"{_nemo_rl.POLICY}._iter_params_with_optional_kv_scales",
-            wrapper=export,
-            relies_on=("self.megatron_bridge.export_hf_weights", "[self.model]"),
+            f"{_nemo_rl.POLICY}._iter_params_with_optional_kv_scales",
+            export,
+            "self.megatron_bridge.export_hf_weights",
+            "[self.model]",
         ),
     ),
-    upstream=_nemo_rl.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: parameters differ .* in a refit after the step",
-    ),
+    stock_error=r"RuntimeError: parameters differ .* in a refit after the step",
 )

@@ -26,7 +26,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch
 
 from . import _copies
 
@@ -39,23 +39,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="slime-train-reentry",
     distribution="slime",
     summary="slime's train() asserts on config.no_sync_func in its second rollout",
     since="0.1",
-    before=OPEN,
-    targets=(
-        Target(
-            address="slime.backends.megatron_utils.model:train",
-            wrapper=_copies.rollout,
-            relies_on=_copies.ROLLOUT_STATEMENTS,
-        ),
-    ),
+    targets=(_copies.rollout_target("slime.backends.megatron_utils.model"),),
     fixed_when=_copies.rollout_is_repaired,
-    upstream="https://github.com/THUDM/slime/pull/1857",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
-    ),
+    stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

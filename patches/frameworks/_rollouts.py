@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_idempotent.patches._scenarios import Broken
+
 from . import _standins
-from ._scenarios import Broken
 
 # What the frameworks' own parsers add to Megatron's arguments, all of it off.
 _OPTIONS = {

@@ -14,10 +14,6 @@ from ._workers import Windows, methods
 
 WORKERS = "skyrl.backends.skyrl_train.workers.megatron"
 WRAPPER = f"{WORKERS}.megatron_model_wrapper:MegatronModelWrapper"
-UPSTREAM = (
-    "https://github.com/NovaSky-AI/SkyRL/blob/main/skyrl/backends/skyrl_train/workers/megatron/"
-    "megatron_model_wrapper.py"
-)
 MICROBATCHES = 4
 _ABSENT = ("megatron.bridge", "transformers", "omegaconf", "loguru", "huggingface_hub", "peft")
 

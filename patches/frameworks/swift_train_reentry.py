@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target, no_body_has
 
 from . import _copies
 
@@ -48,28 +48,19 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="swift-train-reentry",
     distribution="ms-swift",
     summary="a second train() of one trainer of ms-swift asserts on config.no_sync_func",
     since="4.0",
     before="4.3",
     targets=(
         Target(
-            address="swift.megatron.trainers.base:BaseMegatronTrainer.train",
-            wrapper=train,
-            relies_on=(
-                "config = self.config",
-                "config.no_sync_func = "
-                "[model_chunk.no_sync for model_chunk in self.wrapped_models]",
-                "config.param_sync_func = None",
-            ),
+            "swift.megatron.trainers.base:BaseMegatronTrainer.train",
+            train,
+            "config = self.config",
+            "config.no_sync_func = [model_chunk.no_sync for model_chunk in self.wrapped_models]",
+            "config.param_sync_func = None",
         ),
     ),
-    fixed_when=_copies.asserts_no_longer("config.no_sync_func is None"),
-    upstream="https://github.com/modelscope/ms-swift/blob/v4.2.3/swift/megatron/trainers/base.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
-    ),
+    fixed_when=no_body_has("config.no_sync_func is None"),
+    stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import Patch, Target, arguments, no_body_has
 
 from . import _copies
 
@@ -54,25 +54,16 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="bridge-setup-reentry",
     distribution="megatron-bridge",
     summary="Megatron-Bridge, set up again on one config, asserts on config.no_sync_func",
     since="0.3",
-    before=OPEN,
     targets=(
         Target(
-            address="megatron.bridge.training.setup:_update_model_config_funcs",
-            wrapper=wire,
-            relies_on=(
-                "model_config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
-            ),
+            "megatron.bridge.training.setup:_update_model_config_funcs",
+            wire,
+            "model_config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
         ),
     ),
-    fixed_when=_copies.asserts_no_longer("model_config.no_sync_func is None"),
-    upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
-    ),
+    fixed_when=no_body_has("model_config.no_sync_func is None"),
+    stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

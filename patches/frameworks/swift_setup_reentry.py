@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target, no_body_has
 
 from . import _copies
 
@@ -53,28 +53,18 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="swift-setup-reentry",
     distribution="ms-swift",
     summary="a second training with one trainer of ms-swift asserts on config.no_sync_func",
     since="4.3",
-    before=OPEN,
     targets=(
         Target(
-            address="swift.megatron.trainers.base:BaseMegatronTrainer.setup_model_training",
-            wrapper=setup,
-            relies_on=(
-                "config = self.config",
-                "config.no_sync_func = "
-                "[model_chunk.no_sync for model_chunk in self.wrapped_models]",
-                "self._saved_param_sync_func = config.param_sync_func",
-            ),
+            "swift.megatron.trainers.base:BaseMegatronTrainer.setup_model_training",
+            setup,
+            "config = self.config",
+            "config.no_sync_func = [model_chunk.no_sync for model_chunk in self.wrapped_models]",
+            "self._saved_param_sync_func = config.param_sync_func",
         ),
     ),
-    fixed_when=_copies.asserts_no_longer("config.no_sync_func is None"),
-    upstream="https://github.com/modelscope/ms-swift/blob/v4.5.2/swift/megatron/trainers/base.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
-    ),
+    fixed_when=no_body_has("config.no_sync_func is None"),
+    stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

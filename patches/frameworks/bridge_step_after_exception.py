@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import Patch, Target, arguments
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -39,8 +39,9 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run a step whose optimizer fails, and then a good one."""
+    from megatron_idempotent.patches._scenarios import Broken
+
     from ._bridge import Bridge
-    from ._scenarios import Broken
 
     bridge = Bridge()
     optimizer = bridge.program.optimizer
@@ -57,23 +58,16 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="bridge-step-after-exception",
     distribution="megatron-bridge",
     summary="after an exception in the optimizer Bridge's next train_step cannot start its timer",
     since="0.3",
-    before=OPEN,
     targets=(
         Target(
-            address="megatron.bridge.training.train:train_step",
-            wrapper=train_step,
-            relies_on=(
-                "timers = global_state.timers",
-                'timers("optimizer").stop()',
-            ),
+            "megatron.bridge.training.train:train_step",
+            train_step,
+            "timers = global_state.timers",
+            'timers("optimizer").stop()',
         ),
     ),
-    upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/train.py",
-    reproduction=Reproduction(
-        run=reproduce, ranks=2, stock_error=r"AssertionError: timer has already been started"
-    ),
+    stock_error=r"AssertionError: timer has already been started",
 )

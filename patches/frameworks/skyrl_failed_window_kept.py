@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 from . import _skyrl
 from ._skyrl import SkyRL
@@ -98,28 +98,22 @@ def neighbour() -> object:
 
 
 PATCH = Patch(
-    id="skyrl-failed-window-kept",
     distribution="skyrl",
     summary="after an exception SkyRL's next step adds the failed window's gradients, silently",
     since="0.1",
-    before=OPEN,
     targets=(
         Target(
-            address=f"{_skyrl.WRAPPER}.forward_backward_mini_batch",
-            wrapper=forward_backward,
-            relies_on=("forward_backward_func", "self.actor_module"),
+            f"{_skyrl.WRAPPER}.forward_backward_mini_batch",
+            forward_backward,
+            "forward_backward_func",
+            "self.actor_module",
         ),
         Target(
-            address=f"{_skyrl.WRAPPER}.run_pending_grad_sync",
-            wrapper=run_pending_grad_sync,
-            relies_on=("self._pending_grad_sync = None", "pending = self._pending_grad_sync"),
+            f"{_skyrl.WRAPPER}.run_pending_grad_sync",
+            run_pending_grad_sync,
+            "self._pending_grad_sync = None",
+            "pending = self._pending_grad_sync",
         ),
     ),
-    upstream=_skyrl.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        neighbour=neighbour,
-        ranks=2,
-        stock_error=r"RuntimeError: the gradients of a window that raised are still there",
-    ),
+    stock_error=r"RuntimeError: the gradients of a window that raised are still there",
 )

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 from . import _nemo_rl
 
@@ -62,22 +62,17 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="nemo-rl-reference-left-in-policy",
     distribution="nemo-rl",
     summary="an exception in NeMo-RL's reference pass leaves its weights in the policy, silently",
     since="0.1",
-    before=OPEN,
     targets=(
         Target(
-            address=f"{_nemo_rl.POLICY}.use_reference_model",
-            wrapper=use_reference_model,
-            relies_on=("self._apply_state_dict_to_model", "self.reference_state_dict", "yield"),
+            f"{_nemo_rl.POLICY}.use_reference_model",
+            use_reference_model,
+            "self._apply_state_dict_to_model",
+            "self.reference_state_dict",
+            "yield",
         ),
     ),
-    upstream=_nemo_rl.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: the policy holds the reference's weights",
-    ),
+    stock_error=r"RuntimeError: the policy holds the reference's weights",
 )

@@ -23,7 +23,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch
 
 from . import _copies
 
@@ -36,23 +36,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="miles-train-reentry",
     distribution="miles",
     summary="miles' train() asserts on config.no_sync_func in its second rollout",
     since="0.1",
-    before=OPEN,
-    targets=(
-        Target(
-            address="miles.backends.megatron_utils.model:train",
-            wrapper=_copies.rollout,
-            relies_on=_copies.ROLLOUT_STATEMENTS,
-        ),
-    ),
+    targets=(_copies.rollout_target("miles.backends.megatron_utils.model"),),
     fixed_when=_copies.rollout_is_repaired,
-    upstream="https://github.com/radixark/miles/blob/v0.1.0/miles/backends/megatron_utils/model.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
-    ),
+    stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

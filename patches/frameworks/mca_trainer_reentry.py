@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target, no_body_has
 
 from . import _copies
 
@@ -67,27 +67,18 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="mca-trainer-reentry",
     distribution="mcore-adapter",
     summary="a second train() of one trainer of mcore_adapter asserts on config.no_sync_func",
     since="0.0",
-    before=OPEN,
     targets=(
         Target(
-            address="mcore_adapter.trainer.trainer:McaTrainer._prepare_train_loop",
-            wrapper=prepare,
-            relies_on=(
-                "model_config = self.model.config",
-                "model_config.no_sync_func = "
-                "[model_wrapped.no_sync for model_wrapped in self.models_wrapped]",
-            ),
+            "mcore_adapter.trainer.trainer:McaTrainer._prepare_train_loop",
+            prepare,
+            "model_config = self.model.config",
+            "model_config.no_sync_func = "
+            "[model_wrapped.no_sync for model_wrapped in self.models_wrapped]",
         ),
     ),
-    fixed_when=_copies.asserts_no_longer("model_config.no_sync_func is None"),
-    upstream="https://github.com/alibaba/ROLL/blob/v0.3.0/mcore_adapter/src/mcore_adapter/trainer/trainer.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
-    ),
+    fixed_when=no_body_has("model_config.no_sync_func is None"),
+    stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

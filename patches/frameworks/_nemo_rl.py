@@ -16,10 +16,6 @@ from ._workers import Windows, methods
 
 POLICY = "nemo_rl.models.policy.workers.megatron_policy_worker:MegatronPolicyWorkerImpl"
 VALUE = "nemo_rl.models.value.workers.megatron_value_worker:MegatronValueWorkerImpl"
-UPSTREAM = (
-    "https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/"
-    "megatron_policy_worker.py"
-)
 MICROBATCHES = 4
 _ABSENT = ("megatron.bridge", "transformers")
 

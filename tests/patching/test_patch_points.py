@@ -64,7 +64,7 @@ def module(toys):
 
 def site_of(qualname: str, says: str | None = None) -> PatchPoint:
     """The site; `says`: what the source that was read defines there, if not what the file does."""
-    target = Target(address=f"toy_sites:{qualname}", wrapper=shout, relies_on=("name",))
+    target = Target(f"toy_sites:{qualname}", shout, "name")
     body = parse_body(says or SOURCE, qualname) or parse_body(SOURCE, "greet")
     assert body is not None
     return open_patch_point(target, body)

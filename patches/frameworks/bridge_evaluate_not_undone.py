@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.training import undone
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import Patch, Target, arguments
 
 
 def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -47,8 +47,9 @@ def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run one evaluation whose data raises."""
+    from megatron_idempotent.patches._scenarios import Broken
+
     from ._bridge import Bridge
-    from ._scenarios import Broken
 
     bridge = Bridge()
 
@@ -63,27 +64,18 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="bridge-evaluate-not-undone",
     distribution="megatron-bridge",
     summary="Bridge's evaluate(), where it raises, leaves evaluation mode, timer and rerun mode",
     since="0.3",
-    before=OPEN,
     targets=(
         Target(
-            address="megatron.bridge.training.eval:evaluate",
-            wrapper=evaluate,
-            relies_on=(
-                "timers = state.timers",
-                "timers('evaluate').stop()",
-                "rerun_state_machine.set_mode(rerun_mode)",
-                "config.timers = state.timers",
-            ),
+            "megatron.bridge.training.eval:evaluate",
+            evaluate,
+            "timers = state.timers",
+            "timers('evaluate').stop()",
+            "rerun_state_machine.set_mode(rerun_mode)",
+            "config.timers = state.timers",
         ),
     ),
-    upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/eval.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: the model is in evaluation mode after evaluate\(\)",
-    ),
+    stock_error=r"RuntimeError: the model is in evaluation mode after evaluate\(\)",
 )

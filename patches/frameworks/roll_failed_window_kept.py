@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 from . import _roll
 
@@ -53,22 +53,16 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    id="roll-failed-window-kept",
     distribution="roll",
     summary="after an exception ROLL's next train_step adds the failed one's gradients, silently",
     since="0.0",
-    before=OPEN,
     targets=(
         Target(
-            address=f"{_roll.MODULE}:MegatronTrainStrategy.train_step",
-            wrapper=train_step,
-            relies_on=("model.zero_grad_buffer()", "self.optimizer.zero_grad()"),
+            f"{_roll.MODULE}:MegatronTrainStrategy.train_step",
+            train_step,
+            "model.zero_grad_buffer()",
+            "self.optimizer.zero_grad()",
         ),
     ),
-    upstream="https://github.com/alibaba/ROLL/blob/main/roll/distributed/strategy/megatron_strategy.py",
-    reproduction=Reproduction(
-        run=reproduce,
-        ranks=2,
-        stock_error=r"RuntimeError: the gradients of a window that raised are still there",
-    ),
+    stock_error=r"RuntimeError: the gradients of a window that raised are still there",
 )

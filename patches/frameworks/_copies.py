@@ -10,9 +10,8 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.patching import arguments
-
-from .no_sync_func_reentry import is_no_sync_of
+from megatron_idempotent.megatron.ddp import is_no_sync_of
+from megatron_idempotent.patching import Target, arguments
 
 if TYPE_CHECKING:
     from megatron_idempotent.patching.source import Body
@@ -34,11 +33,6 @@ def is_megatrons_no_sync(installed: Any) -> bool:
         and function.__name__ == "no_sync"
         for function in functions
     )
-
-
-def asserts_no_longer(assertion: str) -> Callable[[Mapping[str, Body]], bool]:
-    """Returns, as a `fixed_when`, whether no body holds the assertion on `no_sync_func`."""
-    return lambda bodies: not any(body.contains(assertion) for body in bodies.values())
 
 
 def put_back(
@@ -79,13 +73,16 @@ def rollout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return put_back(original, args, kwargs, config=config, param_sync_func=taken)
 
 
-#: What `rollout` relies on in a body of `train`.
-ROLLOUT_STATEMENTS = (
-    "config = get_model_config(model[0])",
-    "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
-    "config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]",
-    "config.param_sync_func = None",
-)
+def rollout_target(module: str) -> Target:
+    """Return the target for slime's or miles' `train`."""
+    return Target(
+        f"{module}:train",
+        rollout,
+        "config = get_model_config(model[0])",
+        "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
+        "config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]",
+        "config.param_sync_func = None",
+    )
 
 
 def rollout_is_repaired(bodies: Mapping[str, Body]) -> bool:

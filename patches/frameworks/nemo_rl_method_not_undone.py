@@ -33,7 +33,7 @@ from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Target
 
 from . import _nemo_rl
 
@@ -91,24 +91,20 @@ def _raise_and_go_on(worker: str) -> None:
 
 
 PATCH = Patch(
-    id="nemo-rl-method-not-undone",
     distribution="nemo-rl",
     summary="an exception in a method of NeMo-RL's workers leaves gradients off, a timer running",
     since="0.1",
-    before=OPEN,
     targets=(
         Target(
-            address="nemo_rl.utils.nsys:wrap_with_nvtx_name",
-            wrapper=wrap_with_nvtx_name,
-            relies_on=("ret = func(*args, **kwargs)", "return decorator"),
+            "nemo_rl.utils.nsys:wrap_with_nvtx_name",
+            wrap_with_nvtx_name,
+            "ret = func(*args, **kwargs)",
+            "return decorator",
             early_users=(
                 "nemo_rl.models.policy.workers.megatron_policy_worker",
                 "nemo_rl.models.value.workers.megatron_value_worker",
             ),
         ),
     ),
-    upstream=_nemo_rl.UPSTREAM,
-    reproduction=Reproduction(
-        run=reproduce, ranks=2, stock_error=r"RuntimeError: gradients are off after a pass"
-    ),
+    stock_error=r"RuntimeError: gradients are off after a pass",
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ._scenarios import Broken
+from megatron_idempotent.patches._scenarios import Broken
 
 #: Where a microbatch can fail: before its forward, in its loss function, in its backward.
 SITES = ("data", "loss", "backward")

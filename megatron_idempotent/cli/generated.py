@@ -1,0 +1,52 @@
+"""Writes the files of `patches/_generated/`, each with a head that says which command does so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from megatron_idempotent.patching.catalog import INDEX, generated_folder
+from megatron_idempotent.patching.record import FILE
+from megatron_idempotent.patching.statements import ACCEPTED
+from megatron_idempotent.patching.surroundings import READS
+
+#: The folder, in a checkout or as it is installed.
+FOLDER = Path(generated_folder())
+
+_CASEBOOK = "`python -m megatron_idempotent.cli.casebook`"
+_ACCEPT = "`megatron-idempotent drift PATH --accept ID`"
+HEADS: Mapping[str, str] = {
+    INDEX: f"""\
+# All hazards, with what apply() has to know of a patch, and the first release that nobody has run.
+# Written by {_CASEBOOK}; do not edit.
+""",
+    READS: f"""\
+# What the wrappers of each patch read, call or set of upstream, and what has to bind it: a
+# module, or a class in it. `.name`: it is set on objects of another class. keeps: the
+# wrappers keep state of ours on upstream's objects.
+# Written by {_CASEBOOK} and {_ACCEPT}; do not edit.
+""",
+    FILE: f"""\
+# Bodies of upstream's functions that a person has read: the hash of the code, the releases
+# or commits that have it, and below it the patches for which it was read. A part is what one
+# patch relies on in a body. Written by {_ACCEPT}.
+""",
+    ACCEPTED: f"""\
+# The bodies in {FILE}: the hash of each, and four characters for each of its statements.
+# Written by {_ACCEPT}; do not edit.
+""",
+}
+
+
+def write(folder: Path, name: str, lines: Iterable[str]) -> None:
+    """Replace one of the files in the folder by its head and these lines."""
+    # Beside it and renamed: an interrupted write must not leave half of the reviews.
+    beside = folder / f"{name}.new"
+    beside.write_text(HEADS[name] + "".join(f"{line}\n" for line in lines), encoding="ascii")
+    beside.replace(folder / name)
+
+
+def content(folder: Path, name: str) -> list[str]:
+    """Return the lines of one of the files in the folder, without its head."""
+    lines = (folder / name).read_text(encoding="ascii").splitlines()
+    return [line for line in lines if not line.startswith("#")]

@@ -1,0 +1,27 @@
+"""The table of what wrappers read of upstream says what their code does."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_idempotent.cli.reads import derived, installed_trees, renewed
+from megatron_idempotent.patching.catalog import MEGATRON, generated, patches
+from megatron_idempotent.patching.source import locate
+from megatron_idempotent.patching.surroundings import READS, lines_of, parsed, table
+
+
+def test_the_table_says_what_the_wrappers_read():
+    pytest.importorskip("torch")
+    if locate("megatron.core") is None:
+        pytest.skip("there is no Megatron in this environment")
+    for name, needs in table().items():
+        reads, keeps = derived(patches()[name])
+        names = {read.name for read, _ in reads}
+        for need in needs.names:
+            assert (need.name.lstrip(".") or need.modules[0].rpartition(".")[2]) in names, name
+        assert needs.keeps is keeps, name
+    assert list(table()) == [p.id for p in patches().values() if p.distribution == MEGATRON]
+    # A name that is new in a wrapper is in the table of what is installed.
+    said = parsed([*lines_of(renewed(table(), installed_trees()))])
+    assert said == table(), "run `python -m megatron_idempotent.cli.casebook` in the repository"
+    assert generated(READS) == [*lines_of(table())]
