@@ -16,10 +16,8 @@ from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.patching.settings import looks
 from megatron_idempotent.window.agreement import DEADLINE_S, collective_timeout
 
-from .bins import NO_ALIGNMENT
 from .fsdp_internals import check_internals
 from .fsdp_run import (
-    Forward,
     FSDPCall,
     GradientSnapshot,
     ScalerSnapshot,
@@ -27,22 +25,21 @@ from .fsdp_run import (
     Shards,
     SyncSnapshot,
     Watch,
-    tables_of,
+    token_table_of,
 )
-from .lifecycle import SplitStep
-from .loss import StepLoss
-from .pieces import Piece, check_ids
-from .records import (
-    TOKENS,
-    Batch,
+from .lifecycle import (
+    Forward,
     NonFinite,
     NothingValid,
     Options,
+    SplitStep,
     check_made_with,
     checked_options,
     skipped_for,
 )
-from .results import Reported, Totals, Update
+from .loss import Reported, StepLoss, Totals, Update
+from .microbatches import TOKENS, Batch, Piece, check_ids
+from .packs import NO_ALIGNMENT
 from .snapshot import (
     GroupSnapshot,
     ModuleSnapshot,
@@ -80,7 +77,7 @@ class FSDPBackend:
         self._scaler = grad_scaler
         self._keeps_undo = undo
         self._watch = Watch(self._model)
-        self._tables = tables_of(self._model)
+        self._tables = token_table_of(self._model)
         # Those on a device end the process there; a look at them before would wait for it.
         self._reads_ids = looks()
         self._snapshot: list[Any] = []

@@ -36,11 +36,9 @@ from megatron_idempotent.window.agreement import (
 )
 
 from .fsdp_internals import accumulate, end_backward, groups_of, mark_sharded, reset
-from .loss import StepLoss
-from .microbatches import ghost, spec
-from .pieces import Piece, Tables, outside
-from .records import Batch
-from .results import Reported, called, has_graph, reported
+from .lifecycle import Forward
+from .loss import Reported, StepLoss, called, has_graph, reported
+from .microbatches import Batch, Piece, Tables, ghost, outside, spec
 
 
 class Shards:
@@ -166,7 +164,7 @@ class Shards:
                 param.sharded_param.grad = None
 
 
-def tables_of(model: nn.Module) -> Tables:
+def token_table_of(model: nn.Module) -> Tables:
     """Returns the size of the vocabulary: that of the input embeddings of models that name them."""
     found: list[Any] = list(model.modules())
     if callable(named := getattr(model, "get_input_embeddings", None)):
@@ -237,8 +235,6 @@ class ScalerSnapshot:
             self._scaler.update(self._state["scale"])
             self._scaler.load_state_dict(self._state)
 
-
-Forward = Callable[[Any, Batch], torch.Tensor]
 
 # Where the graphs of some tensors end, and gradients of zero for them.
 Zeros = list[tuple[GradientEdge, torch.Tensor]]
@@ -376,7 +372,7 @@ class FSDPCall:
             output = self._forward(self._shards.model, microbatch)
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
             if isinstance(error, IndexError):  # an embedding's says neither the token nor where
-                told = outside(tables_of(self._shards.model), microbatch, read=True)
+                told = outside(token_table_of(self._shards.model), microbatch, read=True)
                 if told is not None:
                     named = ValueError(f"the microbatch {told}")
                     named.__cause__ = error

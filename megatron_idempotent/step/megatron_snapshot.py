@@ -44,19 +44,17 @@ class _Part(Protocol):
 class SharedSnapshot:
     """Keeps what a step changes in the modules and the process, as it is now."""
 
-    def __init__(self, chunks: list[Any]) -> None:
+    def __init__(self, chunks: list[Any], *, auxiliary: bool = True) -> None:
+        """With `auxiliary`, layers may have losses of their own, which they scale and log."""
         self.modules = ModuleSnapshot(chunks)
-        self._parts: list[_Part] = [
-            self.modules,
-            TorchSnapshot(),
-            TrackerSnapshot(),
-            LogSnapshot(),
-        ]
+        self._parts: list[_Part] = [self.modules, TorchSnapshot(), TrackerSnapshot()]
         for config in configs_of(chunks):
             self._parts.append(FunctionSnapshot(config, _ASIDE))
         steps = ("backward_step", "forward_step", "forward_step_calc_loss")
         self._parts.append(FunctionSnapshot(schedules, steps))
-        for scaler in moe.scalers():
+        if auxiliary:
+            self._parts.append(LogSnapshot())
+        for scaler in moe.scalers() if auxiliary else ():
             self._parts.append(AttributeSnapshot(scaler, ["main_loss_backward_scale"]))
 
     def restore(self) -> None:
@@ -68,8 +66,10 @@ class SharedSnapshot:
 class MegatronSnapshot(SharedSnapshot):
     """Keeps all that a step changes, but for gradients, parameters and the optimizer's state."""
 
-    def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
-        super().__init__(chunks)
+    def __init__(
+        self, chunks: list[Any], optimizer: Any, scheduler: Any, *, auxiliary: bool
+    ) -> None:
+        super().__init__(chunks, auxiliary=auxiliary)
         self._parts += [
             FunctionSnapshot(group, _OVERRIDDEN) for c in chunks for group in bucket_groups(c)
         ]
