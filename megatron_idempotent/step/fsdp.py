@@ -16,7 +16,6 @@ from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.patching.settings import looks
 from megatron_idempotent.window.agreement import DEADLINE_S, collective_timeout
 
-from .fsdp_internals import check_internals
 from .fsdp_run import (
     FSDPCall,
     GradientSnapshot,
@@ -25,6 +24,7 @@ from .fsdp_run import (
     Shards,
     SyncSnapshot,
     Watch,
+    check_internals,
     token_table_of,
 )
 from .lifecycle import (

@@ -53,7 +53,6 @@ from .lifecycle import (
 )
 from .loss import Reported, StepLoss, Totals, Update, needs_weight
 from .megatron_run import CheckedUpdate, forget_inference, run_schedule
-from .megatron_snapshot import LogSnapshot, MegatronSnapshot
 from .microbatches import (
     ATTENTION_MASK,
     POSITIONS,
@@ -65,7 +64,15 @@ from .microbatches import (
     is_packed,
 )
 from .packs import context_parallel_ranks, own_positions, packed_inputs
-from .snapshot import evaluating, first_not_finite, lr_and_weight_decay, set_learning_rate, size_of
+from .snapshot import (
+    LogSnapshot,
+    MegatronSnapshot,
+    evaluating,
+    first_not_finite,
+    lr_and_weight_decay,
+    set_learning_rate,
+    size_of,
+)
 from .tenants import TenantState, check_neighbours
 
 
@@ -254,6 +261,8 @@ class MegatronBackend:
                 "and gradients of two steps cannot be in one buffer: finish() or abort() it first. "
                 "For adapters give each a DDP and a TrainStep(…, tenant=…) of its own"
             )
+        # A new one each time: an interrupted call may have left the last one marked as running.
+        self._window = _Window(self, self._window.tenant)
         windows = [each for each in open_windows if isinstance(each, _Window)]
         if windows:
             check_neighbours(self._window.tenant, self.chunks, windows)

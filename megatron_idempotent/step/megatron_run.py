@@ -39,10 +39,9 @@ from megatron_idempotent.window.missed_collectives import (
 
 from .lifecycle import NonFinite, skipped_for
 from .loss import Reported, StepLoss, auxiliary_weight, called, has_graph, reported
-from .megatron_snapshot import MegatronSnapshot, undo_of
-from .microbatches import Piece, outside
+from .microbatches import Piece, explained
 from .open_step import LocalFailure
-from .snapshot import StateUndo
+from .snapshot import MegatronSnapshot, StateUndo, undo_of
 
 if TYPE_CHECKING:
     from .megatron import MegatronBackend
@@ -198,11 +197,7 @@ def _forward_step(
         try:
             output = backend.forward(model, microbatch)
         except IndexError as error:
-            # Of an embedding on the host; after the fact, as a forward may change what it gets.
-            told = outside(backend.tables, microbatch, read=True)
-            if told is None:
-                raise
-            raise ValueError(f"the microbatch {told}") from error
+            raise explained(error, backend.tables, microbatch)  # noqa: B904  it has its cause
 
         def loss_func(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
             if ghosts:

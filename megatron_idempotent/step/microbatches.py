@@ -529,6 +529,20 @@ def check_ids(tables: Tables, lists: Sequence[Sequence[Piece]], *, read: bool) -
             raise ValueError(f"microbatch() got a batch whose microbatch {index} {told}")
 
 
+def explained(error: Exception, tables: Tables, microbatch: Any) -> Exception:
+    """Return an error of a forward, or for one of an embedding's the token that it does not have.
+
+    The embedding's own, on the host, says neither the token nor where it is. This looks after the
+    fact, because a forward may change what it gets.
+    """
+    told = outside(tables, microbatch, read=True) if isinstance(error, IndexError) else None
+    if told is None:
+        return error
+    named = ValueError(f"the microbatch {told}")
+    named.__cause__ = error
+    return named.with_traceback(error.__traceback__)
+
+
 def outside(tables: Tables, microbatch: Any, *, read: bool) -> str | None:
     """Describe the first token or position that the tables do not have; None without one."""
     tokens = field_of(microbatch, TOKENS)
