@@ -86,54 +86,17 @@ class FSDPBackend:
         self._released = False
         self._deadline_s = options.deadline_s
         self._non_finite = options.non_finite
-
-    @property
-    def must_agree(self) -> dict[str, Any]:
-        return {
-            "clip_grad": self._clip_grad,
-            "scheduler": type(self._scheduler).__name__,
+        self.lowers_scale = grad_scaler is not None and bool(grad_scaler.is_enabled())
+        self.must_agree = {
+            "clip_grad": clip_grad,
+            "scheduler": type(scheduler).__name__,
             "grad_scaler": self.lowers_scale,
         }
-
-    @property
-    def replicas(self) -> int:
-        return self.shards.replicas
-
-    @property
-    def lowers_scale(self) -> bool:
-        return self._scaler is not None and bool(self._scaler.is_enabled())
-
-    @property
-    def narrow(self) -> bool:
-        return False  # a GradScaler finds the scale at which sums are in range
-
-    @property
-    def replica(self) -> int:
-        return self.shards.replica
-
-    @property
-    def is_reporting_rank(self) -> bool:
-        return self.shards.is_reporting_rank
-
-    @property
-    def has_losses(self) -> bool:
-        return self.shards.is_reporting_rank
-
-    @property
-    def device(self) -> Any:
-        return self.shards.device
-
-    @property
-    def alignment(self) -> TokenAlignment:
-        return NO_ALIGNMENT
-
-    @property
-    def microbatch_multiple(self) -> int:
-        return 1
-
-    @property
-    def attention(self) -> float:
-        return 0.0  # of a model of which nothing is known
+        self.replica, self.replicas, self.device = shards.replica, shards.replicas, shards.device
+        self.has_losses = self.is_reporting_rank = shards.is_reporting_rank
+        self.narrow = False  # a GradScaler finds the scale at which sums are in range
+        self.alignment, self.microbatch_multiple = NO_ALIGNMENT, 1
+        self.attention = 0.0  # of a model of which nothing is known
 
     @property
     def partially_updated(self) -> bool:

@@ -58,32 +58,20 @@ class Shards:
         self._root = model._get_fsdp_state()
         widest = max(self._groups, key=lambda group: int(group.mesh_info.mesh.size()))
         # Each rank on a line of its own through the other dimensions, such as tensor parallelism.
-        self._line = widest.mesh_info.mesh.mesh.flatten().tolist()
+        line = widest.mesh_info.mesh.mesh.flatten().tolist()
+        self.replica: int = line.index(dist.get_rank())
+        """The data-parallel rank: this rank's place in the mesh that fully_shard was given."""
+        self.replicas = len(line)
+        """The number of data-parallel ranks."""
+        self.is_reporting_rank = 0 in line
+        """True on rank 0 and the ranks of its line in the mesh, which has each replica once."""
+        self.device = self._groups[0].device
+        """The device of unsharded parameters."""
 
     @property
     def is_part(self) -> bool:
         """True if another sharded model has called this one, and keeps its iteration's state."""
         return self._root._is_root is False
-
-    @property
-    def replica(self) -> int:
-        """The data-parallel rank: this rank's place in the mesh that fully_shard was given."""
-        return int(self._line.index(dist.get_rank()))
-
-    @property
-    def replicas(self) -> int:
-        """The number of data-parallel ranks."""
-        return len(self._line)
-
-    @property
-    def is_reporting_rank(self) -> bool:
-        """True on rank 0 and the ranks of its line in the mesh, which has each replica once."""
-        return 0 in self._line
-
-    @property
-    def device(self) -> Any:
-        """The device of unsharded parameters."""
-        return self._groups[0].device
 
     def process_groups(self) -> list[Any]:
         """Returns the groups that gather parameters, reduce gradients and sum their norms.

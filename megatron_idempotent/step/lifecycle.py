@@ -139,17 +139,20 @@ def check_made_with(what: str, forward: Any, **switches: Any) -> None:
 class Backend(Protocol):
     """Runs a model, its optimizer and its scheduler on this rank; a step calls it in this order."""
 
-    @property
-    def replica(self) -> int:
-        """The data-parallel rank of this process; ranks of one replica get the same batches."""
-
-    @property
-    def is_reporting_rank(self) -> bool:
-        """True on the one rank of a replica that reports what is valid in its batches."""
-
-    @property
-    def has_losses(self) -> bool:
-        """True on the reporting rank, and on ranks that compute the loss of other positions."""
+    replica: int
+    """The data-parallel rank of this process; ranks of one replica get the same batches."""
+    replicas: int
+    """The number of data-parallel ranks."""
+    is_reporting_rank: bool
+    """True on the one rank of a replica that reports what is valid in its batches."""
+    has_losses: bool
+    """True on the reporting rank, and on ranks that compute the loss of other positions."""
+    lowers_scale: bool
+    """True if gradients that are not finite lower a loss scale, and the step is skipped."""
+    microbatch_multiple: int
+    """The number that the microbatches of a call are a multiple of; 1 if any number will do."""
+    attention: float
+    """Work that a token adds for each token of its sequence; its other work counts as 1."""
 
     @property
     def device(self) -> Any:
@@ -160,28 +163,12 @@ class Backend(Protocol):
         """Settings by name; where they differ between ranks, the step fails on all of them."""
 
     @property
-    def replicas(self) -> int:
-        """The number of data-parallel ranks."""
-
-    @property
-    def lowers_scale(self) -> bool:
-        """True if gradients that are not finite lower a loss scale, and the step is skipped."""
-
-    @property
     def narrow(self) -> bool:
         """True if gradients of a loss that is summed over a whole step may overflow their type."""
 
     @property
     def alignment(self) -> TokenAlignment:
         """Multiples of tokens that packs are padded to. `ValueError` where they are not known."""
-
-    @property
-    def microbatch_multiple(self) -> int:
-        """The number that the microbatches of a call are a multiple of; 1 if any number will do."""
-
-    @property
-    def attention(self) -> float:
-        """Work that a token adds for each token of its sequence; its other work counts as 1."""
 
     @property
     def partially_updated(self) -> bool:

@@ -187,6 +187,18 @@ class MegatronBackend:
         self._released = False
         self._window = _Window(self, name)
         self._parameter = next(self.chunks[0].parameters())
+        self.replica = int(parallel_state.get_data_parallel_rank())
+        self.replicas = int(parallel_state.get_data_parallel_world_size())
+        self.has_losses = bool(
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+        self.is_reporting_rank = self.has_losses and self._context_rank == 0
+        stages = int(parallel_state.get_pipeline_model_parallel_world_size())
+        self.microbatch_multiple = stages if len(self.chunks) > 1 else 1
+        # A layer has 12 x hidden x hidden weights, and 2 x hidden products for each token before.
+        self.attention = 1.0 / (6 * int(config.hidden_size))
+        self.lowers_scale = self._step.lowers_scale
         self._groups: tuple[Any, list[Any]] = None, []
 
     @property
@@ -198,18 +210,6 @@ class MegatronBackend:
         }
 
     @property
-    def replica(self) -> int:
-        return int(parallel_state.get_data_parallel_rank())
-
-    @property
-    def replicas(self) -> int:
-        return int(parallel_state.get_data_parallel_world_size())
-
-    @property
-    def lowers_scale(self) -> bool:
-        return self._step.lowers_scale
-
-    @property
     def narrow(self) -> bool:
         # With calculate_per_token_loss Megatron sums too, and has the same bits.
         return not self.per_token and any(each.fp16 for each in self.configs)
@@ -219,30 +219,8 @@ class MegatronBackend:
         return self._parameter.device
 
     @property
-    def is_reporting_rank(self) -> bool:
-        return self.has_losses and self._context_rank == 0
-
-    @property
-    def has_losses(self) -> bool:
-        return bool(
-            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-        )
-
-    @property
     def alignment(self) -> TokenAlignment:
         return TokenAlignment.of_config(self.configs[0])
-
-    @property
-    def microbatch_multiple(self) -> int:
-        if len(self.chunks) == 1:
-            return 1
-        return int(parallel_state.get_pipeline_model_parallel_world_size())
-
-    @property
-    def attention(self) -> float:
-        # A layer has 12 x hidden x hidden weights, and 2 x hidden products for each token before.
-        return 1.0 / (6 * int(self.configs[0].hidden_size))
 
     @property
     def per_token(self) -> bool:
