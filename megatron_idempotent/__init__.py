@@ -43,19 +43,22 @@ if TYPE_CHECKING:
     from megatron_idempotent.megatron.replica_check import ReplicaMismatchError
     from megatron_idempotent.patching.scoped import patched
     from megatron_idempotent.patching.verify import verify
-    from megatron_idempotent.step.bins import bin_sequences
-    from megatron_idempotent.step.context_parallel import all_positions, own_positions
     from megatron_idempotent.step.fsdp import FSDPTrainStep
-    from megatron_idempotent.step.gpt import gpt_forward, gpt_inputs
     from megatron_idempotent.step.loss import (
         POLICY_GRADIENT_NORMALIZERS,
+        Receipt,
         StepCounts,
         StepLoss,
+        StepResult,
     )
-    from megatron_idempotent.step.megatron import TrainStep
-    from megatron_idempotent.step.packed import pack_batches
-    from megatron_idempotent.step.pieces import valid_counts
-    from megatron_idempotent.step.results import Receipt, StepResult
+    from megatron_idempotent.step.megatron import TrainStep, gpt_forward, gpt_inputs
+    from megatron_idempotent.step.microbatches import valid_counts
+    from megatron_idempotent.step.packs import (
+        all_positions,
+        bin_sequences,
+        own_positions,
+        pack_batches,
+    )
     from megatron_idempotent.step.schedule import StepSchedule
     from megatron_idempotent.window.abort import abort_window
     from megatron_idempotent.window.accumulation import accumulation_window
@@ -135,13 +138,13 @@ _LAZY = {
     "Fp8Export": "fp8.export",
     "Pack": "fp8.packing",
     "POLICY_GRADIENT_NORMALIZERS": "step.loss",
-    "Receipt": "step.results",
+    "Receipt": "step.loss",
     "ReplicaMismatchError": "megatron.replica_check",
     "Sampling": "logprobs.request",
     "SessionPoisoned": "window.agreement",
     "StepCounts": "step.loss",
     "StepLoss": "step.loss",
-    "StepResult": "step.results",
+    "StepResult": "step.loss",
     "StepSchedule": "step.schedule",
     "TokenAlignment": "fp8.packing",
     "TokenKL": "logprobs.kl",
@@ -152,21 +155,21 @@ _LAZY = {
     "abort_window": "window.abort",
     "accumulation_window": "window.accumulation",
     "agree": "window.agreement",
-    "all_positions": "step.context_parallel",
-    "bin_sequences": "step.bins",
+    "all_positions": "step.packs",
+    "bin_sequences": "step.packs",
     "context_parallel_part": "logprobs.targets",
     "context_parallel_whole": "logprobs.targets",
     "dequantize_blockwise": "fp8.blockwise",
     "ensure_initialized": "window.setup",
     "ensure_params_synced": "window.params",
     "fp8_settings": "fp8.settings",
-    "gpt_forward": "step.gpt",
-    "gpt_inputs": "step.gpt",
+    "gpt_forward": "step.megatron",
+    "gpt_inputs": "step.megatron",
     "guarded_window": "window.guard",
     "logprobs_processor": "logprobs.model",
     "model_logprobs": "logprobs.model",
-    "own_positions": "step.context_parallel",
-    "pack_batches": "step.packed",
+    "own_positions": "step.packs",
+    "pack_batches": "step.packs",
     "patched": "patching.scoped",
     "quantize_blockwise": "fp8.blockwise",
     "rebuild_process_groups": "window.rebuild",
@@ -178,7 +181,7 @@ _LAZY = {
     "token_kl": "logprobs.kl",
     "token_logprobs": "logprobs.api",
     "topk_kl": "logprobs.kl",
-    "valid_counts": "step.pieces",
+    "valid_counts": "step.microbatches",
     "verify": "patching.verify",
     "vocab_topk": "logprobs.topk",
     "wire_train_config": "window.setup",

@@ -43,7 +43,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.core.utils import get_model_config
 
     model = kwargs["model"]
-    original = schedules.around(original, model, PATCH.id)
+    original = schedules.around(original, model)
     config = get_model_config(schedules.chunks(model)[0])
     if all(getattr(config, name, None) is None for name in _AUXILIARY):
         return original(*args, **kwargs)

@@ -37,7 +37,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a schedule; if it raises, stops the timers that it started."""
     from megatron.core.utils import get_model_config
 
-    original = schedules.around(original, kwargs["model"], PATCH.id)
+    original = schedules.around(original, kwargs["model"])
     timers = get_model_config(schedules.chunks(kwargs["model"])[0]).timers
     return stopping(timers, original, *args, **kwargs)
 

@@ -17,7 +17,6 @@ from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from megatron_idempotent.patching import Target
-from megatron_idempotent.patching.install import first_called
 from megatron_idempotent.patching.per_process import PerProcessList
 
 #: A key of `patching.record.PROVIDED`.
@@ -53,6 +52,8 @@ class Window(Protocol):
 
 
 open_windows: list[Window] = PerProcessList(__name__, "open_windows")
+# Those that are in a call now: it is theirs already.
+_running: list[Window] = PerProcessList(__name__, "_running")
 
 
 def are_held(chunks: list[Any]) -> bool:
@@ -60,23 +61,28 @@ def are_held(chunks: list[Any]) -> bool:
     return any(window.holds(chunk) for window in open_windows for chunk in chunks)
 
 
-def around(schedule: Callable[..., Any], model: Any, patch_id: str) -> Callable[..., Any]:
+def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
     """Return `schedule`, or the `run` with it of the open window that holds a chunk of `model`.
 
-    Several patches call this, so that the window is still asked if one of them is deleted. Only the
-    first of those that are applied asks.
+    Several patches call this, so that the window is still asked if one of them is deleted; a call
+    that is under way in a window asks nobody again.
 
     Args:
         schedule: what the wrapper got as its original.
         model: the schedule's argument.
-        patch_id: the patch that calls; all but the first one that runs get `schedule`.
     """
-    if not open_windows or patch_id != first_called(ASKS_WINDOWS):
-        return schedule
     for window in open_windows:
         if any(window.holds(chunk) for chunk in chunks(model)):
-            return partial(window.run, schedule)
+            return schedule if window in _running else partial(_run, window, schedule)
     return schedule
+
+
+def _run(window: Window, schedule: Callable[..., Any], **call: Any) -> Any:
+    try:
+        _running.append(window)
+        return window.run(schedule, **call)
+    finally:
+        _running[:] = [each for each in _running if each is not window]
 
 
 #: The schedules that defer the embedding's gradient.

@@ -210,16 +210,6 @@ def landed(patch: Outline | Patch) -> bool:
     )
 
 
-def first_called(provided: str) -> str | None:
-    """Return the id of the first patch that provides this key of `PROVIDED` and is called.
-
-    Calls run through a patch below another's wrapper, too, where it is not `landed` any more.
-    """
-    called = {patch_id for site in state.sites.values() for patch_id in site.layers}
-    found = (patch.id for patch in state.wanted.values() if provided in patch.provides)
-    return min(called.intersection(found), default=None)
-
-
 def missing(patch: Outline) -> list[str]:
     """Return the patch's modules that are not imported yet."""
     return sorted({t.module for t in patch.targets if not import_hooks.is_complete(t.module)})

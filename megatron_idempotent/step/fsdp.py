@@ -16,10 +16,7 @@ from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.patching.settings import looks
 from megatron_idempotent.window.agreement import DEADLINE_S, collective_timeout
 
-from .bins import NO_ALIGNMENT
-from .fsdp_internals import check_internals
 from .fsdp_run import (
-    Forward,
     FSDPCall,
     GradientSnapshot,
     ScalerSnapshot,
@@ -27,22 +24,22 @@ from .fsdp_run import (
     Shards,
     SyncSnapshot,
     Watch,
-    tables_of,
+    check_internals,
+    token_table_of,
 )
-from .lifecycle import SplitStep
-from .loss import StepLoss
-from .pieces import Piece, check_ids
-from .records import (
-    TOKENS,
-    Batch,
+from .lifecycle import (
+    Forward,
     NonFinite,
     NothingValid,
     Options,
+    SplitStep,
     check_made_with,
     checked_options,
     skipped_for,
 )
-from .results import Reported, Totals, Update
+from .loss import Reported, StepLoss, Totals, Update
+from .microbatches import TOKENS, Batch, Piece, check_ids
+from .packs import NO_ALIGNMENT
 from .snapshot import (
     GroupSnapshot,
     ModuleSnapshot,
@@ -80,7 +77,7 @@ class FSDPBackend:
         self._scaler = grad_scaler
         self._keeps_undo = undo
         self._watch = Watch(self._model)
-        self._tables = tables_of(self._model)
+        self._tables = token_table_of(self._model)
         # Those on a device end the process there; a look at them before would wait for it.
         self._reads_ids = looks()
         self._snapshot: list[Any] = []
@@ -89,54 +86,17 @@ class FSDPBackend:
         self._released = False
         self._deadline_s = options.deadline_s
         self._non_finite = options.non_finite
-
-    @property
-    def must_agree(self) -> dict[str, Any]:
-        return {
-            "clip_grad": self._clip_grad,
-            "scheduler": type(self._scheduler).__name__,
+        self.lowers_scale = grad_scaler is not None and bool(grad_scaler.is_enabled())
+        self.must_agree = {
+            "clip_grad": clip_grad,
+            "scheduler": type(scheduler).__name__,
             "grad_scaler": self.lowers_scale,
         }
-
-    @property
-    def replicas(self) -> int:
-        return self.shards.replicas
-
-    @property
-    def lowers_scale(self) -> bool:
-        return self._scaler is not None and bool(self._scaler.is_enabled())
-
-    @property
-    def narrow(self) -> bool:
-        return False  # a GradScaler finds the scale at which sums are in range
-
-    @property
-    def replica(self) -> int:
-        return self.shards.replica
-
-    @property
-    def is_reporting_rank(self) -> bool:
-        return self.shards.is_reporting_rank
-
-    @property
-    def has_losses(self) -> bool:
-        return self.shards.is_reporting_rank
-
-    @property
-    def device(self) -> Any:
-        return self.shards.device
-
-    @property
-    def alignment(self) -> TokenAlignment:
-        return NO_ALIGNMENT
-
-    @property
-    def microbatch_multiple(self) -> int:
-        return 1
-
-    @property
-    def attention(self) -> float:
-        return 0.0  # of a model of which nothing is known
+        self.replica, self.replicas, self.device = shards.replica, shards.replicas, shards.device
+        self.has_losses = self.is_reporting_rank = shards.is_reporting_rank
+        self.narrow = False  # a GradScaler finds the scale at which sums are in range
+        self.alignment, self.microbatch_multiple = NO_ALIGNMENT, 1
+        self.attention = 0.0  # of a model of which nothing is known
 
     @property
     def partially_updated(self) -> bool:

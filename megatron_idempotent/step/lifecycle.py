@@ -1,22 +1,266 @@
-"""Takes the calls of a split step: `begin`, `microbatch`, `finish` or `abort`, each once per id."""
+"""Takes the calls of a split step: `begin`, `microbatch`, `finish` or `abort`, each once per id.
+
+`SplitStep` has them, `OpenStep` runs them, and a `Backend` does what Megatron and FSDP2 do
+differently.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args
 
 import torch.distributed as dist
 
-from megatron_idempotent.window.agreement import control_group, refuse_if_poisoned
+from megatron_idempotent.fp8.packing import TokenAlignment
+from megatron_idempotent.window.agreement import (
+    checked_deadline,
+    control_group,
+    refuse_if_poisoned,
+)
 
-from .backend import Backend, no_way_back
-from .bins import capacity_of
-from .loss import Divisor, StepLoss, check_begin, check_divisor
+from .loss import (
+    Divisor,
+    Receipt,
+    Reported,
+    StepLoss,
+    StepResult,
+    Totals,
+    Update,
+    check_begin,
+    check_divisor,
+    check_size,
+)
+from .microbatches import SAMPLE_MASK, TOKEN_MASK, TOKENS, Batch, Piece
 from .open_step import OpenStep
-from .records import Batch, Options, check_lr, check_size
-from .results import Receipt, StepResult
+from .packs import capacity_of
+
+NonFinite = Literal["refuse", "skip", "update"]
+"""The act of `finish` if a loss or the norm of the gradients is NaN or infinite: raise, drop the
+gradients and go on, or update all the same."""
+
+NothingValid = Literal["skip", "update"]
+"""The act of `finish` if nothing is valid on any rank: leave all as it is, or let the optimizer
+step with gradients that are divided by 1."""
+
+
+Forward = Callable[[Any, Batch], Any]
+"""Computes the output of a model, or of a chunk of it, for a microbatch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Holds the options that `TrainStep` and `FSDPTrainStep` share.
+
+    Example: `checked_options(20.0, "refuse", ())`.
+    """
+
+    deadline_s: float
+    non_finite: NonFinite
+    shared: frozenset[str]
+    """Names in batches that all rows share."""
+    shape: Callable[[Any], tuple[int, int]] | None = None
+    """A function that returns rows and positions of a ready microbatch; None for `input_ids`'."""
+    counts: Callable[[Any], Any] | None = None
+    """A function that returns valid sequences and tokens of a ready microbatch; None to count."""
+    nothing_valid: NothingValid = "skip"
+    alignment: TokenAlignment | None = None
+    """Multiples of tokens that packs are padded to; None for those of the model's config."""
+    tenant: str | None = None
+    """The name of a `TrainStep` beside which others are open over the same modules; else None."""
+
+
+def checked_options(
+    deadline_s: Any,
+    non_finite: Any,
+    shared: Any,
+    shape: Any = None,
+    counts: Any = None,
+    nothing_valid: Any = "skip",
+    alignment: Any = None,
+    tenant: Any = None,
+) -> Options:
+    """Check the options, and return them as one record.
+
+    Raises:
+        ValueError: the deadline is no positive finite number, a choice is unknown, `shared` is no
+            collection of names or names tokens or masks, `shape` or `counts` cannot be called,
+            `alignment` is no `TokenAlignment`, or `tenant` is no name.
+    """
+    if alignment is not None and not isinstance(alignment, TokenAlignment):
+        raise ValueError(f"alignment takes a TokenAlignment, got {alignment!r}")
+    if tenant is not None and (not isinstance(tenant, str) or not tenant):
+        raise ValueError(f"tenant takes a name, got {tenant!r}")
+    for name, function in (("shape", shape), ("counts", counts)):
+        if function is not None and not callable(function):
+            raise ValueError(f"{name} takes a function of a ready microbatch, got {function!r}")
+    for name, value, choices in (
+        ("non_finite", non_finite, get_args(NonFinite)),
+        ("nothing_valid", nothing_valid, get_args(NothingValid)),
+    ):
+        if value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    names = not isinstance(shared, str) and isinstance(shared, Collection)
+    if not names or not all(isinstance(name, str) for name in shared):
+        raise ValueError(f"shared must be a collection of names in batches, got {shared!r}")
+    counted = {TOKENS, SAMPLE_MASK, TOKEN_MASK}.intersection(shared)
+    if counted:
+        raise ValueError(
+            f"shared names {sorted(counted)}, by whose rows a step counts: leave them out"
+        )
+    return Options(
+        deadline_s=checked_deadline(deadline_s),
+        non_finite=non_finite,
+        shared=frozenset(shared),
+        shape=shape,
+        counts=counts,
+        nothing_valid=nothing_valid,
+        alignment=alignment,
+        tenant=tenant,
+    )
+
+
+def check_made_with(what: str, forward: Any, **switches: Any) -> None:
+    """Raise `TypeError` unless `forward` can be called, and the other arguments are switches."""
+    if not callable(forward):
+        raise TypeError(
+            f"{what}() takes a function of (model, microbatch) as forward, got {forward!r}: leave "
+            "it out for the usual one"
+        )
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{what}() takes True or False as {name}, got {value!r}")
+
+
+class Backend(Protocol):
+    """Runs a model, its optimizer and its scheduler on this rank; a step calls it in this order."""
+
+    replica: int
+    """The data-parallel rank of this process; ranks of one replica get the same batches."""
+    replicas: int
+    """The number of data-parallel ranks."""
+    is_reporting_rank: bool
+    """True on the one rank of a replica that reports what is valid in its batches."""
+    has_losses: bool
+    """True on the reporting rank, and on ranks that compute the loss of other positions."""
+    lowers_scale: bool
+    """True if gradients that are not finite lower a loss scale, and the step is skipped."""
+    microbatch_multiple: int
+    """The number that the microbatches of a call are a multiple of; 1 if any number will do."""
+    attention: float
+    """Work that a token adds for each token of its sequence; its other work counts as 1."""
+
+    @property
+    def device(self) -> Any:
+        """The device of the parameters, on which dummy microbatches are made."""
+
+    @property
+    def must_agree(self) -> Mapping[str, Any]:
+        """Settings by name; where they differ between ranks, the step fails on all of them."""
+
+    @property
+    def narrow(self) -> bool:
+        """True if gradients of a loss that is summed over a whole step may overflow their type."""
+
+    @property
+    def alignment(self) -> TokenAlignment:
+        """Multiples of tokens that packs are padded to. `ValueError` where they are not known."""
+
+    @property
+    def partially_updated(self) -> bool:
+        """True if parameters may be half updated, and there is no copy to go back to."""
+
+    def accept_loss(self, loss: StepLoss) -> None:
+        """Raise `ValueError` if the loss lacks a weight for auxiliary losses that the model has."""
+
+    def open(self) -> None:
+        """Zero gradients, switch to training, and remember what `restore` puts back."""
+
+    def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
+        """Raise `ValueError` if microbatches, a list for each call, cannot run; change nothing."""
+
+    def lockstep_group(self) -> tuple[bool, Any]:
+        """Return whether ranks meet inside of a microbatch, and the gloo group of those that do.
+
+        The group is None if it has all ranks. The first call is a collective of all ranks.
+        """
+
+    def divide_losses(self, shift: int) -> None:
+        """Have later losses of the step, and the gradients so far, divided by 2 ** shift.
+
+        Called only where gradients are `narrow`. The update multiplies by 2 ** shift again.
+        """
+
+    def run(
+        self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
+    ) -> list[Reported]:
+        """Run forward and backward, with the loss not normalised; return what it reported.
+
+        There is an item per microbatch on ranks that have the loss. With `reduce`, reductions
+        start as they would in the last microbatch of a one-shot step. With `ghosts` the
+        microbatches are dummies, of which nothing may reach a gradient. Raises `LocalFailure` for a
+        failure on this rank after which it did all that other ranks wait for, and `WindowAborted`
+        for one that all know.
+        """
+
+    def check_ready(self, increment: int | None) -> None:
+        """Raise `RuntimeError` if gradients could not be finalized; start no collective.
+
+        Raise `ValueError` if the scheduler needs a batch size to advance by, and `increment` is
+        None.
+        """
+
+    def join(self, *, wait: bool = True) -> None:
+        """Take part in gathers that peers start in a forward, if this rank has run none.
+
+        With `wait`, return when the gathers have ended.
+        """
+
+    def size_of_parameters(self) -> Any:
+        """Return a scalar of all trained parameters of this rank, finite unless one is not.
+
+        It may be on the device. It costs one pass over them, and no wait.
+        """
+
+    def bad_parameter(self) -> str | None:
+        """Name the first trained parameter that is NaN or infinite, and where; None without one.
+
+        The host waits for the device, so it is called only if the size was not finite.
+        """
+
+    def check_gradients(self) -> None:
+        """Raise here for a gradient that the reduction would refuse while peers wait in it."""
+
+    def update(
+        self, totals: Totals, local: float, increment: int | None, timeout_s: float
+    ) -> Update:
+        """Reduce and finalize once, divide, step the optimizer and the scheduler.
+
+        `local` is this replica's part of the normalizer, where that counts tokens or sequences. All
+        ranks take part; none waits longer than `timeout_s` in a collective whose backend has
+        timeouts. Raises `RuntimeError` on all ranks if the norm is not finite and the step refuses
+        that; then nothing is updated.
+        """
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the update; `restore` puts back what it was."""
+
+    def rates(self) -> tuple[float, float] | None:
+        """Return learning rate and weight decay; None if this rank trains no parameter."""
+
+    def skip(self) -> None:
+        """Drop the gradients of a step that is not to update; parameters stay."""
+
+    def close(self) -> None:
+        """Forget what `restore` would put back, because the step has ended with a result."""
+
+    def restore(self) -> None:
+        """Drop the gradients, and put back what `open` found; do nothing if it was refused."""
+
 
 _REMEMBERED = 8
 
@@ -281,7 +525,7 @@ class SplitStep:
         step = self._current(step_id, "finish")
         check_size("finish", "global_batch_size", global_batch_size)
         check_divisor("finish", divisor)
-        check_lr(lr)
+        _check_lr(lr)
         increment = _given(step, "global_batch_size", global_batch_size)
         divisor = _given(step, "divisor", divisor)
         if not step.committed:
@@ -309,7 +553,7 @@ class SplitStep:
         """
         step = self._open
         if step_id is not None and isinstance(self._ended.get(step_id), StepResult):
-            raise no_way_back(step_id, "abort")
+            raise _no_way_back(step_id, "abort")
         if step is None:
             return
         if step_id is not None and step_id != step.step_id:
@@ -317,7 +561,7 @@ class SplitStep:
                 f"abort(): got step {step_id!r}, which is not open; step {step.step_id!r} is"
             )
         if step.committed:
-            raise no_way_back(step.step_id, "abort")
+            raise _no_way_back(step.step_id, "abort")
         try:
             step.tell_of_abort()
         finally:
@@ -362,7 +606,7 @@ class SplitStep:
 
     def _refuse_failed(self, step: OpenStep, what: str) -> None:
         if step.committed:
-            raise no_way_back(step.step_id, what)
+            raise _no_way_back(step.step_id, what)
         if step.failure is not None or step.owes:
             how = step.failure or "it was interrupted"
             raise RuntimeError(f"{what}(): step {step.step_id!r} has failed: {how}; abort() it")
@@ -385,3 +629,38 @@ def _given(step: OpenStep, name: str, value: Any) -> Any:
             f"finish() got {name}={value!r}, and begin() {begun!r}: give it once, or the same"
         )
     return value
+
+
+def _no_way_back(step_id: str, what: str) -> RuntimeError:
+    """Makes the error for a call other than `finish` after all ranks have updated."""
+    return RuntimeError(
+        f"{what}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
+    )
+
+
+def _check_lr(lr: Any) -> None:
+    """Raise `ValueError` unless the learning rate is None or a finite number from 0 on."""
+    if lr is None:
+        return
+    number = isinstance(lr, (int, float)) and not isinstance(lr, bool)
+    if not number or not (0 <= lr < math.inf):
+        raise ValueError(f"finish() takes a finite number from 0 on as lr, got {lr!r}")
+
+
+def skipped_for(grad_norm: float, rule: NonFinite) -> str | None:
+    """Return the reason to skip the update; None if it is to be made.
+
+    All ranks decide the same, because the norm is that of all ranks.
+
+    Raises:
+        RuntimeError: the norm is not finite, and the rule is "refuse".
+    """
+    if math.isfinite(grad_norm) or rule == "update":
+        return None
+    found = f"the norm of the gradients is {grad_norm}"
+    if rule == "skip":
+        return f"{found}, and non_finite='skip'"
+    raise RuntimeError(
+        f"{found}, and the update would spread that to all parameters; no rank has begun it. "
+        "non_finite='skip' drops such steps"
+    )

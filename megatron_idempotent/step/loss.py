@@ -1,20 +1,22 @@
-"""Defines the loss of a split step: what it returns, and what its sums are divided by.
+"""Defines the loss of a split step, adds up what it returns, and makes the step's result of it.
 
-Legend: B rows, T positions of a row.
+Legend: B rows, n sequences of a microbatch, T positions of a row, or all tokens of a pack.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from .pieces import Piece
-from .records import check_size
+if TYPE_CHECKING:
+    from .microbatches import Piece
 
 Normalizer = Literal["tokens", "sequences", "groups", "microbatches", "none"]
 """Denominator of a metric: the valid tokens or sequences, groups or microbatches of all ranks in
@@ -252,6 +254,12 @@ def auxiliary_weight(loss: StepLoss, piece: Piece, number: int) -> float:
     return float(number if loss.kind == "token" else piece.sequences)
 
 
+def check_size(what: str, name: str, value: Any) -> None:
+    """Raise `ValueError` unless the value is None or a positive integer."""
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{what}() takes a positive int as {name}, got {value!r}")
+
+
 def check_divisor(what: str, divisor: Any) -> None:
     """Raise `ValueError` unless the divisor is None, a positive number or a function."""
     if divisor is None or callable(divisor):
@@ -280,3 +288,423 @@ def divided_by(divisor: Callable[[StepCounts], float], counts: StepCounts) -> fl
             "all ranks"
         )
     return float(found)
+
+
+RESERVED = ("loss", "lr", "wd", "global_valid_seqs", "global_valid_toks", "rank", "replica")
+"""Names that the step puts into each row by itself, so that a loss may not report them."""
+
+# Per microbatch: what the loss reported, with tensors still on the device.
+Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reported:
+    """Holds what a loss has returned for one microbatch.
+
+    Example: `reported(loss, total, metrics, piece)`.
+    """
+
+    row: Row
+    """The loss's sum, as "loss", and its metrics."""
+    outputs: Mapping[str, Sequence[Tensor]]
+    """A tensor for each of the n sequences, without its graph, by name."""
+
+
+def reported(loss: StepLoss, total: Any, metrics: Mapping[str, Any], piece: Piece) -> Reported:
+    """Take over what a loss has returned, so that later changes do not reach it.
+
+    Raises:
+        ValueError: the total is neither a scalar with its graph nor the constant 0, a metric is no
+            scalar or has no name or one that the step uses itself, or an output is missing or has
+            not one entry for each sequence or token.
+    """
+    names = tuple(getattr(loss, "outputs", ()))
+    nameless = [name for name in metrics if not isinstance(name, str)]
+    if nameless:
+        raise ValueError(
+            f"the loss reported metrics named {', '.join(map(repr, nameless))}: names are str"
+        )
+    taken = [name for name in RESERVED if name in metrics]
+    if taken:
+        raise ValueError(
+            f"the loss reported metrics named {', '.join(map(repr, taken))}, which the step puts "
+            f"into each row itself, as {', '.join(map(repr, RESERVED))}: give them other names"
+        )
+    _check_total(total)
+    missing = [name for name in names if name not in metrics]
+    if missing:
+        raise ValueError(
+            f"the loss names {', '.join(map(repr, missing))} in its `outputs`, and has returned "
+            f"{', '.join(map(repr, metrics)) or 'no metric'}: return them beside the metrics"
+        )
+    row = {"loss": _kept(total)}
+    for name, value in metrics.items():
+        if name not in names:
+            _check_metric(name, value)
+            row[name] = _kept(value)
+    outputs = {name: _by_sample(name, metrics[name], piece) for name in names}
+    return Reported(row=row, outputs=outputs)
+
+
+def called(loss: StepLoss, output: Any, microbatch: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Call the loss; return the sum and the metrics that it has returned.
+
+    Raises:
+        ValueError: it returned something else than these two.
+    """
+    found: Any = loss(output, microbatch)
+    two = isinstance(found, (tuple, list)) and len(found) == 2
+    if not two or not hasattr(found[1], "items"):
+        told = f"({', '.join(map(_kind, found))})" if isinstance(found, (tuple, list)) else None
+        raise ValueError(
+            f"the loss returned {told or _kind(found)}: return two values, the sum over the "
+            "microbatch and a mapping from names of metrics to their sums, {} if there are none"
+        )
+    return found[0], found[1]
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def has_graph(total: Any) -> bool:
+    """Returns whether a backward can start at the total; a constant has no graph."""
+    return isinstance(total, Tensor) and total.requires_grad
+
+
+def _check_total(total: Any) -> None:
+    if has_graph(total) and total.numel() == 1:
+        return
+    shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+    scalar = isinstance(total, (int, float)) or (isinstance(total, Tensor) and total.numel() == 1)
+    # Another constant is a mistake: a graph that was lost, and gradients that would be zero.
+    if has_graph(total) or not scalar or float(total) != 0.0:
+        value = f", the constant {float(total):g}" if scalar and not has_graph(total) else ""
+        raise ValueError(
+            f"the loss returned shape {shape} with requires_grad={has_graph(total)}{value}: return "
+            "the sum over the microbatch, a scalar with the graph that it was computed by, or the "
+            "constant 0 where nothing is valid"
+        )
+
+
+def _check_metric(name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"the loss reported {name!r} of shape {tuple(value.shape)}: metrics are scalars, "
+                "summed over the microbatch; name it in the loss's `outputs` if each sample has one"
+            )
+    elif not isinstance(value, (int, float)):
+        raise ValueError(
+            f"the loss reported {name!r} as {type(value).__name__}: metrics are numbers or tensors "
+            "of one element"
+        )
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _by_sample(name: str, value: Any, piece: Piece) -> tuple[Tensor, ...]:
+    """Split a value that has an entry for each sequence, or for each token of a pack."""
+    segments = piece.segments
+    number = piece.sequences if segments is None else len(segments.lengths)
+    if isinstance(value, (list, tuple)) and all(isinstance(each, Tensor) for each in value):
+        if len(value) == number:
+            return tuple(each.detach() for each in value)
+        told = f"{len(value)} tensors"
+    elif isinstance(value, Tensor) and value.dim():
+        value = value.detach()
+        if segments is not None:
+            flat = value[0] if value.dim() > 1 and len(value) == 1 else value
+            if len(flat) == piece.positions:
+                spans = zip(segments.starts, segments.lengths, strict=True)
+                return tuple(flat[start : start + length] for start, length in spans)
+        if len(value) == number:
+            return tuple(value.unbind())
+        told = f"shape {tuple(value.shape)}"
+    else:
+        told = type(value).__name__
+    tokens = "" if segments is None else f", or {piece.positions}, one for each token of the pack"
+    raise ValueError(
+        f"the loss returned the output {name!r} as {told} for {number} sequences: return a tensor "
+        f"or list whose first dimension is {number}{tokens}"
+    )
+
+
+def as_numbers(rows: Sequence[Row]) -> tuple[dict[str, float], ...]:
+    """Returns the rows with floats as values; all come from the device in one transfer."""
+    found = [(index, name, value) for index, row in enumerate(rows) for name, value in row.items()]
+    tensors = [
+        value.detach().reshape(()).to(torch.float64)
+        for _, _, value in found
+        if isinstance(value, Tensor)
+    ]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+    result: tuple[dict[str, float], ...] = tuple({} for _ in rows)
+    for index, name, value in found:
+        result[index][name] = next(numbers) if isinstance(value, Tensor) else float(value)
+    return result
+
+
+def is_extremum(name: str) -> bool:
+    """Returns whether a metric is a minimum or maximum by its name."""
+    return "_min" in name or "_max" in name
+
+
+def over_all(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the rows' metrics as one row: minima and maxima by name, everything else summed."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: (min if "_min" in name else max if "_max" in name else sum)(values)
+        for name, values in found.items()
+    }
+
+
+_OF_GRADIENT: Mapping[Kind, Normalizer] = {
+    "token": "tokens",
+    "sequence": "sequences",
+    "group": "groups",
+    "none": "none",
+}
+
+
+class Totals:
+    """Sums counts and metrics of a step over all ranks; `counts` has what is valid."""
+
+    def __init__(
+        self,
+        loss: StepLoss,
+        counts: Iterable[tuple[float, float]],
+        rows: Sequence[tuple[int, int, Mapping[str, float]]],
+        groups: Iterable[Sequence[int]] = (),
+    ) -> None:
+        """Sum `counts` and `groups`, one per rank, and `rows`, each with its rank and replica.
+
+        Under context parallelism several ranks of a replica have rows of the same microbatches.
+        """
+        self._told = rows
+        self._rows = _of_replicas(rows, add=returned_by(loss) == "part")
+        sequences = tokens = 0.0
+        self.is_whole = True
+        """True if no rank's counts have fractions."""
+        for here in counts:
+            self.is_whole = self.is_whole and all(each == int(each) for each in here)
+            sequences += here[0]
+            tokens += here[1]
+        self.counts = StepCounts(
+            tokens=tokens,
+            sequences=sequences,
+            groups=len({each for ids in groups for each in ids}),
+            microbatches=len(self._rows),
+            reported=over_all(row for _, _, row in self._rows),
+        )
+        self.divisor: float | None = None
+        """The number that gradients are divided by, if one was given instead of a count."""
+        self._kind: Kind = loss.kind
+        self._normalizers = loss.normalizers
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the normalizer is a sum of valid tokens or sequences over ranks, and not 0."""
+        return self.divisor is None and self._kind in ("token", "sequence") and bool(self._count)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is valid on any rank."""
+        return not self._count or not self._rows
+
+    @property
+    def normalizer(self) -> float:
+        """The number that gradients are divided by; 1 where nothing is valid."""
+        return self._count or 1.0
+
+    @property
+    def _count(self) -> float:
+        if self.divisor is not None:
+            return self.divisor
+        return self._counted(_OF_GRADIENT[self._kind])
+
+    def _counted(self, kind: Normalizer) -> float:
+        return 1.0 if kind == "none" else float(getattr(self.counts, kind))
+
+    def bad_losses(self) -> dict[int, str]:
+        """Name the first loss of each rank that is NaN or infinite, by global rank."""
+        found: dict[int, str] = {}
+        number: dict[int, int] = {}
+        for rank, _, row in self._told:
+            number[rank] = number.get(rank, 0) + 1
+            if not math.isfinite(row["loss"]):
+                found.setdefault(
+                    rank, f"the loss of its microbatch {number[rank]} is {row['loss']}"
+                )
+        return found
+
+    def rows(self, **also: float) -> tuple[dict[str, float], ...]:
+        """Returns each microbatch's metrics, divided by their normalizers, and the step's counts.
+
+        Each row also has the items of `also`, its rank and its replica.
+        """
+        everywhere = {
+            **also,
+            "global_valid_seqs": self.counts.sequences,
+            "global_valid_toks": self.counts.tokens,
+        }
+        return tuple(
+            {
+                **{name: value * self._scale(name) for name, value in row.items()},
+                **everywhere,
+                "rank": rank,
+                "replica": replica,
+            }
+            for rank, replica, row in self._rows
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics over the whole step: extrema by name, all else summed and divided."""
+        return {name: value * self._scale(name) for name, value in self.counts.reported.items()}
+
+    def _scale(self, name: str) -> float:
+        if is_extremum(name):
+            return 1.0
+        kind = self._normalizers.get(name)
+        # With nothing valid the sums are sums of nothing.
+        return 1.0 / ((self._count if kind is None else self._counted(kind)) or 1.0)
+
+
+def _of_replicas(
+    told: Sequence[tuple[int, int, Mapping[str, float]]], *, add: bool
+) -> list[tuple[int, int, Mapping[str, float]]]:
+    """Make one row per microbatch of those that context-parallel ranks report, under the first.
+
+    With `add` they are of parts of the microbatch, and added up; else they are the same.
+    """
+    number: dict[int, int] = {}
+    parts: dict[tuple[int, int], list[tuple[int, Mapping[str, float]]]] = {}
+    for rank, replica, row in told:
+        index = number[rank] = number.get(rank, -1) + 1
+        parts.setdefault((replica, index), []).append((rank, row))
+    return [
+        (rows[0][0], replica, over_all(row for _, row in rows) if add else rows[0][1])
+        for (replica, _), rows in parts.items()
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """Tells what an optimizer step did.
+
+    Example: `Update(skipped=None, grad_norm=1.5)`.
+    """
+
+    skipped: str | None
+    """The reason for which no parameter was updated; None if they were."""
+    grad_norm: float | None
+    """Norm of the gradients before clipping; None where it was not computed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """Says what one `microbatch()` has run. Example: `step.microbatch(step_id, batch).rows`."""
+
+    microbatch_id: str
+    rows: int
+    """The number of the batch's sequences, masked ones included."""
+    microbatches: int
+    """The number of microbatches that this rank ran for the batch."""
+    outputs: Mapping[str, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict, repr=False)
+    """A tensor for each sequence, in the order given, by the names in the loss's `outputs`. Only
+    ranks that have the loss (those of the last pipeline stage) have any."""
+    reported: tuple[Row, ...] = dataclasses.field(default=(), repr=False)
+    """The sum and the metrics that the loss returned for each microbatch, on ranks that have it."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns sums over this rank's microbatches, not divided by anything, and extrema by name.
+
+        It waits for the device, as `finish()` does once for the whole step. Empty on ranks that do
+        not have the loss.
+        """
+        return over_all(as_numbers(self.reported))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """Says what a step has done, on all ranks alike. Example: `step.finish(step_id).metrics`."""
+
+    step_id: str
+    updated: bool
+    """True if the optimizer changed parameters."""
+    skipped: str | None
+    """The reason for which no update was made: nothing was valid in the step, gradients overflowed
+    under a loss scale (and what became of the scale), or `non_finite="skip"`; else None."""
+    grad_norm: float | None
+    """Norm before clipping, of gradients divided by the normalizer; None if not computed."""
+    global_valid_sequences: float
+    global_valid_tokens: float
+    microbatches: int
+    """Microbatches of all data-parallel ranks together."""
+    auxiliary_loss_scale: float
+    """1 / microbatches of this rank, for Megatron's logging of MoE and MTP losses:
+    `track_moe_metrics(loss_scale=…)`. This and `reported_by` may differ between ranks."""
+    lr: float
+    """The learning rate of this step, before the scheduler moved on."""
+    weight_decay: float
+    metrics: Mapping[str, float]
+    """Metrics over all microbatches of all ranks: sums ÷ their normalizer, minima, maxima."""
+    rows: tuple[Mapping[str, float], ...]
+    """A row per microbatch of all replicas, by the rank that reports it and then in order; each is
+    normalised as `metrics` is, and has `lr`, `wd`, `global_valid_seqs`, `global_valid_toks`,
+    `rank` (the global rank that reports for its replica) and `replica` (its data-parallel rank)."""
+    reported_by: int = dataclasses.field(default=0, compare=False)
+    """Global rank of this process."""
+    replica: int = dataclasses.field(default=0, compare=False)
+    """Data-parallel rank of this process."""
+
+    @property
+    def own_rows(self) -> tuple[Mapping[str, float], ...]:
+        """The rows that this rank reports; over all ranks together, each row of the step once.
+
+        One rank of each replica reports; the others have no rows.
+        """
+        return tuple(row for row in self.rows if row["rank"] == self.reported_by)
+
+    @property
+    def replica_rows(self) -> tuple[Mapping[str, float], ...]:
+        """The rows of this rank's replica, in the order of its microbatches; on all its ranks."""
+        return tuple(row for row in self.rows if row["replica"] == self.replica)
+
+
+def result_of(
+    step_id: str,
+    totals: Totals,
+    update: Update | str,
+    rates: tuple[float, float],
+    *,
+    own_microbatches: int,
+    replica: int,
+) -> StepResult:
+    """Makes the result of a step from its update, or from the reason for which it has none.
+
+    `rates` are the learning rate and weight decay of the update, made or not.
+    """
+    lr, weight_decay = rates
+    skipped = update if isinstance(update, str) else update.skipped
+    return StepResult(
+        step_id=step_id,
+        updated=skipped is None,
+        skipped=skipped,
+        grad_norm=None if isinstance(update, str) else update.grad_norm,
+        global_valid_sequences=totals.counts.sequences,
+        global_valid_tokens=totals.counts.tokens,
+        microbatches=totals.counts.microbatches,
+        auxiliary_loss_scale=1.0 / max(own_microbatches, 1),
+        lr=lr,
+        weight_decay=weight_decay,
+        metrics=totals.metrics(),
+        rows=totals.rows(lr=lr, wd=weight_decay),
+        reported_by=dist.get_rank() if dist.is_initialized() else 0,
+        replica=replica,
+    )

@@ -1,4 +1,7 @@
-"""Runs a split step on Megatron's schedules, DDP and optimizers: `TrainStep`."""
+"""Runs a split step on Megatron's schedules, DDP and optimizers: `TrainStep`.
+
+Legend: B rows, T positions of a row or of a pack.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +10,63 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import get_model_config
 
 from megatron_idempotent.fp8.packing import TokenAlignment
+from megatron_idempotent.megatron import gather, moe
 from megatron_idempotent.megatron.ddp import bucket_groups, start_held, trained
+from megatron_idempotent.megatron.optimizers import parts, trained_by
+from megatron_idempotent.megatron.process_groups import live_groups
 from megatron_idempotent.megatron.schedules import (
     are_held,
     open_windows,
     sums_tokens_of_context_ranks,
 )
+from megatron_idempotent.patching.needs import Need, check_applied
 from megatron_idempotent.patching.settings import looks
 from megatron_idempotent.window.abort import abort_window, checked, drop_collectives
+from megatron_idempotent.window.accumulation import configs_of
 from megatron_idempotent.window.agreement import (
     DEADLINE_S,
     collective_timeout,
     describe,
     is_poisoned,
+    lockstep_group,
     poison,
+    shared_group,
 )
+from megatron_idempotent.window.guard_layers import across_replicas
 from megatron_idempotent.window.missed_collectives import gather_params
 
-from .context_parallel import context_parallel_ranks
 from .exact_sums import ExactSums
-from .gpt import gpt_forward, tables_of
-from .lifecycle import SplitStep
-from .loss import StepLoss
-from .megatron_needs import (
-    check_patches,
-    refuse_chunks,
-    refuse_inexact,
-    refuse_scheduler,
-    refuse_strangers,
+from .lifecycle import (
+    Forward,
+    NonFinite,
+    NothingValid,
+    Options,
+    SplitStep,
+    check_made_with,
+    checked_options,
 )
-from .megatron_run import Forward, Runner, forget_inference
-from .megatron_snapshot import MegatronSnapshot
-from .megatron_update import CheckedUpdate
-from .pieces import Piece, check_ids
-from .records import NonFinite, NothingValid, Options, check_made_with, checked_options
-from .results import Reported, Totals, Update
+from .loss import Reported, StepLoss, Totals, Update, needs_weight
+from .megatron_run import CheckedUpdate, forget_inference, run_schedule
+from .microbatches import (
+    ATTENTION_MASK,
+    POSITIONS,
+    TOKENS,
+    Batch,
+    Piece,
+    Tables,
+    check_ids,
+    is_packed,
+)
+from .packs import context_parallel_ranks, own_positions, packed_inputs
 from .snapshot import (
+    LogSnapshot,
+    MegatronSnapshot,
     evaluating,
     first_not_finite,
     lr_and_weight_decay,
@@ -53,6 +74,67 @@ from .snapshot import (
     size_of,
 )
 from .tenants import TenantState, check_neighbours
+
+
+def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
+    """Calls a `GPTModel` with `gpt_inputs`, and returns its output.
+
+    That is logits [B, T, V] on the last pipeline stage ([1, T, V] for a pack), hidden states on
+    the others.
+    """
+    output: torch.Tensor = model(**gpt_inputs(model, microbatch))
+    return output
+
+
+def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
+    """Returns the arguments that a `GPTModel` is called with for a microbatch.
+
+    Rows are `input_ids` [B, T], with `position_ids` (0..T-1 if there are none) and an
+    `attention_mask`. A pack is `input_ids` [1, T] or [T] with a `Pack`, Megatron's
+    `PackedSeqParams`, or `cu_seqlens` and, where sequences are padded, `cu_seqlens_padded`. Padding
+    after a sequence belongs to it in attention, which is causal, so that no token sees it. Routers
+    (from 0.16 on) and MTP heads are told where the padding of a `Pack` is, so that their losses
+    count tokens alone. Routers with an expert bias or quantile balancing are not told, because
+    releases up to 0.19 compute wrongly then.
+
+    Under context parallelism rows and packs come whole, and the model is given this rank's
+    `own_positions`; a mask [B, 1, T, T] is cut to the rank's queries.
+
+    Args:
+        model: a chunk, in any wrappers.
+        microbatch: one microbatch of a step.
+
+    Raises:
+        ValueError: a pack of more than one row, or positions that context-parallel ranks cannot
+            share.
+
+    Example:
+        stats = model_logprobs(model, **gpt_inputs(model, microbatch), targets=targets)
+    """
+    if is_packed(microbatch):
+        return packed_inputs(model, microbatch)
+    tokens = microbatch[TOKENS]
+    positions, mask = microbatch.get(POSITIONS), microbatch.get(ATTENTION_MASK)
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if get_model_config(model).context_parallel_size > 1:
+        if mask is not None and mask.dim() == 4 and mask.shape[2] == tokens.shape[1]:
+            mask = own_positions(mask, dim=2)
+        tokens, positions = own_positions(tokens), own_positions(positions)
+    return {TOKENS: tokens, POSITIONS: positions, ATTENTION_MASK: mask}
+
+
+def tables_of(chunks: Sequence[Any]) -> Tables:
+    """Returns the sizes of a `GPTModel`'s vocabulary and of its learned positions, if it has them.
+
+    All stages of a pipeline know them.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, GPTModel):
+                learned = module.position_embedding_type == "learned_absolute"
+                return Tables(module.vocab_size, module.max_sequence_length if learned else None)
+    return Tables(None, None)
 
 
 class MegatronBackend:
@@ -75,74 +157,75 @@ class MegatronBackend:
         refuse_scheduler(scheduler)
         if order_stable:
             refuse_inexact(self.chunks)
+        self.configs = configs_of(self.chunks)
+        self.optimizer = optimizer
+        self.optimizer_parts = parts(optimizer)
+        self.forward = forward
+        self.deadline_s = options.deadline_s
+        self.tables = tables_of(self.chunks)
+        self.running = False
+        """True while a schedule runs for the step."""
+        self.shift = 0
+        """The exponent of the power of two that losses are divided by; it changes no mantissa."""
+        self.finalize_options: dict[str, Any] = {}
+        """Arguments that the schedule passes to the finalize function after chunks and tokens."""
+        # Parts that a step without them never enters.
+        config = self.configs[0]
+        self.has_auxiliary = moe.has_layers_with_losses(config)
+        """True if layers may add losses of their own, such as MoE's."""
+        self._context_rank, self._context_ranks = context_parallel_ranks()
+        self._meets_replicas = across_replicas(config) is not None
         self._sums = ExactSums(self.chunks) if order_stable else None
         name = options.tenant
         self.tenant = None if name is None else TenantState(name, self.chunks)
-        self._optimizer = optimizer
         self._scheduler = scheduler
-        self._cuts_positions = forward is gpt_forward
-        self._tables = tables_of(self.chunks)
         # Those on a device end the process there; a look at them before would wait for it.
         self._reads_ids = looks()
-        self._runner = Runner(self.chunks, optimizer, forward, options.deadline_s)
         self._step = CheckedUpdate(self.chunks, optimizer, options.non_finite, keeps_undo=undo)
-        self._shift: int | None = None
+        self._shifted: int | None = None
         self._snapshot: MegatronSnapshot | None = None
         self._released = False
-        self._window = _Window(self._runner, name)
+        self._window = _Window(self, name)
+        self._parameter = next(self.chunks[0].parameters())
+        self.replica = int(parallel_state.get_data_parallel_rank())
+        self.replicas = int(parallel_state.get_data_parallel_world_size())
+        self.has_losses = bool(
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+        self.is_reporting_rank = self.has_losses and self._context_rank == 0
+        stages = int(parallel_state.get_pipeline_model_parallel_world_size())
+        self.microbatch_multiple = stages if len(self.chunks) > 1 else 1
+        # A layer has 12 x hidden x hidden weights, and 2 x hidden products for each token before.
+        self.attention = 1.0 / (6 * int(config.hidden_size))
+        self.lowers_scale = self._step.lowers_scale
+        self._groups: tuple[Any, list[Any]] = None, []
 
     @property
     def must_agree(self) -> dict[str, Any]:
         return {
-            "calculate_per_token_loss": self._runner.per_token,
+            "calculate_per_token_loss": self.per_token,
             "order_stable": self._sums is not None,
             "scheduler": type(self._scheduler).__name__,
         }
 
     @property
-    def replica(self) -> int:
-        return self._runner.replica
-
-    @property
-    def replicas(self) -> int:
-        return int(parallel_state.get_data_parallel_world_size())
-
-    @property
-    def lowers_scale(self) -> bool:
-        return self._step.lowers_scale
-
-    @property
     def narrow(self) -> bool:
         # With calculate_per_token_loss Megatron sums too, and has the same bits.
-        return not self._runner.per_token and any(each.fp16 for each in self._runner.configs)
+        return not self.per_token and any(each.fp16 for each in self.configs)
 
     @property
     def device(self) -> Any:
-        return self._runner.device
-
-    @property
-    def is_reporting_rank(self) -> bool:
-        return self.has_losses and context_parallel_ranks()[0] == 0
-
-    @property
-    def has_losses(self) -> bool:
-        return bool(
-            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-        )
+        return self._parameter.device
 
     @property
     def alignment(self) -> TokenAlignment:
-        return TokenAlignment.of_config(self._runner.configs[0])
+        return TokenAlignment.of_config(self.configs[0])
 
     @property
-    def microbatch_multiple(self) -> int:
-        return self._runner.microbatch_multiple
-
-    @property
-    def attention(self) -> float:
-        # A layer has 12 x hidden x hidden weights, and 2 x hidden products for each token before.
-        return 1.0 / (6 * int(self._runner.configs[0].hidden_size))
+    def per_token(self) -> bool:
+        """True if DDP sums gradients over ranks, instead of averaging them."""
+        return bool(self.configs[0].calculate_per_token_loss)
 
     @property
     def partially_updated(self) -> bool:
@@ -156,17 +239,22 @@ class MegatronBackend:
                 "and gradients of two steps cannot be in one buffer: finish() or abort() it first. "
                 "For adapters give each a DDP and a TrainStep(…, tenant=…) of its own"
             )
+        # A new one each time: an interrupted call may have left the last one marked as running.
+        self._window = _Window(self, self._window.tenant)
         windows = [each for each in open_windows if isinstance(each, _Window)]
-        check_neighbours(self._window.tenant, self.chunks, windows)
+        if windows:
+            check_neighbours(self._window.tenant, self.chunks, windows)
         if self.tenant is not None:
             self.tenant.open()
         with self.in_force():
             self._open()
 
     def _open(self) -> None:
-        self._snapshot = MegatronSnapshot(self.chunks, self._optimizer, self._scheduler)
+        self._snapshot = MegatronSnapshot(
+            self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
+        )
         self._step.reset()
-        self._released, self._shift, self._runner.shift = False, None, 0
+        self._released, self._shifted, self.shift = False, None, 0
         open_windows.append(self._window)
         modules = self._snapshot.modules
         forget_inference(modules.modules)
@@ -174,8 +262,8 @@ class MegatronBackend:
             if not modules.training:
                 chunk.train()
             chunk.zero_grad_buffer()
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
         if self._sums is not None:
             self._sums.open()
 
@@ -184,15 +272,29 @@ class MegatronBackend:
         return nullcontext() if self.tenant is None else self.tenant.in_force()
 
     def accept_loss(self, loss: StepLoss) -> None:
-        self._runner.accept_loss(loss)
+        if self.has_auxiliary and needs_weight(loss):
+            found = ", ".join(moe.auxiliary_losses(self.configs[0]))
+            if found:
+                raise ValueError(
+                    f"begin() got a loss of kind {loss.kind!r} for a model with {found}, whose "
+                    "losses are means over a microbatch: give the loss an `auxiliary_weight`, the "
+                    "number that each of these means is multiplied by before the divisor applies"
+                )
 
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         self._refuse_frozen()
         self._refuse_autocast()
-        if self._cuts_positions:
-            _check_positions(lists, self._runner.configs[0])
-            check_ids(self._tables, lists, read=self._reads_ids)
-        self._runner.accept(lists)
+        if self.forward is gpt_forward:
+            _check_positions(lists, self.configs[0], self._context_ranks)
+            check_ids(self.tables, lists, read=self._reads_ids)
+        stages = self.microbatch_multiple
+        for microbatches in lists:
+            if len(microbatches) % stages:
+                raise ValueError(
+                    f"microbatch() got {len(microbatches)} microbatches of equal size for an "
+                    f"interleaved pipeline of {stages} stages, whose schedule takes multiples of "
+                    f"{stages}: pad the batch with rows whose sample_mask is 0"
+                )
 
     def _refuse_frozen(self) -> None:
         """Raise `RuntimeError` if nothing is trained any more of what DDP was built with.
@@ -212,7 +314,7 @@ class MegatronBackend:
     def _refuse_autocast(self) -> None:
         """Raise `RuntimeError` where Megatron's backward would meet weights of another type."""
         of = self.device.type
-        whole = self._runner.configs[0].params_dtype == torch.float32
+        whole = self.configs[0].params_dtype == torch.float32
         if whole and torch.is_autocast_enabled(of):
             raise RuntimeError(
                 f"microbatch() got a model in float32 inside of torch.autocast({of!r}), which "
@@ -221,13 +323,29 @@ class MegatronBackend:
             )
 
     def lockstep_group(self) -> tuple[bool, Any]:
-        return self._runner.lockstep_group()
+        if self._meets_replicas:
+            return True, None
+        config = self.configs[0]
+        inside = max(config.tensor_model_parallel_size, config.context_parallel_size)
+        if max(inside, config.pipeline_model_parallel_size) == 1:
+            return False, None
+        if inside > 1:
+            lockstep_group()  # which a guarded call would make in mid-step
+        return True, shared_group("replica", self.replica, self.deadline_s)
+
+    def groups(self) -> list[Any]:
+        """Return Megatron's process groups that this rank is in, and the default one (for 0.12)."""
+        # The group itself tells one initialisation from the next.
+        known = parallel_state.get_tensor_model_parallel_group()
+        if self._groups[0] is not known:
+            self._groups = known, [*live_groups(), dist.group.WORLD]
+        return self._groups[1]
 
     def divide_losses(self, shift: int) -> None:
-        if self._shift is not None:
+        if self._shifted is not None:
             for chunk in self.chunks:
-                chunk.scale_gradients(2.0 ** (self._shift - shift))
-        self._shift = self._runner.shift = shift
+                chunk.scale_gradients(2.0 ** (self._shifted - shift))
+        self._shifted = self.shift = shift
 
     def run(
         self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
@@ -236,24 +354,24 @@ class MegatronBackend:
         reduce = reduce and self._sums is None
         self._released = self._released or reduce
         with self.in_force():
-            return self._runner.run(pieces, loss, reduce=reduce, ghosts=ghosts)
+            return run_schedule(self, pieces, loss, reduce=reduce, ghosts=ghosts)
 
     def check_ready(self, increment: int | None) -> None:
-        if self._optimizer is None:
+        if self.optimizer is None:
             raise RuntimeError("finish(): TrainStep() was made without an optimizer")
         if increment is None and self._scheduler is not None:
             raise ValueError(
                 "finish() got no global_batch_size, nor did begin(), and the scheduler advances by "
                 "it: give it to either"
             )
-        if any(config.finalize_model_grads_func is None for config in self._runner.configs):
+        if any(config.finalize_model_grads_func is None for config in self.configs):
             raise RuntimeError(
                 "finish(): config.finalize_model_grads_func is None, so gradients would never be "
                 "reduced: set it (megatron_idempotent.wire_train_config does)"
             )
 
     def join(self, *, wait: bool = True) -> None:
-        with collective_timeout(self._runner.groups(), self._runner.deadline_s):
+        with collective_timeout(self.groups(), self.deadline_s):
             for chunk in self.chunks:
                 gather_params(chunk, wait=wait)
 
@@ -285,7 +403,7 @@ class MegatronBackend:
     def update(
         self, totals: Totals, local: float, increment: int | None, timeout_s: float
     ) -> Update:
-        with collective_timeout(self._runner.groups(), timeout_s), self.in_force():
+        with collective_timeout(self.groups(), timeout_s), self.in_force():
             self._finalize(totals, local)
             grad_norm, skipped = self._step.run()
         if skipped is None and self._scheduler is not None:
@@ -298,27 +416,27 @@ class MegatronBackend:
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_grad_reduce and not self._released:
                 start_held(chunk)  # else finalizing dispatches by itself
-        finalize = self._runner.configs[0].finalize_model_grads_func
-        counted = self._runner.per_token and totals.is_counted
+        finalize = self.configs[0].finalize_model_grads_func
+        counted = self.per_token and totals.is_counted
         tokens = self._num_tokens(local, totals.is_whole) if counted else None
-        finalize(self.chunks, tokens, **self._runner.finalize_options)
+        finalize(self.chunks, tokens, **self.finalize_options)
         if not counted:
             # Unless it sums, DDP has divided by the number of ranks; the losses by 2 ** shift.
             size = 1
-            if not self._runner.per_token:
+            if not self.per_token:
                 size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             for chunk in self.chunks:
-                chunk.scale_gradients(size * 2.0**self._runner.shift / totals.normalizer)
+                chunk.scale_gradients(size * 2.0**self.shift / totals.normalizer)
 
     def set_lr(self, lr: float) -> None:
-        set_learning_rate(self._optimizer, lr)
+        set_learning_rate(self.optimizer, lr)
 
     def rates(self) -> tuple[float, float] | None:
-        return lr_and_weight_decay(self._optimizer)
+        return lr_and_weight_decay(self.optimizer)
 
     def skip(self) -> None:
         with self.in_force():
-            abort_window(self.chunks, self._optimizer)
+            abort_window(self.chunks, self.optimizer)
         self.close()
 
     def close(self) -> None:
@@ -348,15 +466,19 @@ class MegatronBackend:
     def _restore(self, snapshot: MegatronSnapshot) -> None:
         if is_poisoned():
             drop_collectives(self.chunks)
+        # Of other models, which an abort clears too; the snapshot has this model's.
+        logs = None if self.has_auxiliary else LogSnapshot()
         try:
-            abort_window(self.chunks, self._optimizer)
+            abort_window(self.chunks, self.optimizer)
         except RuntimeError as lost:  # from the wait for what a peer has not joined
             poison(f"a reduction of an aborted step did not end: {describe(lost)}")
             drop_collectives(self.chunks)
-            abort_window(self.chunks, self._optimizer)
+            abort_window(self.chunks, self.optimizer)
         if self._step.undo is not None:
             self._step.undo.restore()
         snapshot.restore()
+        if logs is not None:
+            logs.restore()
 
     def _num_tokens(self, local: float, whole: bool) -> Any:
         """Return the scalar tensor that finalizing sums over ranks.
@@ -364,7 +486,7 @@ class MegatronBackend:
         Context-parallel ranks are given the same rows, so that only the first of them counts, where
         finalizing sums over them too.
         """
-        counts = context_parallel_ranks()[0] == 0 or not sums_tokens_of_context_ranks()
+        counts = self._context_rank == 0 or not sums_tokens_of_context_ranks()
         counted = local if counts else 0.0
         # As the schedules count. Counts of a caller may have fractions, on some of the ranks that
         # are to sum numbers of one type.
@@ -372,9 +494,11 @@ class MegatronBackend:
         return torch.tensor(counted, device=self.device).to(kind)
 
 
-def _check_positions(lists: Sequence[Sequence[Piece]], config: Any) -> None:
-    """Raise `ValueError` unless ranks can share the positions, and each sequence of a pack."""
-    _, size = context_parallel_ranks()
+def _check_positions(lists: Sequence[Sequence[Piece]], config: Any, size: int) -> None:
+    """Raise `ValueError` unless ranks can share the positions, and each sequence of a pack.
+
+    There are `size` context-parallel ranks.
+    """
     sharing = size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     for piece in (each for pieces in lists for each in pieces):
         length = piece.shape[1]
@@ -404,15 +528,15 @@ class _Window:
     See `megatron/schedules.py`.
     """
 
-    def __init__(self, runner: Runner, tenant: str | None) -> None:
-        self._runner = runner
-        self.chunks, self.tenant = runner.chunks, tenant
+    def __init__(self, backend: MegatronBackend, tenant: str | None) -> None:
+        self._backend = backend
+        self.chunks, self.tenant = backend.chunks, tenant
 
     def holds(self, chunk: Any) -> bool:
         return any(chunk is mine for mine in self.chunks)
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
-        if call.get("forward_only", False) or self._runner.running:
+        if call.get("forward_only", False) or self._backend.running:
             return schedule(**call)
         raise RuntimeError(
             "a TrainStep is open for these chunks, and a schedule was called to train them: it "
@@ -536,3 +660,160 @@ class TrainStep(SplitStep):
         self._backend.join()
         with self._in_force(), evaluating(self._chunks):
             yield self._chunks
+
+
+def refuse_chunks(chunks: Sequence[Any]) -> None:
+    """Raise `ValueError` for options of Megatron with which gradients would be wrong or missing."""
+    for chunk in chunks:
+        config = get_model_config(chunk)
+        if getattr(config, "overlap_moe_expert_parallel_comm", False):
+            raise ValueError(
+                "TrainStep() got overlap_moe_expert_parallel_comm=True, whose schedule runs two "
+                "microbatches in one and cannot be taken apart: set it to False"
+            )
+        shards = getattr(config, "gtp_weight_remat_size", None) or 1
+        if shards > 1:
+            raise ValueError(
+                f"TrainStep() got gtp_weight_remat_size={shards}, whose ranks share weights and "
+                "not batches, so that they are neither one replica nor several: set it to 1"
+            )
+        if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            raise ValueError(
+                "TrainStep() got reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of "
+                "parameters would overwrite the gradients of an open step: set it to False"
+            )
+
+
+def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
+    """Raise `ValueError` if the optimizer steps on parameters that are not these chunks'.
+
+    Gradients come into the memory of the chunks' parameters, and others would never be updated.
+    """
+    known = {id(param) for chunk in chunks for param in chunk.parameters()}
+    held = {id(param) for chunk in chunks for param in chunk.param_to_bucket_group}
+    found = trained_by(optimizer)
+    strangers = [param for param in found if id(param) not in known]
+    if strangers:
+        raise ValueError(
+            f"TrainStep() got an optimizer of which {len(strangers)} of {len(found)} parameters "
+            f"are not the chunks', such as one of shape {tuple(strangers[0].shape)}: pass what "
+            "get_megatron_optimizer() returned for these chunks"
+        )
+    if found and not any(id(param) in held for param in found):
+        raise ValueError(
+            f"TrainStep() got an optimizer whose {len(found)} parameters none of the chunks' DDP "
+            "reduces: pass what get_megatron_optimizer() returned for these chunks, not that of "
+            "another DDP over the same modules"
+        )
+
+
+def refuse_scheduler(scheduler: Any) -> None:
+    """Raise `ValueError` for a scheduler that cannot be stepped, or put back after a failure."""
+    if scheduler is None:
+        return
+    lacking = [] if callable(getattr(scheduler, "step", None)) else ["step()"]
+    if not hasattr(scheduler, "__dict__"):
+        lacking.append("__dict__")
+    if lacking or isinstance(scheduler, type):
+        told = " and ".join(lacking) or "an object of it"
+        raise ValueError(
+            f"TrainStep() got {scheduler!r} as scheduler, without {told}: abort() puts back its "
+            "attributes. Pass an OptimizerParamScheduler, or an object with step(increment=…) and "
+            "without __slots__"
+        )
+
+
+def refuse_inexact(chunks: Sequence[Any]) -> None:
+    """Raise `ValueError` for options with which `ExactSums` cannot take or keep all gradients."""
+    for chunk in chunks:
+        config = get_model_config(chunk)
+        for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute"):
+            if getattr(config, name, False):
+                raise ValueError(
+                    f"TrainStep(order_stable=True) got {name}=True, which computes gradients after "
+                    "the backward in which they are taken: set it to False"
+                )
+        if config.fp16:
+            raise ValueError(
+                "TrainStep(order_stable=True) got fp16=True, whose loss scale changes what a "
+                "gradient is rounded to: train in bf16, or leave order_stable out"
+            )
+        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        if not config.calculate_per_token_loss and ranks & (ranks - 1):
+            raise ValueError(
+                f"TrainStep(order_stable=True) got {ranks} ranks over which DDP averages, which "
+                "rounds unless they are a power of two: set calculate_per_token_loss=True, so that "
+                "it sums"
+            )
+
+
+def _set(name: str) -> Callable[[Any], bool]:
+    return lambda chunk: bool(getattr(get_model_config(chunk), name, False))
+
+
+def _gathers_layer_wise(chunk: Any) -> bool:
+    return bool(chunk.ddp_config.overlap_param_gather) and any(
+        map(gather.is_layer_wise, bucket_groups(chunk))
+    )
+
+
+def _defers_with_mtp(chunk: Any) -> bool:
+    config = get_model_config(chunk)
+    return bool(config.defer_embedding_wgrad_compute and getattr(config, "mtp_num_layers", None))
+
+
+def _shares_sequences_per_token(chunk: Any) -> bool:
+    config = get_model_config(chunk)
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    routers = any(name.startswith("moe_") for name in moe.auxiliary_losses(config))
+    return ranks > 1 and config.calculate_per_token_loss and routers
+
+
+# The step itself holds back reductions, scales losses, and drops what an aborted batch leaves. The
+# rest is asked for only where a chunk has what is patched.
+_NEEDS = (
+    Need(
+        "schedules-ask-windows",
+        "a schedule that is called to train while a step is open reduces in the middle of it",
+        a_door=True,
+    ),
+    Need(
+        "layer-wise-gathers-watched",
+        "reading() sees parameters of other ranks without the last update",
+        _gathers_layer_wise,
+    ),
+    Need(
+        "deferred-embedding-drained",
+        "a batch of one microbatch raises",
+        _set("defer_embedding_wgrad_compute"),
+    ),
+    Need(
+        "deferred-embedding-ordered",
+        "with last=True the output layer's gradient is reduced before it is computed",
+        _set("defer_embedding_wgrad_compute"),
+    ),
+    Need(
+        "deferred-embedding-paired",
+        "with MTP layers the output layer's gradient is another one, in another weight",
+        _defers_with_mtp,
+    ),
+    Need(
+        "forward-only-counts-nothing",
+        "a forward-only schedule while a step is open counts for its expert bias",
+        _set("moe_router_enable_expert_bias"),
+    ),
+    Need(
+        "aux-losses-count-all-tokens",
+        "with calculate_per_token_loss MoE's losses have 1/(TP x CP) of their weight",
+        _shares_sequences_per_token,
+    ),
+)
+
+
+def check_patches(chunks: Sequence[Any]) -> None:
+    """Raise unless the patches that a step on these chunks needs are applied.
+
+    Raises:
+        RuntimeError: names each that is not, why it is not, and what is lost without it.
+    """
+    check_applied("TrainStep()", _NEEDS, chunks)

@@ -1,28 +1,25 @@
-"""Runs Megatron's schedule for some microbatches of a step, with the step's own functions.
+"""Runs Megatron's schedule for some microbatches of a step, and its optimizer's `step()`.
 
-Wrappers over the same modules mostly have one config, whose functions are those of the DDP that was
-wired last. With them a step would hold back the reductions of the other one and not its own, or
-scale its loss for the other's optimizer.
+Both run with the step's own functions. Wrappers over the same modules mostly have one config, whose
+functions are those of the DDP that was wired last. With them a step would hold back the reductions
+of the other one and not its own, or scale its loss for the other's optimizer.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import Tensor
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.megatron.optimizers import LossScale, parts
-from megatron_idempotent.megatron.process_groups import live_groups
+from megatron_idempotent.megatron.optimizers import LossScale
 from megatron_idempotent.window.accumulation import (
-    configs_of,
     dividing_by,
     multiplies_by_ranks,
     set_for,
@@ -32,24 +29,22 @@ from megatron_idempotent.window.agreement import (
     WindowAborted,
     collective_timeout,
     exchange,
-    lockstep_group,
-    shared_group,
 )
 from megatron_idempotent.window.guard import GuardedCall, no_gradient
-from megatron_idempotent.window.guard_layers import across_replicas
 from megatron_idempotent.window.missed_collectives import (
     MissedCollectives,
     gather_params,
     gathers_by_hooks,
 )
 
-from .gpt import tables_of
-from .loss import StepLoss, auxiliary_weight, needs_weight
-from .megatron_snapshot import MegatronSnapshot
-from .messages import LocalFailure
-from .pieces import Piece, outside
-from .records import Batch
-from .results import Reported, called, has_graph, reported
+from .lifecycle import NonFinite, skipped_for
+from .loss import Reported, StepLoss, auxiliary_weight, called, has_graph, reported
+from .microbatches import Piece, explained
+from .open_step import LocalFailure
+from .snapshot import MegatronSnapshot, StateUndo, undo_of
+
+if TYPE_CHECKING:
+    from .megatron import MegatronBackend
 
 
 def forget_inference(modules: list[Any]) -> None:
@@ -67,269 +62,185 @@ def _has(module: Any, name: str) -> bool:
     return name in vars(module) or hasattr(type(module), name)
 
 
-Forward = Callable[[Any, Batch], Any]
-
 # Functions by which a config weighs auxiliary losses itself, instead of with grad_scale_func.
 _OWN_SCALES = ("moe_grad_scale_func", "mtp_grad_scale_func")
 
 
-class Runner:
-    """Runs Megatron's schedule on this rank's chunks; it divides no loss, and reduces if asked."""
+def run_schedule(
+    backend: MegatronBackend, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
+) -> list[Reported]:
+    """Run the schedule on this rank's chunks; it divides no loss, and reduces if asked.
 
-    def __init__(
-        self, chunks: list[Any], optimizer: Any, forward: Forward, deadline_s: float
-    ) -> None:
-        self.chunks = chunks
-        self.configs = configs_of(chunks)
-        self.running = False
-        self.deadline_s = deadline_s
-        self.shift = 0
-        """The exponent of the power of two that losses are divided by; it changes no mantissa."""
-        self.finalize_options: dict[str, Any] = {}
-        """Arguments that the schedule passes to the finalize function after chunks and tokens."""
-        self._optimizer = optimizer
-        self._forward = forward
-        self._parameter = next(chunks[0].parameters())
-        self._groups: tuple[Any, list[Any]] = None, []
+    Returns what the loss reported, see `Backend.run`.
+    """
+    found: list[Reported] = []
+    iterators = [iter(pieces) for _ in backend.chunks]
+    arguments: dict[str, Any] = {
+        "data_iterator": iterators if len(iterators) > 1 else iterators[0],
+        "model": backend.chunks,
+        "num_microbatches": len(pieces),
+        "seq_length": pieces[0].shape[1],
+        "micro_batch_size": pieces[0].shape[0],
+        "forward_only": False,
+    }
+    now = _Now(arguments, weigh=functools.partial(_weight, backend, loss, ghosts))
+    arguments["forward_step_func"] = _forward_step(backend, loss, found, ghosts, now)
+    # What auxiliary losses of a pack are means over is known once its forward was called.
+    packed = backend.has_auxiliary and any(piece.segments is not None for piece in pieces)
+    weights = {now.weigh(piece) for piece in pieces} if backend.has_auxiliary else {1.0}
+    even = len(weights) == 1 and not packed
+    with ExitStack() as stack:
+        if ghosts:
+            # Routing counts and logs of microbatches that nobody has are not kept.
+            kept = MegatronSnapshot(backend.chunks, None, None, auxiliary=backend.has_auxiliary)
+            stack.callback(kept.restore)
+        _hold(backend, stack, reduce)
+        weight = weights.pop() if even else now.weight
+        # The ranks' sums are added up as they are; `update` takes back what DDP averages.
+        stack.enter_context(dividing_by(1, auxiliary_weight=weight, context_parallel=False))
+        if not even:
+            _scale_with_their_forward(stack)
+        if packed:
+            for chunk in backend.chunks:
+                hook = chunk.register_forward_pre_hook(now.look, with_kwargs=True)
+                stack.callback(hook.remove)
+        if len({piece.shape for piece in pieces}) > 1:
+            for config in backend.configs:
+                set_for(stack, config, "variable_seq_lengths", True)
+        for chunk in backend.chunks:
+            if not chunk.training:  # an evaluation may have left it so
+                chunk.train()
+        _call(backend, arguments, now, reduce)
+    return found
 
-    @property
-    def replica(self) -> int:
-        """The data-parallel rank of this process."""
-        return int(parallel_state.get_data_parallel_rank())
 
-    @property
-    def device(self) -> Any:
-        """The device of the parameters."""
-        return self._parameter.device
+def _hold(backend: MegatronBackend, stack: ExitStack, reduce: bool) -> None:
+    def note_finalize(model: Any, num_tokens: Any = None, **options: Any) -> None:
+        backend.finalize_options = options
 
-    @property
-    def per_token(self) -> bool:
-        """True if DDP sums gradients over ranks, instead of averaging them."""
-        return bool(self.configs[0].calculate_per_token_loss)
+    set_for(stack, backend, "running", True)
+    _use_own_functions(stack, backend)
+    _gather_once(backend, stack)
+    if reduce:
+        for config in backend.configs:
+            set_for(stack, config, "finalize_model_grads_func", note_finalize)
+            if config.no_sync_func is None and backend.chunks[0].ddp_config.overlap_grad_reduce:
+                # Else each microbatch registers its gradients, and 0.16 and later reduce when
+                # as many have come as in the first call, whatever number this one has.
+                no_sync = [chunk.no_sync for chunk in backend.chunks]
+                set_for(stack, config, "no_sync_func", no_sync if len(no_sync) > 1 else no_sync[0])
+    else:
+        suppress_grad_sync(stack, backend.chunks, backend.configs, note_finalize)
+    if backend.optimizer is not None:
+        for config in backend.configs:
+            if config.grad_scale_func is None:
+                set_for(stack, config, "grad_scale_func", LossScale(backend.optimizer))
+    if backend.shift:
+        for config in backend.configs:
+            for name in _OWN_SCALES:
+                own = getattr(config, name, None)
+                if own is not None:
+                    set_for(stack, config, name, _times(2.0**-backend.shift, own))
 
-    def accept_loss(self, loss: StepLoss) -> None:
-        found = moe.auxiliary_losses(self.configs[0])
-        if found and needs_weight(loss):
-            raise ValueError(
-                f"begin() got a loss of kind {loss.kind!r} for a model with {', '.join(found)}, "
-                "whose losses are means over a microbatch: give the loss an `auxiliary_weight`, "
-                "the number that each of these means is multiplied by before the divisor applies"
-            )
 
-    @property
-    def microbatch_multiple(self) -> int:
-        """The number of stages of an interleaved pipeline, which takes multiples of it; else 1."""
-        if len(self.chunks) == 1:
-            return 1
-        return int(parallel_state.get_pipeline_model_parallel_world_size())
+def _gather_once(backend: MegatronBackend, stack: ExitStack) -> None:
+    """Start the parameter gathers, which the schedule would start again in every call.
 
-    def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
-        stages = self.microbatch_multiple
-        for microbatches in lists:
-            if len(microbatches) % stages:
-                raise ValueError(
-                    f"microbatch() got {len(microbatches)} microbatches of equal size for an "
-                    f"interleaved pipeline of {stages} stages, whose schedule takes multiples of "
-                    f"{stages}: pad the batch with rows whose sample_mask is 0"
-                )
+    Peers may make more calls or fewer in a step, and gathers pair up by order alone.
+    """
+    for config in backend.configs:
+        if config.param_sync_func is not None and all(map(gathers_by_hooks, backend.chunks)):
+            with collective_timeout(backend.groups(), backend.deadline_s):
+                for chunk in backend.chunks:
+                    gather_params(chunk, wait=False)
+            set_for(stack, config, "param_sync_func", None)
 
-    def lockstep_group(self) -> tuple[bool, Any]:
-        config = self.configs[0]
-        if across_replicas(config) is not None:
-            return True, None
-        sizes = (
-            config.tensor_model_parallel_size,
-            config.pipeline_model_parallel_size,
-            config.context_parallel_size,
-        )
-        if max(sizes) == 1:
-            return False, None
-        if max(sizes[0], sizes[2]) > 1:
-            lockstep_group()  # which a guarded call would make in mid-step
-        return True, shared_group("replica", self.replica, self.deadline_s)
 
-    def run(
-        self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
-    ) -> list[Reported]:
-        found: list[Reported] = []
-        iterators = [iter(pieces) for _ in self.chunks]
-        arguments: dict[str, Any] = {
-            "data_iterator": iterators if len(iterators) > 1 else iterators[0],
-            "model": self.chunks,
-            "num_microbatches": len(pieces),
-            "seq_length": pieces[0].shape[1],
-            "micro_batch_size": pieces[0].shape[0],
-            "forward_only": False,
-        }
-        now = _Now(arguments, weigh=functools.partial(self._weight, loss, ghosts))
-        arguments["forward_step_func"] = self._forward_step(loss, found, ghosts, now)
-        # What auxiliary losses of a pack are means over is known once its forward was called.
-        packed = any(piece.segments is not None for piece in pieces)
-        weights = {now.weigh(piece) for piece in pieces}
-        even = len(weights) == 1 and not packed
-        with ExitStack() as stack:
+def _call(backend: MegatronBackend, arguments: dict[str, Any], now: _Now, reduce: bool) -> None:
+    schedule = get_forward_backward_func()
+    coupled, group = backend.lockstep_group()
+    if not coupled and not reduce:
+        # No rank waits for this one but in gathers of parameters, which `join` makes up for.
+        # It may wait there itself, for one that was interrupted in one.
+        with (
+            collective_timeout(backend.groups(), backend.deadline_s),
+            MissedCollectives(backend.chunks).watched(),
+        ):
+            schedule(**arguments)
+        return
+    tell: Callable[[str | None], dict[int, str]] = _nobody
+    if coupled:
+        tell = functools.partial(exchange, deadline_s=backend.deadline_s, group=group)
+    call = GuardedCall(arguments, tell, check=False, skip=lambda pieces: now.begin(next(pieces)))
+    with collective_timeout(backend.groups(), backend.deadline_s):
+        call.run(schedule)
+    if call.failures:
+        raise WindowAborted(
+            call.failures, "All ranks that share the model have finished the window."
+        ) from call.error
+    if call.error is not None:
+        raise LocalFailure(call.error)
+
+
+def _forward_step(
+    backend: MegatronBackend, loss: StepLoss, found: list[Reported], ghosts: bool, now: _Now
+) -> Callable[..., Any]:
+    one = torch.ones((), dtype=torch.int, device=backend.device)
+    multiplied = 1
+    if not backend.per_token and multiplies_by_ranks():
+        multiplied = backend.configs[0].context_parallel_size
+
+    def forward_step(data_iterator: Iterator[Piece], model: Any) -> tuple[Any, Any]:
+        piece = next(data_iterator)
+        now.begin(piece)
+        microbatch = piece.batch
+        try:
+            output = backend.forward(model, microbatch)
+        except IndexError as error:
+            raise explained(error, backend.tables, microbatch)  # noqa: B904  it has its cause
+
+        def loss_func(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
             if ghosts:
-                # Routing counts and logs of microbatches that nobody has are not kept.
-                kept = MegatronSnapshot(self.chunks, None, None)
-                stack.callback(kept.restore)
-            self._hold(stack, reduce)
-            weight = weights.pop() if even else now.weight
-            # The ranks' sums are added up as they are; `update` takes back what DDP averages.
-            stack.enter_context(dividing_by(1, auxiliary_weight=weight, context_parallel=False))
-            if not even:
-                _scale_with_their_forward(stack)
-            if packed:
-                for chunk in self.chunks:
-                    hook = chunk.register_forward_pre_hook(now.look, with_kwargs=True)
-                    stack.callback(hook.remove)
-            if len({piece.shape for piece in pieces}) > 1:
-                for config in self.configs:
-                    set_for(stack, config, "variable_seq_lengths", True)
-            for chunk in self.chunks:
-                if not chunk.training:  # an evaluation may have left it so
-                    chunk.train()
-            self._call(arguments, now, reduce)
-        return found
+                return no_gradient(output), one, {}
+            total, metrics = called(loss, output, microbatch)
+            # Now, because the schedule works on it in place.
+            found.append(reported(loss, total, metrics, piece))
+            if not isinstance(total, Tensor) or not has_graph(total):
+                # Nothing is valid, but other ranks wait in the backward.
+                return no_gradient(output), one, {}
+            # A token count of one, because dividing by what is valid comes at the end.
+            total = total.reshape(())
+            if total._base is not None:
+                # With deallocate_pipeline_outputs, which Megatron's arguments set, a schedule
+                # frees what the last stage returns as well, and refuses a view.
+                total = total.clone()
+            if multiplied > 1:
+                total = total / multiplied
+            if backend.shift:
+                total = total.float() * 2.0**-backend.shift
+            return total, one, {}
 
-    def _hold(self, stack: ExitStack, reduce: bool) -> None:
-        set_for(stack, self, "running", True)
-        use_own_functions(stack, self.chunks, self.configs, self._optimizer)
-        self._gather_once(stack)
-        if reduce:
-            for config in self.configs:
-                set_for(stack, config, "finalize_model_grads_func", self._note_finalize)
-                if config.no_sync_func is None and self.chunks[0].ddp_config.overlap_grad_reduce:
-                    # Else each microbatch registers its gradients, and 0.16 and later reduce when
-                    # as many have come as in the first call, whatever number this one has.
-                    no_sync = [chunk.no_sync for chunk in self.chunks]
-                    set_for(
-                        stack, config, "no_sync_func", no_sync if len(no_sync) > 1 else no_sync[0]
-                    )
-        else:
-            suppress_grad_sync(stack, self.chunks, self.configs, self._note_finalize)
-        if self._optimizer is not None:
-            for config in self.configs:
-                if config.grad_scale_func is None:
-                    set_for(stack, config, "grad_scale_func", LossScale(self._optimizer))
-        if self.shift:
-            for config in self.configs:
-                for name in _OWN_SCALES:
-                    own = getattr(config, name, None)
-                    if own is not None:
-                        set_for(stack, config, name, _times(2.0**-self.shift, own))
+        return output, loss_func
 
-    def _gather_once(self, stack: ExitStack) -> None:
-        """Start the parameter gathers, which the schedule would start again in every call.
+    return forward_step
 
-        Peers may make more calls or fewer in a step, and gathers pair up by order alone.
-        """
-        for config in self.configs:
-            if config.param_sync_func is not None and all(map(gathers_by_hooks, self.chunks)):
-                with collective_timeout(self.groups(), self.deadline_s):
-                    for chunk in self.chunks:
-                        gather_params(chunk, wait=False)
-                set_for(stack, config, "param_sync_func", None)
 
-    def _call(self, arguments: dict[str, Any], now: _Now, reduce: bool) -> None:
-        schedule = get_forward_backward_func()
-        coupled, group = self.lockstep_group()
-        if not coupled and not reduce:
-            # No rank waits for this one but in gathers of parameters, which `join` makes up for.
-            # It may wait there itself, for one that was interrupted in one.
-            with (
-                collective_timeout(self.groups(), self.deadline_s),
-                MissedCollectives(self.chunks).watched(),
-            ):
-                schedule(**arguments)
-            return
-        tell: Callable[[str | None], dict[int, str]] = _nobody
-        if coupled:
-            tell = functools.partial(exchange, deadline_s=self.deadline_s, group=group)
-        call = GuardedCall(
-            arguments, tell, check=False, skip=lambda pieces: now.begin(next(pieces))
-        )
-        with collective_timeout(self.groups(), self.deadline_s):
-            call.run(schedule)
-        if call.failures:
-            raise WindowAborted(
-                call.failures, "All ranks that share the model have finished the window."
-            ) from call.error
-        if call.error is not None:
-            raise LocalFailure(call.error)
+def _weight(
+    backend: MegatronBackend, loss: StepLoss, ghosts: bool, piece: Piece, masked: bool = False
+) -> float:
+    """Return the number that Megatron is to multiply a microbatch's auxiliary losses by.
 
-    def groups(self) -> list[Any]:
-        """Return Megatron's process groups that this rank is in, and the default one (for 0.12)."""
-        # The group itself tells one initialisation from the next.
-        known = parallel_state.get_tensor_model_parallel_group()
-        if self._groups[0] is not known:
-            self._groups = known, [*live_groups(), dist.group.WORLD]
-        return self._groups[1]
-
-    def _forward_step(
-        self, loss: StepLoss, found: list[Reported], ghosts: bool, now: _Now
-    ) -> Callable[..., Any]:
-        one = torch.ones((), dtype=torch.int, device=self.device)
-        multiplied = 1
-        if not self.per_token and multiplies_by_ranks():
-            multiplied = self.configs[0].context_parallel_size
-
-        def forward_step(data_iterator: Iterator[Piece], model: Any) -> tuple[Any, Any]:
-            piece = next(data_iterator)
-            now.begin(piece)
-            microbatch = piece.batch
-            try:
-                output = self._forward(model, microbatch)
-            except IndexError as error:
-                # Of an embedding on the host; after the fact, as a forward may change what it gets.
-                told = outside(tables_of(self.chunks), microbatch, read=True)
-                if told is None:
-                    raise
-                raise ValueError(f"the microbatch {told}") from error
-
-            def loss_func(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-                if ghosts:
-                    return no_gradient(output), one, {}
-                total, metrics = called(loss, output, microbatch)
-                # Now, because the schedule works on it in place.
-                found.append(reported(loss, total, metrics, piece))
-                if not isinstance(total, Tensor) or not has_graph(total):
-                    # Nothing is valid, but other ranks wait in the backward.
-                    return no_gradient(output), one, {}
-                # A token count of one, because dividing by what is valid comes at the end.
-                total = total.reshape(())
-                if total._base is not None:
-                    # With deallocate_pipeline_outputs, which Megatron's arguments set, a schedule
-                    # frees what the last stage returns as well, and refuses a view.
-                    total = total.clone()
-                if multiplied > 1:
-                    total = total / multiplied
-                if self.shift:
-                    total = total.float() * 2.0**-self.shift
-                return total, one, {}
-
-            return output, loss_func
-
-        return forward_step
-
-    def _weight(self, loss: StepLoss, ghosts: bool, piece: Piece, masked: bool = False) -> float:
-        """Return the number that Megatron is to multiply a microbatch's auxiliary losses by.
-
-        They are means over a microbatch: over its positions, or over its tokens if the model was
-        told where padding is (`masked`). With calculate_per_token_loss Megatron multiplies them by
-        that number itself. Like the loss, they are divided by the step's normalizer at the end.
-        """
-        if ghosts or not piece.sequences:
-            return 0.0
-        if not moe.has_layers_with_losses(self.configs[0]):
-            return 1.0  # of nothing: the loss's own function may raise, where the others wait
-        number = piece.tokens if masked else piece.positions
-        share = auxiliary_weight(loss, piece, number)
-        if self.per_token:
-            share /= number
-        return share * 2.0**-self.shift
-
-    def _note_finalize(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
-        self.finalize_options = options
+    They are means over a microbatch: over its positions, or over its tokens if the model was
+    told where padding is (`masked`). With calculate_per_token_loss Megatron multiplies them by
+    that number itself. Like the loss, they are divided by the step's normalizer at the end.
+    """
+    if ghosts or not piece.sequences:
+        return 0.0
+    number = piece.tokens if masked else piece.positions
+    share = auxiliary_weight(loss, piece, number)
+    if backend.per_token:
+        share /= number
+    return share * 2.0**-backend.shift
 
 
 class _Now:
@@ -410,21 +321,19 @@ _METHODS = {
 }
 
 
-def use_own_functions(
-    stack: ExitStack, chunks: Sequence[Any], configs: Sequence[Any], optimizer: Any
-) -> None:
-    """Let configs call these chunks and this optimizer, and no others, until the stack is left.
+def _use_own_functions(stack: ExitStack, backend: MegatronBackend) -> None:
+    """Let configs call the backend's chunks and optimizer, and no others, until the stack is left.
 
     Functions that belong to neither a DDP nor an optimizer are the caller's, and stay.
     """
-    for config in configs:
+    for config in backend.configs:
         for name, method in _METHODS.items():
-            if _is_of_others(getattr(config, name), chunks):
-                own = [getattr(chunk, method) for chunk in chunks]
+            if _is_of_others(getattr(config, name), backend.chunks):
+                own = [getattr(chunk, method) for chunk in backend.chunks]
                 set_for(stack, config, name, own if len(own) > 1 else own[0])
         owner = _scaling(config.grad_scale_func)
-        if owner is not None and all(owner is not part for part in parts(optimizer)):
-            scale = None if optimizer is None else LossScale(optimizer)
+        if owner is not None and all(owner is not part for part in backend.optimizer_parts):
+            scale = None if backend.optimizer is None else LossScale(backend.optimizer)
             set_for(stack, config, "grad_scale_func", scale)
 
 
@@ -443,3 +352,119 @@ def _scaling(function: Any) -> Any:
         return function.optimizer
     owner = getattr(function, "__self__", None)
     return owner if hasattr(owner, "scale_loss") else None
+
+
+class CheckedUpdate:
+    """Runs an optimizer's `step()`, checks the norm in it, and knows how far it has come."""
+
+    def __init__(
+        self, chunks: Sequence[Any], optimizer: Any, rule: NonFinite, *, keeps_undo: bool
+    ) -> None:
+        self.updating = False
+        """True once parameters may have been changed."""
+        self.undo: StateUndo | None = None
+        """The state to go back to, once parameters may have been changed; None without a copy."""
+        self._chunks = list(chunks)
+        self._optimizer = optimizer
+        self._rule = rule
+        self._keeps_undo = keeps_undo
+        self._norms: list[Any] = []
+
+    def reset(self) -> None:
+        """Forget an earlier step."""
+        self.updating, self.undo, self._norms = False, None, []
+
+    @property
+    def lowers_scale(self) -> bool:
+        """True if a loss scale is lowered where gradients are not finite."""
+        return any(isinstance(each, DynamicGradScaler) for each in self._scalers())
+
+    def run(self) -> tuple[float | None, str | None]:
+        """Call `step()`; return the gradients' norm, and the reason if there was no update.
+
+        Raises:
+            RuntimeError: the norm is not finite, and the rule is "refuse". Nothing was updated.
+        """
+        self.reset()
+        # A scale is never written in place, so these are the values from before.
+        scales = [(scaler, scaler.scale) for scaler in self._scalers()]
+        with self._watched() as reasons:
+            updated, grad_norm, _ = self._optimizer.step()
+        norm = None if grad_norm is None else float(grad_norm)
+        if updated:
+            return norm, None
+        if reasons:
+            return norm, reasons[0]
+        if norm is None:
+            return None, _overflow(scales)
+        if not self.updating:
+            return norm, f"the norm of the gradients, {norm:g}, is above grad_norm_skip_threshold"
+        return norm, "the optimizer reports that it has not updated"
+
+    @contextmanager
+    def _watched(self) -> Iterator[list[str]]:
+        """Have the optimizer check the norm, which is that of all ranks, right before its update.
+
+        Yields the reasons to skip the update. The norm is read here instead of at the end, so that
+        the host waits for the device no more often.
+        """
+        optimizer, reasons = self._optimizer, list[str]()
+        begin_update = optimizer.step_with_ready_grads
+
+        def noting(compute: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                self._norms = [compute(*args, **kwargs)]
+                return self._norms[0]
+
+            return noted
+
+        def update(*args: Any, **kwargs: Any) -> Any:
+            reason = self._reason_to_skip()
+            if reason is not None:
+                reasons.append(reason)
+                return False
+            if self._keeps_undo:
+                self.undo = undo_of(self._chunks, optimizer)
+            self.updating = True
+            return begin_update(*args, **kwargs)
+
+        replaced = {"step_with_ready_grads": update}
+        if self._rule != "update":
+            replaced["get_grad_norm"] = noting(optimizer.get_grad_norm)
+            replaced["clip_grad_norm"] = noting(optimizer.clip_grad_norm)
+        try:
+            for name, function in replaced.items():
+                setattr(optimizer, name, function)
+            yield reasons
+        finally:
+            for name in replaced:
+                vars(optimizer).pop(name, None)
+
+    def _reason_to_skip(self) -> str | None:
+        # Those of parameter groups that Megatron clips by themselves are not in the norm of all.
+        by_group = getattr(self._optimizer, "grad_norms_by_group", None) or {}
+        for norm in (*self._norms, *by_group.values()):
+            if norm is not None:
+                reason = skipped_for(float(norm), self._rule)
+                if reason is not None:
+                    return reason
+        return None
+
+    def _scalers(self) -> list[Any]:
+        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        scalers = [getattr(part, "grad_scaler", None) for part in parts]
+        return [scaler for scaler in scalers if scaler is not None]
+
+
+def _overflow(scales: Sequence[tuple[Any, Any]]) -> str:
+    """Returns the reason for a skip after an overflow, with what became of the loss scale."""
+    found = [(scaler, float(before), float(scaler.scale)) for scaler, before in scales]
+    lowered = [each for each in found if each[2] < each[1]]
+    scaler, before, now = (lowered or found)[0]
+    if lowered:
+        return f"gradients overflowed; the loss scale is {now:g} now, not {before:g}"
+    if not isinstance(scaler, DynamicGradScaler):
+        return f"gradients overflowed, or are NaN, under a fixed loss scale of {now:g}: lower it"
+    if now <= float(scaler.min_scale):
+        return f"gradients overflowed, and the loss scale of {now:g} is the least that is allowed"
+    return f"gradients overflowed; the loss scale stays at {now:g}, as its hysteresis says"

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megatron_idempotent.window.abort import checked
 
-from .loss import Kind, Normalizer, StepCounts
+from .loss import Kind, Normalizer, StepCounts, StepResult
 from .megatron import TrainStep
-from .results import StepResult
 
 
 class StepSchedule:

@@ -19,8 +19,7 @@ from torch import Tensor
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.window.open_contexts import close_contexts
 
-from .megatron_snapshot import LogSnapshot, SharedSnapshot, TrackerSnapshot
-from .snapshot import ModuleSnapshot, RandomSnapshot
+from .snapshot import LogSnapshot, ModuleSnapshot, RandomSnapshot, SharedSnapshot, TrackerSnapshot
 
 
 class TenantState:

@@ -2,6 +2,9 @@
 
 They would end later, and do harm then: a suspended generator runs its `finally` when the traceback
 that holds it is freed, which may be in the middle of a later window.
+
+Nothing but a walk over all objects finds a generator that upstream enters by hand: no frame has it
+once the exception is handled, and whoever keeps the traceback keeps it suspended.
 """
 
 from __future__ import annotations

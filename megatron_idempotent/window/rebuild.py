@@ -2,6 +2,9 @@
 
 The collectives that a poisoned session left under way belong to its process groups. New groups of
 the same ranks know nothing of them; parameters and optimizer state stay where they are.
+
+Nothing but a walk over all objects finds the holders: Megatron, optimizers and callers keep groups
+where they like, and torch gives an old group no new backend, `_register_backend` keeps the first.
 """
 
 from __future__ import annotations

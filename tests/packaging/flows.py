@@ -71,17 +71,35 @@ def applied() -> list[str]:
 def stepped() -> list[str]:
     """A step of TrainStep: begin, microbatches, finish."""
     sys.path[:0] = [str(TESTS / "step")]
-    from split_bench import TokenLoss, build, data, forward
+    import torch
+    from split_bench import build, data
+    from torch.nn.functional import cross_entropy
 
     from megatron_idempotent import TrainStep
 
+    class NextToken:
+        kind, normalizers = "token", {"nll": "tokens"}
+
+        def __call__(self, logits_BTV: Any, microbatch: Any) -> tuple[Any, dict[str, Any]]:
+            labels_BT, mask_BT = microbatch["labels"], microbatch["token_mask"]
+            nll_BT = cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="none")
+            nll = (nll_BT * mask_BT.flatten()).sum()
+            return nll, {"nll": nll}
+
     model, scheduler, replica = build()
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=60)
+    step = TrainStep(model.chunks, model.optimizer, scheduler, deadline_s=60)
     for number in range(2):  # the first one imports
+        batch = data(number, 4, replica)
+        length = batch["input_ids"].shape[1]
+        hidden_TT = torch.ones(length, length, device=batch["input_ids"].device).tril() < 0.5
+        batch["labels"] = batch["input_ids"].roll(-1, 1)
+        batch["attention_mask"] = hidden_TT.expand(4, 1, length, length)
         with traced() as found:
-            step_id = step.begin(TokenLoss(), global_batch_size=4, micro_batch_size=2)
-            step.microbatch(step_id, data(number, 4, replica))
-            step.finish(step_id)
+            step_id = step.begin(NextToken(), global_batch_size=4, micro_batch_size=2)
+            step.microbatch(step_id, batch)
+            result = step.finish(step_id)
+        assert result.updated
+        assert result.microbatches == 2
     return sorted(found)
 
 

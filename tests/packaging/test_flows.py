@@ -17,7 +17,7 @@ if sys.version_info < (3, 12):
 import flows
 
 #: Flow → files in which a function runs.
-LIMITS = {"applied": 12, "sampled": 14, "stepped": 31, "streamed": 15, "published": 16}
+LIMITS = {"applied": 12, "sampled": 14, "stepped": 16, "streamed": 15, "published": 16}
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,14 @@ def of_flow(name: str, folder: str) -> list[str]:
     return flow(folder) if name in ("sampled", "published") else flow()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize(
+    "name",
+    # It counts bodies that others have read before; a run of this test alone reads them itself.
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name == "applied" else ())
+        for name in LIMITS
+    ],
+)
 def test_a_main_flow_passes_few_files(megatron_ranks, folder, name):
     (found,) = megatron_ranks(1, of_flow, name, folder, timeout_s=240)
     assert len(found) <= LIMITS[name], f"{len(found)} files: {', '.join(found)}"

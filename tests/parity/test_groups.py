@@ -12,7 +12,7 @@ from megatron_idempotent.patching.report import Report, Row
 from megatron_idempotent.proof import prove
 
 AFFECTED = [each for each in prove.affected() if each in patches()]
-BESIDE = [name for name in AFFECTED if hazards()[name].reproduction.neighbour is not None]
+BESIDE = [name for name in AFFECTED if hazards()[name].neighbour is not None]
 #: Of groups of two that every release has, by default.
 SHORT = ("loss-scale", "offload")
 

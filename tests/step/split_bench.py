@@ -14,7 +14,7 @@ from packaging.version import Version
 import megatron_idempotent
 from megatron_idempotent import own_positions
 from megatron_idempotent.proof.cpu import tiny
-from megatron_idempotent.step.context_parallel import context_parallel_ranks
+from megatron_idempotent.step.packs import context_parallel_ranks
 
 ROWS, T = tiny.BATCH, tiny.SEQUENCE
 DEADLINE_S = 20.0

@@ -150,7 +150,7 @@ def biases(chunks: Any) -> list[torch.Tensor]:
 
 def logged() -> list[torch.Tensor]:
     """Returns what MoE layers have logged since the last call."""
-    from megatron_idempotent.step.megatron_snapshot import _logged
+    from megatron_idempotent.step.snapshot import _logged
 
     found = [value.clone() for value in _logged()]
     for value in _logged():

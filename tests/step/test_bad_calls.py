@@ -626,9 +626,9 @@ def on_a_device() -> str:
     import torch
     from split_bench import raised_by
 
-    from megatron_idempotent.step import pieces
+    from megatron_idempotent.step import microbatches
 
-    pieces.on_host = lambda values: False
+    microbatches.on_host = lambda values: False
     bench = _Bench("megatron", {})
     step_id, batch = bench.begin(), bench.batch()
     mask = batch["token_mask"] * (2 if torch.distributed.get_rank() == 1 else 1)

@@ -33,7 +33,7 @@ BOUND = {
     "rl/engines/vllm/inbox.py:IncomingUpdate": "a sender beside it that sends between the lines",
     "rl/engines/vllm/server.py": "vLLM",
     "rl/engines/vllm/updates.py": "an engine of vLLM's",
-    "step/packed.py": "attention that takes packs: tests/step/test_packs.py has it",
+    "step/packs.py:pack_batches": "attention that takes packs: tests/step/test_packs.py has it",
     "rl/workers/embedded.py": CLUSTER,
     "rl/workers/ray.py": "a cluster of Ray's",
     "rl/workers/torchrun.py": "torchrun's ranks in other processes",
@@ -48,9 +48,9 @@ ON_RANKS = {
     "logprobs/kl.py:topk_kl",
     "logprobs/model.py",
     "step/fsdp.py",
-    "step/gpt.py",
     "step/lifecycle.py",
-    "step/megatron.py",
+    "step/megatron.py:TrainStep",
+    "step/megatron.py:gpt_inputs",
     "step/schedule.py",
     "window/abort.py",
     "window/accumulation.py",
@@ -134,7 +134,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
     (tmp_path / "training.py").write_text("def train():\n    config.param_sync_func = None\n")
     installed = Path(megatron.core.__path__[0]).parents[1]
     return {
-        "step/pieces.py:valid_counts": {"tokens_BT": tokens_BT, "mask_BT": mask_BT},
+        "step/microbatches.py:valid_counts": {"tokens_BT": tokens_BT, "mask_BT": mask_BT},
         "proof/cpu/probes.py:peak_bytes": {"logits": logits_BTV, "loss_of": torch.sum},
         "cli/drift.py": {},
         "patching/contract.py": {"train": _run},
@@ -174,18 +174,18 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "teacher_logits": wide_BTV.detach() + 1,
             "loss_mask": mask_BT,
         },
-        "step/bins.py": {
+        "step/packs.py:bin_sequences": {
             "sequences": [torch.arange(5), torch.arange(3)],
             "alignment": alignment,
             "Pack": Pack,
         },
-        "step/context_parallel.py": {
+        "step/packs.py:own_positions": {
             "output": logits_BTV,
             "tokens_BT": tokens_BT,
             "shift_targets": shift_targets,
-            "stats": SimpleNamespace(logprob=mask_BT),
             "token_logprobs": token_logprobs,
         },
+        "step/packs.py:all_positions": {"stats": SimpleNamespace(logprob=mask_BT)},
         "rl/trainer/measure.py": {},
         "rl/weights/safetensors_io.py:SafetensorsFile": {
             "path": tmp_path / "model.safetensors",
@@ -253,7 +253,7 @@ def run_on_ranks() -> set[str]:
         batch["attention_mask"] = hidden_TT.expand(4, 1, T, T)
     loss = _run("step/loss.py", torch=torch)["PolicyGradient"]()
     parts = {"chunks": model.chunks, "optimizer": model.optimizer, "scheduler": scheduler}
-    left = run("step/megatron.py", **parts, loss=loss, stream=stream)
+    left = run("step/megatron.py:TrainStep", **parts, loss=loss, stream=stream)
     assert left["result"].updated
     # The step and the loss count the same tokens.
     assert 4 < left["result"].metrics["nll"] < 6
@@ -310,7 +310,7 @@ def run_on_ranks() -> set[str]:
         get_gpt_decoder_block_spec=get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec=get_gpt_layer_local_spec,
     )
-    for file in ("logprobs/kl.py:topk_kl", "step/gpt.py"):
+    for file in ("logprobs/kl.py:topk_kl", "step/megatron.py:gpt_inputs"):
         run(
             file,
             model=model.chunks[0],

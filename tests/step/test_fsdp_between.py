@@ -11,7 +11,7 @@ def between_parameters() -> None:
     from torch import distributed
 
     from megatron_idempotent import WindowAborted
-    from megatron_idempotent.step.fsdp_internals import groups_of
+    from megatron_idempotent.step.fsdp_run import groups_of
 
     batch = data(1, 8, distributed.get_rank())
     loss = TokenLoss()

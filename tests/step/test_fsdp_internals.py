@@ -10,15 +10,15 @@ import pytest
 
 def table():
     """Each class of FSDP2, and the names that are looked for in it."""
-    from megatron_idempotent.step import fsdp_internals
+    from megatron_idempotent.step import fsdp_run
 
-    for needs in (fsdp_internals._NEEDS, fsdp_internals._RESET_NEEDS):
+    for needs in (fsdp_run._NEEDS, fsdp_run._RESET_NEEDS):
         for path, names in needs.items():
-            yield path, names, fsdp_internals
+            yield path, names, fsdp_run
 
 
 def test_this_torch_has_all_of_it():
-    from megatron_idempotent.step.fsdp_internals import check_internals
+    from megatron_idempotent.step.fsdp_run import check_internals
 
     check_internals()
     for path, names, internals in table():
@@ -29,7 +29,7 @@ def test_what_is_missing_is_refused_by_name(monkeypatch):
     import torch
     from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_state
 
-    from megatron_idempotent.step.fsdp_internals import check_internals
+    from megatron_idempotent.step.fsdp_run import check_internals
 
     monkeypatch.delattr(_fsdp_param.FSDPParam, "to_sharded")
     monkeypatch.delattr(_fsdp_common, "DataParallelMeshInfo")
@@ -59,15 +59,15 @@ def test_what_is_missing_is_refused_by_name(monkeypatch):
 def test_all_that_is_used_of_fsdp2_is_looked_for():
     from torch import Tensor, nn
 
-    from megatron_idempotent.step import fsdp, fsdp_internals, fsdp_run
+    from megatron_idempotent.step import fsdp, fsdp_run
 
     of_fsdp, asked = set(), {"reset_iter_state", "manual_backward_finalization_active"}  # if there
     common = {name for kind in (nn.Module, Tensor, tuple, type) for name in dir(kind)}
     for path, names, _ in table():
-        of_fsdp |= fsdp_internals._names(fsdp_internals._found(path)) - common
+        of_fsdp |= fsdp_run._names(fsdp_run._found(path)) - common
         asked |= {one.partition("(")[0] for name in names for one in name.split("|")}
     seen = set()
-    for module in (fsdp_run, fsdp_run, fsdp, fsdp_internals):
+    for module in (fsdp_run, fsdp):
         tree = ast.parse(inspect.getsource(module))
         # What these classes keep for themselves, under a name that FSDP2 has for something else.
         own = {

@@ -186,7 +186,7 @@ def in_doubt() -> list[str]:
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step
 
     from megatron_idempotent import TrainStep, rebuild_process_groups
-    from megatron_idempotent.step import messages
+    from megatron_idempotent.step import open_step
     from megatron_idempotent.window.agreement import is_poisoned
 
     model, scheduler, replica = build()
@@ -196,7 +196,7 @@ def in_doubt() -> list[str]:
     batch = data(1, 2 * ROWS, replica)
     split_step(step, TokenLoss(), batch, [2])
     if torch.distributed.get_rank() == 1:
-        _raise_behind(messages, "_gathered", r"\x07updated")  # as pickle writes the word
+        _raise_behind(open_step, "_gathered", r"\x07updated")  # as pickle writes the word
     told = [str(raised_by(split_step, step, TokenLoss(), batch, [2]))]
     raised_by(step.abort)
     told.append(str(raised_by(split_step, step, TokenLoss(), batch, [2])))

@@ -100,7 +100,7 @@ def modes_and_logs() -> None:
     """Runs on a rank: eval mode, MoE logs and router counts are those from before the step."""
     import torch
 
-    from megatron_idempotent.step.megatron_snapshot import _logged
+    from megatron_idempotent.step.snapshot import _logged
 
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     model, _, step, begin, batch = _begun({"experts": 4, "config_overrides": bias})

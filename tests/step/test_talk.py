@@ -7,7 +7,7 @@ def told(lengths: list[int]) -> list[tuple[str, int]]:
     """Runs on a rank: what is heard of ranks that each bring so many rows of metrics."""
     import torch.distributed as dist
 
-    from megatron_idempotent.step.messages import RankStatus, all_gather_status
+    from megatron_idempotent.step.open_step import RankStatus, all_gather_status
 
     rank = dist.get_rank()
     rows = tuple({"loss": float(row), f"of {rank}": 1.0} for row in range(lengths[rank]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_idempotent import TokenAlignment, TrainStep, own_positions
 from megatron_idempotent.proof.certify import Finished, packs
 from megatron_idempotent.proof.certify.adapters import FSDPSplitStep, SplitStep, _given, _Loss
-from megatron_idempotent.step.context_parallel import context_parallel_ranks
+from megatron_idempotent.step.packs import context_parallel_ranks
 
 
 class _Spoiled(SplitStep):

@@ -20,7 +20,7 @@ from megatron_idempotent.rl.trainer.loss import (  # noqa: E402
     grpo_loss,
     importance_correction,
 )
-from megatron_idempotent.step.pieces import valid_counts  # noqa: E402 - after the skip
+from megatron_idempotent.step.microbatches import valid_counts  # noqa: E402 - after the skip
 
 B, T = 6, 9
 BOUNDS = {"low": 0.8, "high": 1.2}

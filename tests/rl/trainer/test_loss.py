@@ -11,7 +11,7 @@ from megatron_idempotent import token_logprobs  # noqa: E402 - after the skip
 from megatron_idempotent.rl.trainer.batch import Batch  # noqa: E402
 from megatron_idempotent.rl.trainer.config import LossConfig  # noqa: E402
 from megatron_idempotent.rl.trainer.loss import LogitsOf, PolicyLoss, grpo_loss  # noqa: E402
-from megatron_idempotent.step.pieces import valid_counts  # noqa: E402
+from megatron_idempotent.step.microbatches import valid_counts  # noqa: E402
 
 B, T = 5, 7
 CLIP_LOW, CLIP_HIGH, KL = 0.2, 0.3, 0.05
