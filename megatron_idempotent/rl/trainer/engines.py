@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,9 +23,6 @@ from megatron_idempotent.rl.weights.transports import (
 
 from .config import Config
 from .policy import MegatronPolicy
-
-if TYPE_CHECKING:
-    from megatron_idempotent.rl.engines.ray import RayEngine
 
 Result = TypeVar("Result")
 
@@ -198,20 +195,10 @@ def _sender(config: Config, directory: Path) -> Sender:
     )
 
 
-def _ray_engines(config: Config, checkpoint: Path, names: Sequence[str]) -> list[RayEngine]:
-    from megatron_idempotent.rl.engines.ray import RayEngine
-
-    factory = "megatron_idempotent.rl.engines.transformers:TransformersEngine"
-    restarts = config.controller.restarts
-    return [
-        RayEngine(factory, checkpoint.absolute(), name=name, restarts=restarts) for name in names
-    ]
-
-
 async def make_async_engines(
     config: Config, checkpoint: Path, out: Path
 ) -> Sequence[RolloutEngine]:
-    """Make the engines of an asynchronous run: servers, Ray actors, or models in this process.
+    """Make the engines of an asynchronous run: servers, or models in this process.
 
     `checkpoint` is the Hugging Face one from which they load a model; the policy's weights come
     with the first publish.
@@ -219,10 +206,6 @@ async def make_async_engines(
     if config.rollout.engine != "transformers":
         return server_engines(config, out)
     names = [f"engine-{number}" for number in range(config.controller.engines)]
-    if config.controller.cluster == "ray":
-        actors = _ray_engines(config, checkpoint, names)
-        await asyncio.gather(*(actor.start() for actor in actors))
-        return actors
     from transformers.utils import logging
 
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
