@@ -31,7 +31,7 @@ _SHORT = 400
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlacement:
-    """Says where an actor runs. Example: `seat.node`."""
+    """Says where an actor runs. Example: `placement.node`."""
 
     node: str
     """Ray's id of the node."""
@@ -41,7 +41,7 @@ class NodePlacement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """Gives a rank its place. Example: `places(seats, shows_own_gpus=False)[0].local_rank`."""
+    """Gives a rank its place. Example: `places(placements, shows_own_gpus=False)[0].local_rank`."""
 
     rank: int
     size: int
@@ -71,23 +71,23 @@ class Dial:
     generation: bytes
 
 
-def places(seats: Sequence[NodePlacement], *, shows_own_gpus: bool) -> list[Membership]:
+def places(placements: Sequence[NodePlacement], *, shows_own_gpus: bool) -> list[Membership]:
     """Assigns ranks to actors: consecutive ones to those of a node, in the order of the nodes.
 
     Args:
-        seats: the places of all actors.
+        placements: the places of all actors.
         shows_own_gpus: True if each rank sees its own GPUs only, as Ray has it if actors ask for
             some. The first GPU that it sees is then its own, so its local rank is 0.
     """
     nodes: dict[str, list[int]] = {}
-    for index, seat in enumerate(seats):
-        nodes.setdefault(seat.node, []).append(index)
+    for index, placement in enumerate(placements):
+        nodes.setdefault(placement.node, []).append(index)
     found: list[Membership] = []
     for actors in nodes.values():
         found += [
             Membership(
                 rank=len(found) + place,
-                size=len(seats),
+                size=len(placements),
                 local_rank=0 if shows_own_gpus else place,
                 local_size=len(actors),
                 actor=actor,
@@ -105,7 +105,7 @@ class RankActor:
         os.environ.update(environment)
         self._store: Any = None
 
-    def seat(self) -> NodePlacement:
+    def placement(self) -> NodePlacement:
         """Returns the place where this actor runs."""
         ray = import_ray()
         node = ray.get_runtime_context().get_node_id()
@@ -265,7 +265,7 @@ class RayRanks(SocketRanks):
         try:
             here = await asyncio.to_thread(self._ray.util.get_node_ip_address)
             dial = Dial(address=server.listen(f"tcp:{here}:0"), token=token, generation=generation)
-            await self._seat(actors, dial)
+            await self._assign(actors, dial)
             return await self._arrived(actors, server)
         except BaseException:
             await actors.end()
@@ -273,19 +273,19 @@ class RayRanks(SocketRanks):
         finally:
             await server.close()
 
-    async def _seat(self, actors: _Actors, dial: Dial) -> None:
+    async def _assign(self, actors: _Actors, dial: Dial) -> None:
         """Give every actor its rank, and have it dial."""
         limit_s = self._start_timeout_s
         try:
-            seats = await actors.all_of(
-                "seat", [each.seat.remote() for each in actors.all], limit_s
+            placements = await actors.all_of(
+                "placement", [each.placement.remote() for each in actors.all], limit_s
             )
         except RanksLost as error:
             has = await _resources(self._ray)
             raise RanksLost(f"{error}. The cluster has {has}") from error
-        ranks = places(seats, shows_own_gpus="GPU" in self._bundle)
+        ranks = places(placements, shows_own_gpus="GPU" in self._bundle)
         actors.reorder([each.actor for each in ranks])
-        address = seats[ranks[0].actor].address
+        address = placements[ranks[0].actor].address
         opening = actors.all[0].open_store.remote(address, self._size, limit_s)
         (port,) = await actors.all_of("open_store", [opening], limit_s)
         meeting = Meeting(
