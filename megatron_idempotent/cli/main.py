@@ -30,7 +30,6 @@ PROGRAM = "megatron-idempotent"
 _OWN_PARSERS = {
     "certify": "megatron_idempotent.proof.certify.main",
     "train": "megatron_idempotent.rl.trainer.main",
-    "ping": "megatron_idempotent.cli.ping",
     "simulate": "megatron_idempotent.rl.simulator.__main__",
 }
 
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 1 if a check failed; 2 for wrong arguments or a missing package; 141 if the
         reader of standard output has closed it, as in `megatron-idempotent doctor --json | head`;
-        else 0. `train` and `ping` have more.
+        else 0. `train` has more.
     """
     try:
         try:
@@ -170,7 +169,6 @@ def _parser() -> argparse.ArgumentParser:
         "certify", help="a framework's training step against its definition (see `certify --help`)"
     )
     commands.add_parser("train", help="the reference RL trainer (see `train --help`)")
-    commands.add_parser("ping", help="where an asynchronous run stands (see `ping --help`)")
     commands.add_parser("simulate", help="an asynchronous run on a virtual clock")
     return parser
 

@@ -96,26 +96,6 @@ def _local_engine(file: str, folder: Path, checkpoint: Path) -> None:
     _finish(main())
 
 
-def _sglang_engine(file: str, folder: Path, checkpoint: Path) -> None:
-    from sglang_server import FakeSglang
-
-    from megatron_idempotent.rl.engines import Request
-
-    async def main(url: str) -> None:
-        instead = {
-            "http://127.0.0.1:30000": url,
-            "qwen3-4b": str(checkpoint),
-            "/dev/shm/sync": str(folder / "sync"),
-        }
-        request = Request(id="0", prompt=(5, 6), max_tokens=4, seed=1)
-        left = await _run(file, instead=instead, request=request)
-        assert left["sample"].tokens
-        await left["engine"].close()
-
-    with FakeSglang(checkpoint) as server:
-        _finish(main(server.url))
-
-
 def _update() -> dict[str, Any]:
     from memory_engine import INFOS, Source
 
@@ -123,14 +103,6 @@ def _update() -> dict[str, Any]:
 
     buckets = list(Source(1).buckets(bucket_bytes=1))
     return {"update": WeightUpdate(id="u", version=1), "infos": INFOS, "buckets": buckets}
-
-
-def _sglang_folder(file: str, folder: Path, checkpoint: Path) -> None:
-    async def main() -> None:
-        left = await _run(file, directory=folder / "updates", checkpoint=checkpoint, **_update())
-        assert list(left["path"].glob("*.safetensors"))
-
-    _finish(main())
 
 
 def _staging(file: str, folder: Path, checkpoint: Path) -> None:
@@ -206,8 +178,6 @@ def _server(file: str, folder: Path, checkpoint: Path) -> None:
 SERVED = {
     "rl/controller/controller.py": _controller,
     "rl/engines/transformers/engine.py": _local_engine,
-    "rl/engines/sglang/engine.py": _sglang_engine,
-    "rl/engines/sglang/updates.py": _sglang_folder,
     "rl/engines/vllm/inbox.py:Inbox": _inbox,
     "rl/sync/fan_out.py": _fan_out,
     "rl/sync/weight_sync.py": _weight_sync,

@@ -39,7 +39,6 @@ OTHER = {
 #: What is bound, and not evaluated, by how it begins, and why.
 NOT_MADE = {
     "TextTokenizer.load(": "it would need a checkpoint",
-    "VllmLocalEngine(": "it would need vLLM",
     "VllmEngine(": "it would need a server",
     "WandbLogger(": "it would need an account",
 }

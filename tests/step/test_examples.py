@@ -29,7 +29,6 @@ BOUND = {
     "proof/certify/run.py": "an adapter in a package of its own",
     "proof/cpu/pool.py": CLUSTER,
     "fp8/settings.py": "Transformer Engine and a GPU",
-    "rl/engines/ray/engine.py": "a cluster of Ray's",
     "rl/engines/vllm/inbox.py:IncomingUpdate": "a sender beside it that sends between the lines",
     "rl/engines/vllm/server.py": "vLLM",
     "rl/engines/vllm/updates.py": "an engine of vLLM's",

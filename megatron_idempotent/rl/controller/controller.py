@@ -170,11 +170,11 @@ class Controller:
             shared, clearing, self._plane, prompts, self._reporting, store
         )
         self._rollouts = RolloutPump(shared, prompts, generator, recipe, self._plane, clearing)
-        intake = GroupSelector(shared, clearing, lambda: self._training.republish())
+        selector = GroupSelector(shared, clearing, lambda: self._training.republish())
         self._training = TrainPump(
             shared,
             clearing,
-            OptimizerStep(shared, intake, self._plane, policy, recipe),
+            OptimizerStep(shared, selector, self._plane, policy, recipe),
             generator,
             report=self._reporting.step,
             before_release=self._at_version,

@@ -42,7 +42,7 @@ class OutOfPrompts(Exception):
 class GroupSelector:
     """Chooses the groups that train next, and leases them to the open step.
 
-    Example: `held = await intake.next(1)`.
+    Example: `held = await selector.next(1)`.
     """
 
     #: `next` raises these for reasons that are not a step's failure.
@@ -130,13 +130,13 @@ class OptimizerStep:
     def __init__(
         self,
         shared: RunState,
-        intake: GroupSelector,
+        selector: GroupSelector,
         plane: DataPlane,
         policy: Policy,
         recipe: Recipe,
     ) -> None:
         self._shared = shared
-        self._intake = intake
+        self._selector = selector
         self._plane = plane
         self._policy = policy
         self._recipe = recipe
@@ -194,7 +194,7 @@ class OptimizerStep:
             shared.step_groups = len(ledger)
             if call == len(self._held):
                 most = min(shared.settings.groups_per_call, count - len(ledger))
-                self._held.append(await self._intake.next(most))
+                self._held.append(await self._selector.next(most))
             ledger += await self._add(step_id, call, left=count - len(ledger))
             shared.progressed()
         # The update would change weights that are still being read.
@@ -253,7 +253,7 @@ class OptimizerStep:
     def _may_try_again(self, step_id: str, error: BaseException) -> bool:
         """Returns whether a step that was undone is taken again; drops a group that is lost."""
         # Of a sampler that is wrong, no group is to blame, and none has trained.
-        final = (asyncio.CancelledError, PublishFailed, SamplerError, *self._intake.expected)
+        final = (asyncio.CancelledError, PublishFailed, SamplerError, *self._selector.expected)
         if isinstance(error, final):
             return False
         if isinstance(error, _Vanished):

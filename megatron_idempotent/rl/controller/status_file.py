@@ -30,10 +30,6 @@ class StatusError(ControllerError):
     """A status cannot be written or read, or is too old to be true."""
 
 
-class NotRunning(StatusError):
-    """There is no status file, because the run has not begun."""
-
-
 class StatusFile:
     """Writes a run's status every `every_s` seconds while a block runs, and once when it ends.
 
@@ -97,7 +93,7 @@ def read_status(path: Path, *, old_s: float = 5.0) -> dict[str, Any]:
 
     `old_s` are seconds. The last status of a run that has ended may be of any age.
 
-    Errors: `NotRunning` if there is no file; `StatusError` if it is too old, or no status file.
+    Errors: `StatusError` if there is no file, it is too old, or no status file.
     """
     try:
         text, written = path.read_text(encoding="utf-8"), path.stat().st_mtime
@@ -106,7 +102,7 @@ def read_status(path: Path, *, old_s: float = 5.0) -> dict[str, Any]:
         allowed_s = old_s + float(content["every_s"])
         state, where = status["state"], f"{content['host']}, process {content['pid']}"
     except FileNotFoundError as error:
-        raise NotRunning(
+        raise StatusError(
             f"{path} is not there: the run has not begun; start it, or give another directory"
         ) from error
     except OSError as error:

@@ -29,7 +29,7 @@ class HttpResponse:
 
     @property
     def message(self) -> str:
-        """The server's words, from any of the shapes in which vLLM and SGLang put them."""
+        """The server's words, from any of the shapes in which vLLM and servers like it put them."""
         body = self.body
         if isinstance(body, dict):
             body = body.get("error", body.get("detail", body))

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class LiveTable(Protocol):
     """Shows a run while it goes on. It is a `Logger` too, from which it has the last metrics."""
 
-    def show(self, status: Status | Mapping[str, Any], at_s: float, *, engines: str = "") -> None:
-        """Show the run's status, or its fields as `read_status` returns them.
+    def show(self, status: Status, at_s: float, *, engines: str = "") -> None:
+        """Show the run's status.
 
         `at_s` is the time of any clock that does not go back; `engines` is a line about engines.
         """
@@ -155,13 +155,15 @@ class TerminalTable:
         )
         self._live.start()
 
-    def show(self, status: Status | Mapping[str, Any], at_s: float, *, engines: str = "") -> None:
+    def show(self, status: Status, at_s: float, *, engines: str = "") -> None:
         """Draw the table."""
         from rich.table import Table
         from rich.text import Text
 
         table = Table.grid(padding=(0, 2))
-        for name, told in rows(_fields(status), self._metrics, until=self._until, engines=engines):
+        for name, told in rows(
+            dataclasses.asdict(status), self._metrics, until=self._until, engines=engines
+        ):
             table.add_row(Text(name, style="bold"), Text(told))
         self._live.update(table, refresh=True)
 
@@ -184,9 +186,9 @@ class StatusLines:
         self._metrics: Mapping[str, float] = {}
         self._last_s: float | None = None
 
-    def show(self, status: Status | Mapping[str, Any], at_s: float, *, engines: str = "") -> None:
+    def show(self, status: Status, at_s: float, *, engines: str = "") -> None:
         """Print a line if the last one is `every_s` old, or the run has ended."""
-        fields = _fields(status)
+        fields = dataclasses.asdict(status)
         due = self._last_s is None or at_s - self._last_s >= self._every_s
         if due or fields["state"] == "ended":
             self._last_s = at_s
@@ -199,10 +201,6 @@ class StatusLines:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def _fields(status: Status | Mapping[str, Any]) -> Mapping[str, Any]:
-    return status if isinstance(status, Mapping) else dataclasses.asdict(status)
 
 
 def _number(metrics: Mapping[str, float], name: str, form: str) -> str:

@@ -126,11 +126,11 @@ class RolloutConfig:
     """Sampling temperature; log-probs are those at this temperature."""
     max_response_tokens: int = Field(default=4, ge=1, le=131072)
     """The most tokens of a response, the end token included."""
-    engine: Literal["transformers", "vllm", "sglang"] = "transformers"
-    """Engine that samples: `transformers` runs a model in each rank's process; `vllm` and `sglang`
-    are servers over HTTP for all ranks."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Engine that samples: `transformers` runs a model in each rank's process; `vllm` is
+    servers over HTTP for all ranks."""
     engine_url: str = ""
-    """URLs of the vLLM or SGLang servers, separated by commas."""
+    """URLs of the vLLM servers, separated by commas."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that one response may take; after that the run ends with an error."""
 
@@ -138,7 +138,7 @@ class RolloutConfig:
         if bool(self.engine_url) == (self.engine == "transformers"):
             raise ValueError(
                 f"rollout.engine is {self.engine!r} and rollout.engine_url is {self.engine_url!r}; "
-                "allowed: a URL for each server of vllm or sglang, none for transformers"
+                "allowed: a URL for each server of vllm, none for transformers"
             )
 
 
@@ -147,8 +147,8 @@ class SyncConfig:
     """Sets how new weights get to the engines. Example: `SyncConfig(transport="shared_memory")`."""
 
     transport: Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc"] = "shared_memory"
-    """Transport of weights to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU). SGLang always
-    reads them from disk, and transformers from memory."""
+    """Transport of weights to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU). transformers
+    reads them from memory."""
     directory: str = ""
     """Folder for weights that go through files, which servers must see too; empty for `sync/` in
     the output directory."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,9 +23,6 @@ from megatron_idempotent.rl.weights.transports import (
 
 from .config import Config
 from .policy import MegatronPolicy
-
-if TYPE_CHECKING:
-    from megatron_idempotent.rl.engines.ray import RayEngine
 
 Result = TypeVar("Result")
 
@@ -151,8 +148,10 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
     """
     shared = config.rollout.engine != "transformers"
     engines: Sequence[RolloutEngine] = ()
-    if not shared or dist.get_rank() == 0:
-        engines = _MAKERS[config.rollout.engine](config, checkpoint, out)
+    if not shared:
+        engines = [_transformers(config, checkpoint, name=f"rank-{dist.get_rank()}")]
+    elif dist.get_rank() == 0:
+        engines = server_engines(config, out)
     return Engines(
         engines,
         policy.source(shared=shared),
@@ -163,34 +162,22 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
     )
 
 
-def server_engines(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
-    """Make engines of the vLLM or SGLang servers at `rollout.engine_url`."""
-    return _MAKERS[config.rollout.engine](config, checkpoint, out)
-
-
-def _transformers(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
+def _transformers(config: Config, checkpoint: Path, *, name: str) -> RolloutEngine:
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
-    name = f"rank-{dist.get_rank()}"
-    return [TransformersEngine(checkpoint, name=name, device=_device(config))]
+    # The CPU runtime, where it is on, puts "cuda" on the CPU.
+    device = None if config.run.device == "cpu" else "cuda"
+    return TransformersEngine(checkpoint, name=name, device=device)
 
 
-def _device(config: Config) -> str | None:
-    return None if config.run.device == "cpu" else "cuda"
-
-
-def _vllm(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
+def server_engines(config: Config, out: Path) -> Sequence[RolloutEngine]:
+    """Make engines of the vLLM servers at `rollout.engine_url`."""
     from megatron_idempotent.rl.engines.vllm import VllmEngine
 
-    directory = _directory(config, out)
-    return [VllmEngine(url, transport=lambda: _sender(config, directory)) for url in _urls(config)]
-
-
-def _sglang(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
-    from megatron_idempotent.rl.engines.sglang import SglangEngine
-
-    directory = _directory(config, out)
-    return [SglangEngine(url, checkpoint=checkpoint, directory=directory) for url in _urls(config)]
+    own = config.sync.directory
+    directory = Path(own) if own else (out / "sync").absolute()
+    urls = [url.strip() for url in config.rollout.engine_url.split(",") if url.strip()]
+    return [VllmEngine(url, transport=lambda: _sender(config, directory)) for url in urls]
 
 
 def _sender(config: Config, directory: Path) -> Sender:
@@ -208,46 +195,17 @@ def _sender(config: Config, directory: Path) -> Sender:
     )
 
 
-def _directory(config: Config, out: Path) -> Path:
-    return Path(config.sync.directory) if config.sync.directory else (out / "sync").absolute()
-
-
-def _urls(config: Config) -> list[str]:
-    return [url.strip() for url in config.rollout.engine_url.split(",") if url.strip()]
-
-
-_MAKERS: dict[str, Callable[[Config, Path, Path], Sequence[RolloutEngine]]] = {
-    "transformers": _transformers,
-    "vllm": _vllm,
-    "sglang": _sglang,
-}
-
-
-def _ray_engines(config: Config, checkpoint: Path, names: Sequence[str]) -> list[RayEngine]:
-    from megatron_idempotent.rl.engines.ray import RayEngine
-
-    factory = "megatron_idempotent.rl.engines.transformers:TransformersEngine"
-    restarts = config.controller.restarts
-    return [
-        RayEngine(factory, checkpoint.absolute(), name=name, restarts=restarts) for name in names
-    ]
-
-
 async def make_async_engines(
     config: Config, checkpoint: Path, out: Path
 ) -> Sequence[RolloutEngine]:
-    """Make the engines of an asynchronous run: servers, Ray actors, or models in this process.
+    """Make the engines of an asynchronous run: servers, or models in this process.
 
     `checkpoint` is the Hugging Face one from which they load a model; the policy's weights come
     with the first publish.
     """
     if config.rollout.engine != "transformers":
-        return server_engines(config, checkpoint, out)
+        return server_engines(config, out)
     names = [f"engine-{number}" for number in range(config.controller.engines)]
-    if config.controller.cluster == "ray":
-        actors = _ray_engines(config, checkpoint, names)
-        await asyncio.gather(*(actor.start() for actor in actors))
-        return actors
     from transformers.utils import logging
 
     from megatron_idempotent.rl.engines.transformers import TransformersEngine

@@ -199,8 +199,8 @@ def _parser() -> argparse.ArgumentParser:
     named("--out", "DIR", "output directory, empty or new", "the next free runs/train-NNN")
     named("--data", "FILE", "prompts in JSONL", "those that ship")
     named("--model", "DIR", "Hugging Face checkpoint to start from", "random weights")
-    named("--engine", "NAME", "transformers, vllm, or sglang (experimental)")
-    named("--engine-url", "URL", "servers of vllm or sglang: URL[,URL]", "none")
+    named("--engine", "NAME", "transformers or vllm")
+    named("--engine-url", "URL", "servers of vllm: URL[,URL]", "none")
     named("--cluster", "NAME", "of --async: embedded or ray")
     parser.add_argument(
         "--schema", action="store_true", help="print the JSON schema of FILE, for editors, and end"

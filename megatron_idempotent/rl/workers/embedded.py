@@ -85,8 +85,8 @@ class EmbeddedRanks(SocketRanks):
         folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=_short_folder()))
         try:
             address = server.listen(f"unix:{folder / 'ranks'}")
-            seat = (self._spec, address, token, generation, self._log_dir)
-            self._run = _Run(self._pool, self._size, seat)
+            arguments = (self._spec, address, token, generation, self._log_dir)
+            self._run = _Run(self._pool, self._size, arguments)
             connections = await self._arrived(self._run, server)
             self._run.pids = [connection.hello.pid for connection in connections]
             return connections
@@ -143,11 +143,11 @@ class _Run:
     wait for it.
     """
 
-    def __init__(self, pool: RankPool, size: int, seat: tuple[object, ...]) -> None:
+    def __init__(self, pool: RankPool, size: int, arguments: tuple[object, ...]) -> None:
         self.over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
         """A future of the error that `run` raised, or of None."""
         self._loop = asyncio.get_running_loop()
-        self._work = (pool, size, seat)
+        self._work = (pool, size, arguments)
         self.pids: list[int] = []
         threading.Thread(target=self._wait, name="ranks", daemon=True).start()
 
@@ -158,10 +158,10 @@ class _Run:
                 os.kill(pid, signal.SIGKILL)
 
     def _wait(self) -> None:
-        pool, size, seat = self._work
+        pool, size, arguments = self._work
         error: BaseException | None = None
         try:
-            pool.run(size, _serve, *seat, timeout_s=_LIFE_S)
+            pool.run(size, _serve, *arguments, timeout_s=_LIFE_S)
         except BaseException as raised:  # noqa: BLE001 (told where the ranks are waited for)
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits

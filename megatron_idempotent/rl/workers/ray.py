@@ -7,26 +7,31 @@ is noticed at once, and a tensor is not copied through an object store.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
+import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from . import ray_cluster, wire
+from . import wire
 from .protocol import RanksLost, WorkerSpec
-from .ray_cluster import import_ray
 from .serve import RankConnection
 from .server import Server
 from .socket_ranks import Connection, SocketRanks
 
 #: Seconds for killed actors to be gone.
 _END_S = 10.0
+#: Seconds that a look for a placement group blocks its thread; a cancelled start waits for it.
+_SLICE_S = 0.5
+_SHORT = 400
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlacement:
-    """Says where an actor runs. Example: `seat.node`."""
+    """Says where an actor runs. Example: `placement.node`."""
 
     node: str
     """Ray's id of the node."""
@@ -36,7 +41,7 @@ class NodePlacement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """Gives a rank its place. Example: `places(seats, shows_own_gpus=False)[0].local_rank`."""
+    """Gives a rank its place. Example: `places(placements, shows_own_gpus=False)[0].local_rank`."""
 
     rank: int
     size: int
@@ -66,23 +71,23 @@ class Dial:
     generation: bytes
 
 
-def places(seats: Sequence[NodePlacement], *, shows_own_gpus: bool) -> list[Membership]:
+def places(placements: Sequence[NodePlacement], *, shows_own_gpus: bool) -> list[Membership]:
     """Assigns ranks to actors: consecutive ones to those of a node, in the order of the nodes.
 
     Args:
-        seats: the places of all actors.
+        placements: the places of all actors.
         shows_own_gpus: True if each rank sees its own GPUs only, as Ray has it if actors ask for
             some. The first GPU that it sees is then its own, so its local rank is 0.
     """
     nodes: dict[str, list[int]] = {}
-    for index, seat in enumerate(seats):
-        nodes.setdefault(seat.node, []).append(index)
+    for index, placement in enumerate(placements):
+        nodes.setdefault(placement.node, []).append(index)
     found: list[Membership] = []
     for actors in nodes.values():
         found += [
             Membership(
                 rank=len(found) + place,
-                size=len(seats),
+                size=len(placements),
                 local_rank=0 if shows_own_gpus else place,
                 local_size=len(actors),
                 actor=actor,
@@ -100,7 +105,7 @@ class RankActor:
         os.environ.update(environment)
         self._store: Any = None
 
-    def seat(self) -> NodePlacement:
+    def placement(self) -> NodePlacement:
         """Returns the place where this actor runs."""
         ray = import_ray()
         node = ray.get_runtime_context().get_node_id()
@@ -246,9 +251,9 @@ class RayRanks(SocketRanks):
         Errors: `RanksLost`; `ModuleNotFoundError` without Ray and `RuntimeError` without a cluster.
         """
         self._ray = import_ray()
-        ray_cluster.check_connected(self._ray, "RayRanks")
+        _check_connected(self._ray, "RayRanks")
         if self._place is None:
-            self._place = await ray_cluster.place(
+            self._place = await _place(
                 self._ray,
                 [self._bundle] * self._size,
                 strategy=self._strategy,
@@ -260,7 +265,7 @@ class RayRanks(SocketRanks):
         try:
             here = await asyncio.to_thread(self._ray.util.get_node_ip_address)
             dial = Dial(address=server.listen(f"tcp:{here}:0"), token=token, generation=generation)
-            await self._seat(actors, dial)
+            await self._assign(actors, dial)
             return await self._arrived(actors, server)
         except BaseException:
             await actors.end()
@@ -268,19 +273,19 @@ class RayRanks(SocketRanks):
         finally:
             await server.close()
 
-    async def _seat(self, actors: _Actors, dial: Dial) -> None:
+    async def _assign(self, actors: _Actors, dial: Dial) -> None:
         """Give every actor its rank, and have it dial."""
         limit_s = self._start_timeout_s
         try:
-            seats = await actors.all_of(
-                "seat", [each.seat.remote() for each in actors.all], limit_s
+            placements = await actors.all_of(
+                "placement", [each.placement.remote() for each in actors.all], limit_s
             )
         except RanksLost as error:
-            has = await ray_cluster.resources(self._ray)
+            has = await _resources(self._ray)
             raise RanksLost(f"{error}. The cluster has {has}") from error
-        ranks = places(seats, shows_own_gpus="GPU" in self._bundle)
+        ranks = places(placements, shows_own_gpus="GPU" in self._bundle)
         actors.reorder([each.actor for each in ranks])
-        address = seats[ranks[0].actor].address
+        address = placements[ranks[0].actor].address
         opening = actors.all[0].open_store.remote(address, self._size, limit_s)
         (port,) = await actors.all_of("open_store", [opening], limit_s)
         meeting = Meeting(
@@ -289,9 +294,7 @@ class RayRanks(SocketRanks):
         pickled = await asyncio.to_thread(_pickled, self._spec.argument)
         argument = self._ray.put(pickled)  # once: as an argument it would be copied for each rank
         actors.serving = [
-            ray_cluster.future(
-                actor.serve.remote(each, meeting, dial, self._spec.factory, argument)
-            )
+            _future(actor.serve.remote(each, meeting, dial, self._spec.factory, argument))
             for actor, each in zip(actors.all, ranks, strict=True)
         ]
 
@@ -340,7 +343,7 @@ class RayRanks(SocketRanks):
         """Give the placement group back."""
         if self._place is not None:
             place, self._place = self._place, None
-            await asyncio.to_thread(ray_cluster.remove, self._ray, place)
+            await asyncio.to_thread(_remove, self._ray, place)
 
 
 class _Actors:
@@ -358,7 +361,7 @@ class _Actors:
 
     async def all_of(self, method: str, refs: Sequence[Any], timeout_s: float) -> list[Any]:
         """Fetches the references' values. Errors: `RanksLost`."""
-        waiting = [ray_cluster.future(ref) for ref in refs]
+        waiting = [_future(ref) for ref in refs]
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         for index, each in enumerate(waiting):
             if each.done() and each.exception() is not None:
@@ -370,7 +373,7 @@ class _Actors:
 
     async def end(self) -> None:
         """Kill all actors, and wait for a bounded time until Ray says that they are gone."""
-        ray_cluster.kill(self._ray, self.all)
+        _kill(self._ray, self.all)
         if self.serving and self._ray.is_initialized():
             await asyncio.wait(self.serving, timeout=_END_S)
 
@@ -383,8 +386,132 @@ class _Actors:
 
 def _why(done: asyncio.Future[Any]) -> str:
     error = done.exception()
-    return "" if error is None else f"{type(error).__name__}: {ray_cluster.in_short(error)}"
+    return "" if error is None else f"{type(error).__name__}: {_in_short(error)}"
 
 
 def _pickled(value: Any) -> list[bytes]:
     return [bytes(part) for part in wire.dump(value)]
+
+
+def import_ray() -> Any:
+    """Return the `ray` module. Errors: `ModuleNotFoundError` that says how to install it."""
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ModuleNotFoundError(
+            "ray is not installed; install megatron-idempotent[ray], here and on every node of "
+            "the cluster",
+            name="ray",
+        ) from error
+
+
+def _check_connected(ray: Any, what: str) -> None:
+    """Raise `RuntimeError` unless this process is connected to a cluster."""
+    if not ray.is_initialized():
+        raise RuntimeError(
+            f"{what} needs a Ray cluster and this process has none; call ray.init() first, with "
+            'address="auto" on a node of a running cluster'
+        )
+
+
+async def _resources(ray: Any) -> str:
+    """Describes the cluster's resources, free and in all, for an error."""
+    free, total = await asyncio.gather(
+        asyncio.to_thread(ray.available_resources), asyncio.to_thread(ray.cluster_resources)
+    )
+    nodes = sum(node["Alive"] for node in await asyncio.to_thread(ray.nodes))
+    kinds = [kind for kind in ("CPU", "GPU") if total.get(kind)]
+    listed = ", ".join(f"{free.get(kind, 0):g} of {total[kind]:g} {kind} free" for kind in kinds)
+    return f"{nodes} nodes with {listed or 'no CPU and no GPU'}"
+
+
+async def _place(
+    ray: Any, bundles: Sequence[Mapping[str, float]], *, strategy: str, timeout_s: float
+) -> Any:
+    """Reserve a placement group.
+
+    Args:
+        bundles: the resources of each actor, by Ray's names, such as `{"CPU": 1, "GPU": 1}`.
+        strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+        timeout_s: seconds to wait for it.
+
+    Errors: `RanksLost` with what was asked for and what there is, if the cluster does not give it
+        in time. The reservation is then taken back.
+    """
+    group = ray.util.placement_group([dict(each) for each in bundles], strategy=strategy)
+    clock = asyncio.get_running_loop().time
+    ends = clock() + timeout_s
+    try:
+        # Not `await group.ready()`: that runs a task in the group, in a worker started for it.
+        while not await asyncio.to_thread(group.wait, min(_SLICE_S, timeout_s)):
+            if clock() >= ends:
+                asked = _counted(bundles)
+                raise RanksLost(
+                    f"the Ray cluster has not given a placement group of {asked} ({strategy}) "
+                    f"within {timeout_s:g} s; it has {await _resources(ray)}. Ask for less, free "
+                    "some, or add nodes"
+                )
+    except BaseException:
+        _remove(ray, group)
+        raise
+    return group
+
+
+def _remove(ray: Any, group: Any) -> None:
+    """Give a placement group back; does nothing if the cluster is gone."""
+    if not ray.is_initialized():  # else Ray would start one
+        return
+    with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+        ray.util.remove_placement_group(group)
+
+
+def _kill(ray: Any, actors: Iterable[Any]) -> None:
+    """End actors at once; dead ones are no error, nor is a cluster that is gone."""
+    for actor in actors if ray.is_initialized() else ():  # else Ray would start one
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ValueError):
+            ray.kill(actor, no_restart=True)
+
+
+def _in_short(error: BaseException) -> str:
+    """Return an error in one line: the start and the end of Ray's page-long reports of a death."""
+    words = " ".join(str(error).split())
+    if len(words) > 2 * _SHORT:  # the start says who, the end why
+        words = f"{words[:_SHORT]} ... {words[-_SHORT:]}"
+    return words or type(error).__name__
+
+
+def _future(ref: Any) -> asyncio.Future[Any]:
+    """Return a future of the running loop for a reference's value.
+
+    The loop may close before the value is there. The error of a future that is dropped is not
+    reported. Wait for it with `asyncio.wait`, which does not cancel it.
+    """
+    loop = asyncio.get_running_loop()
+    waiting: asyncio.Future[Any] = loop.create_future()
+
+    def settle(done: concurrent.futures.Future[Any]) -> None:
+        if waiting.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            waiting.set_result(done.result())
+        else:
+            waiting.set_exception(error)
+            waiting.exception()  # looked at, so not reported where nobody waits any more
+
+    def arrived(done: concurrent.futures.Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, done)
+
+    ref.future().add_done_callback(arrived)
+    return waiting
+
+
+def _counted(bundles: Sequence[Mapping[str, float]]) -> str:
+    kinds: dict[str, int] = {}
+    for bundle in bundles:
+        name = ", ".join(f"{number:g} {kind}" for kind, number in bundle.items())
+        kinds[name] = kinds.get(name, 0) + 1
+    return " and ".join(f"{number} x ({name})" for name, number in kinds.items())

@@ -21,7 +21,7 @@ from . import wire
 FILE, EXIT_FILE = "controller.json", "controller-exit.json"
 #: Variables of a controller that a rank started: the id that its exit is filed under, and the host
 #: at which ranks on other machines find it.
-RUN_ID, HOST = "MEGATRON_IDEMPOTENT_LIFE", "MEGATRON_IDEMPOTENT_HOST"
+RUN_ID, HOST = "MEGATRON_IDEMPOTENT_RUN_ID", "MEGATRON_IDEMPOTENT_HOST"
 _PROBE_S = 5.0
 
 
@@ -40,15 +40,15 @@ class ControllerAddress:
     """The name of the controller's machine."""
     pid: int
     """The controller's process id on that machine."""
-    life: str = ""
+    run_id: str = ""
     """The id that the controller's exit is filed under; empty if the user started it."""
 
     @classmethod
     def here(cls, address: str, token: bytes) -> ControllerAddress:
         """Makes the address of a controller in this process."""
-        life = os.environ.get(RUN_ID, "")
+        run_id = os.environ.get(RUN_ID, "")
         node, pid = socket.gethostname(), os.getpid()
-        return cls(address=address, token=token.hex(), node=node, pid=pid, life=life)
+        return cls(address=address, token=token.hex(), node=node, pid=pid, run_id=run_id)
 
     @classmethod
     def read(cls, directory: Path) -> ControllerAddress | None:
@@ -127,13 +127,13 @@ def new_run_id() -> str:
     return secrets.token_hex(8)
 
 
-def exit_code(directory: Path, life: str) -> int | None:
+def exit_code(directory: Path, run_id: str) -> int | None:
     """Returns the exit code of the controller of that id; None if it has not ended.
 
     Errors: `RendezvousError`, as for `ControllerAddress.read`.
     """
     fields = read_private(directory / EXIT_FILE)
-    if fields is None or fields.get("life") != life:
+    if fields is None or fields.get("run_id") != run_id:
         return None
     return int(fields["code"])
 

@@ -202,7 +202,7 @@ class SocketRanks:
             raise ValueError(f"size is {size}; allowed: 1 rank or more")
         self._size = size
         self._start_timeout_s, self._call_timeout_s = start_timeout_s, call_timeout_s
-        self._life: WorkerSession | None = None
+        self._session: WorkerSession | None = None
         self._gone = NOT_STARTED
         self._turn = asyncio.Lock()
 
@@ -236,10 +236,12 @@ class SocketRanks:
         Errors: `RanksLost` if they cannot be started, `RankFailed` if a factory raises.
         """
         await self._drop("start() was called again")
-        life = self._life = WorkerSession(await self._launch(), self._ended)
+        session = self._session = WorkerSession(await self._launch(), self._ended)
         try:
             async with self._turn:
-                await self._exchange(life, b"M", [[]] * self._size, "start", self._start_timeout_s)
+                await self._exchange(
+                    session, b"M", [[]] * self._size, "start", self._start_timeout_s
+                )
         except RankFailed:
             await self._drop("the factory of a worker raised")
             raise
@@ -261,11 +263,11 @@ class SocketRanks:
         way.
         """
         check_per_rank(method, per_rank, self._size)
-        if self._life is None:
+        if self._session is None:
             raise RanksLost(self._gone)
         limit_s = self._call_timeout_s if timeout_s is None else timeout_s
         request = _Request(method=method, args=args, per_rank=per_rank, timeout_s=limit_s)
-        task = asyncio.ensure_future(self._in_turn(self._life, request))
+        task = asyncio.ensure_future(self._in_turn(self._session, request))
         task.add_done_callback(_look_at_error)
         try:
             return await asyncio.shield(task)
@@ -276,62 +278,62 @@ class SocketRanks:
 
     async def close(self) -> None:
         """End all ranks. Twice: no-op."""
-        if self._life is not None and not self._life.lost.done():
-            await self._say_goodbye(self._life)
+        if self._session is not None and not self._session.lost.done():
+            await self._say_goodbye(self._session)
         await self._drop("close() was called")
         await self._release()
 
-    async def _in_turn(self, life: WorkerSession, request: _Request) -> list[Any]:
+    async def _in_turn(self, session: WorkerSession, request: _Request) -> list[Any]:
         async with self._turn:
-            if life.is_ending:
-                raise await life.why()
+            if session.is_ending:
+                raise await session.why()
             plain = request.per_rank is None and all(type(arg) in _PLAIN for arg in request.args)
             if plain:
                 frames = _frames(request, self._size)
             else:  # what the arguments are like shows only when they are pickled
                 frames = await asyncio.to_thread(_frames, request, self._size)
             request.sent = True
-            return await self._exchange(life, b"C", frames, request.method, request.timeout_s)
+            return await self._exchange(session, b"C", frames, request.method, request.timeout_s)
 
     async def _exchange(
         self,
-        life: WorkerSession,
+        session: WorkerSession,
         kind: bytes,
         frames: Sequence[Sequence[wire.Bytes]],
         method: str,
         timeout_s: float | None,
     ) -> list[Any]:
-        life.doing = method
+        session.doing = method
         asked = [
             asyncio.ensure_future(connection.ask(kind, frame))
-            for connection, frame in zip(life.connections, frames, strict=True)
+            for connection, frame in zip(session.connections, frames, strict=True)
         ]
         answered = asyncio.ensure_future(asyncio.wait(asked))
         try:
-            waiting: set[asyncio.Future[Any]] = {answered, life.lost}
+            waiting: set[asyncio.Future[Any]] = {answered, session.lost}
             await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if answered.done():
                 return await _results(method, [each.result() for each in asked])
             silent = ", ".join(str(rank) for rank, each in enumerate(asked) if not each.done())
-            life.lose(f"{method}() was not answered in {timeout_s} s by rank {silent}")
-            raise await life.why()
+            session.lose(f"{method}() was not answered in {timeout_s} s by rank {silent}")
+            raise await session.why()
         finally:
             for each in (answered, *asked):
                 each.cancel()
             await asyncio.wait({answered, *asked})
-            life.doing = ""
+            session.doing = ""
 
-    async def _say_goodbye(self, life: WorkerSession) -> None:
+    async def _say_goodbye(self, session: WorkerSession) -> None:
         """Let idle ranks end by themselves; ranks in a call have `_goodbye_s` to end it."""
         try:
             await asyncio.wait_for(self._turn.acquire(), max(self._goodbye_s, 1e-3))
         except asyncio.TimeoutError:
             return
         try:
-            for connection in life.connections:
+            for connection in session.connections:
                 connection.on_end = None
-            leaving = asyncio.gather(*(each.send(b"G", []) for each in life.connections))
-            left = asyncio.gather(*(each.closed() for each in life.connections))
+            leaving = asyncio.gather(*(each.send(b"G", []) for each in session.connections))
+            left = asyncio.gather(*(each.closed() for each in session.connections))
             for step in (leaving, left):
                 await asyncio.wait([step], timeout=max(self._goodbye_s, 2.0))
         finally:
@@ -339,11 +341,11 @@ class SocketRanks:
 
     async def _drop(self, why: str) -> None:
         """End the ranks, if there are any; calls that run or wait fail with this reason."""
-        life, self._life = self._life, None
+        session, self._session = self._session, None
         self._gone = NOT_STARTED
-        if life is not None:
-            life.lose(why)
-            await asyncio.shield(life.lost)
+        if session is not None:
+            session.lose(why)
+            await asyncio.shield(session.lost)
 
 
 def _frames(request: _Request, size: int) -> list[list[wire.Bytes]]:

@@ -8,7 +8,10 @@
 A rank that starts the controller may be ended and restarted. So another process waits for the
 controller to end, and writes its exit code:
 
-    python -m megatron_idempotent.rl.workers.torchrun DIRECTORY LIFE -- COMMAND…
+    python -m megatron_idempotent.rl.workers.torchrun DIRECTORY RUN_ID -- COMMAND…
+
+It stays beside Ray and embedded ranks: a Slurm cluster without Ray has torchrun alone, and without
+this an asynchronous run there could not leave one machine.
 """
 
 from __future__ import annotations
@@ -150,7 +153,7 @@ _OF_RANKS = frozenset(
 
 
 def start(
-    directory: Path, life: str, command: Sequence[str], *, host: str = ""
+    directory: Path, run_id: str, command: Sequence[str], *, host: str = ""
 ) -> subprocess.Popen[bytes]:
     """Start a controller as a process that outlives this rank and its torchrun.
 
@@ -161,19 +164,19 @@ def start(
         for name, value in os.environ.items()
         if name not in _OF_RANKS and not name.startswith("TORCHELASTIC_")
     }
-    environ[RUN_ID] = life
+    environ[RUN_ID] = run_id
     if host:
         environ[HOST] = host
-    program = [sys.executable, "-m", __name__, str(directory), life, "--", *command]
+    program = [sys.executable, "-m", __name__, str(directory), run_id, "--", *command]
     # Its own session: what ends the ranks, such as Ctrl-C, is not the controller's end.
     return subprocess.Popen(program, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command to its end; returns its exit code, with 128 + N for signal N."""
-    directory, life, dashes, *command = argv
+    directory, run_id, dashes, *command = argv
     if dashes != "--" or not command:
-        raise ValueError(f"got arguments {list(argv)!r}; allowed: DIRECTORY LIFE -- COMMAND…")
+        raise ValueError(f"got arguments {list(argv)!r}; allowed: DIRECTORY RUN_ID -- COMMAND…")
     try:
         child = subprocess.Popen(command)
     except OSError as error:
@@ -182,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         code = _wait(child)
     code = 128 - code if code < 0 else code
-    write_private(Path(directory) / EXIT_FILE, {"life": life, "code": code})
+    write_private(Path(directory) / EXIT_FILE, {"run_id": run_id, "code": code})
     return code
 
 
@@ -225,11 +228,11 @@ class TorchrunRank:
         self._store: Any = _prefixed("megatron-idempotent", store)
         if self._rank == 0:
             self._tell()
-        seat, found, code = self._seat()
-        if seat is None or found is None:
+        connection, found, code = self._connect()
+        if connection is None or found is None:
             return code  # the controller came to its end without ranks: nothing was left to do
         self._controller = found
-        seat.serve(self._spec, self._join)
+        connection.serve(self._spec, self._join)
         code = self._exit_code(found)
         import torch.distributed as dist
 
@@ -244,7 +247,7 @@ class TorchrunRank:
         said = {"found": fields, "generation": wire.new_generation().hex(), "code": code}
         self._store.set("controller", json.dumps(said))
 
-    def _seat(self) -> tuple[RankConnection | None, ControllerAddress | None, int]:
+    def _connect(self) -> tuple[RankConnection | None, ControllerAddress | None, int]:
         """Dial the controller that rank 0 has found; returns the connection and its address.
 
         For a controller that has ended it returns the exit code instead. The store outlives a
@@ -262,14 +265,14 @@ class TorchrunRank:
             )
             hello = wire.Hello(generation=generation, rank=self._rank, pid=os.getpid())
             try:
-                seat = RankConnection(found.address, bytes.fromhex(found.token), hello)
+                connection = RankConnection(found.address, bytes.fromhex(found.token), hello)
             except (OSError, EOFError, wire.WireError):
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.1)
                 continue
             self._store = _prefixed(said["generation"], self._store)
-            return seat, found, 0
+            return connection, found, 0
 
     def _find(self) -> tuple[ControllerAddress | None, int]:
         """Return a controller that answers, started if there is none; None if that ended with 0.
@@ -343,12 +346,12 @@ class TorchrunRank:
         return code
 
     def _await_exit(self, found: ControllerAddress) -> int:
-        if not found.life:
+        if not found.run_id:
             return 0  # the user started it, and looks after it
         until = time.monotonic() + _EXIT_S
         while time.monotonic() < until:
             gone = not found.alive()
-            code = rendezvous.exit_code(self._directory, found.life)
+            code = rendezvous.exit_code(self._directory, found.run_id)
             if code is not None:
                 return code
             if gone:

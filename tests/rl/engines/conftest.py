@@ -18,7 +18,7 @@ pytest.register_assert_rewrite(
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
     collect_ignore_glob = ["test_*.py"]
 elif importlib.util.find_spec("aiohttp") is None:  # of the extra `http`
-    collect_ignore_glob = ["test_sglang_*.py", "test_vllm_*.py"]
+    collect_ignore_glob = ["test_vllm_*.py"]
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,8 @@ from megatron_idempotent.rl.engines import (
     Request,
 )
 from megatron_idempotent.rl.engines.vllm import Timeouts, VllmEngine, VllmServer
+from megatron_idempotent.rl.engines.vllm.control import _PATHS
 from megatron_idempotent.rl.engines.vllm.engine import seed_at, to_sample
-from megatron_idempotent.rl.engines.vllm.http import _PATHS
 
 ASKED = Request(id="q", prompt=(5, 6), max_tokens=2)
 CHOICE = {
@@ -129,7 +129,7 @@ def test_what_a_server_was_not_started_with_is_named_with_its_remedy() -> None:
             with pytest.raises(EngineUnsupported, match=r"disabled.*--enable-scale-out"):
                 await engine.generate(ASKED)
         async with connected(server) as there:
-            engine = VllmEngine(there._calls.url, model="other")
+            engine = VllmEngine(there._control.url, model="other")
             with pytest.raises(EngineUnsupported, match="serves m, not other"):
                 await engine.generate(ASKED)
             await engine.close()

@@ -31,7 +31,7 @@ class Served:
             checkpoint,
             arguments=ARGUMENTS,
             environment=CPU_ENVIRONMENT
-            | {"PYTHONPATH": os.pathsep.join([str(HERE), *_inherited()])},
+            | {"PYTHONPATH": os.pathsep.join([str(HERE), *inherited()])},
             extension="faults.FaultyWorker",
             log=os.environ.get("VLLM_TEST_LOG"),
         )
@@ -66,7 +66,7 @@ class Served:
         """No requests, no pause, nothing staged, and the weights of the checkpoint."""
         engine = VllmEngine(self.server.url, name="clean", transport=SharedMemorySender)
         try:
-            await engine._calls.post("/abort_requests", {}, timeout_s=10.0)
+            await engine._control.post("/abort_requests", {}, timeout_s=10.0)
             await slow(engine, 0.0)
             state = await engine._updates.state()
             if state.staging:
@@ -93,5 +93,6 @@ def fast(**seconds: float) -> Timeouts:
     return Timeouts(**{"control_s": 20.0, "commit_s": 20.0, "bucket_s": 20.0, **seconds})
 
 
-def _inherited() -> list[str]:
+def inherited() -> list[str]:
+    """The path that this process was given."""
     return [path for path in [os.environ.get("PYTHONPATH")] if path]

@@ -10,6 +10,8 @@ from contract import EngineContract
 from served import slow
 from tiny import END
 
+from megatron_idempotent.rl.engines import EngineUnsupported
+
 
 class TestVllmEngine(EngineContract):
     # vLLM draws a part that is resubmitted with another generator than the whole.
@@ -86,5 +88,14 @@ class TestVllmEngine(EngineContract):
             await engine.close()
             for sample in await asyncio.gather(*calls):
                 assert sample.finish_reason == "abort"
+
+        self.run(old, scenario)
+
+    def test_a_server_without_sleep_mode_says_how_to_get_it(self, old):
+        async def scenario(engine):
+            for call in (engine.sleep(), engine.wake(("weights",))):
+                with pytest.raises(EngineUnsupported, match="--enable-sleep-mode"):
+                    await call
+            assert (await engine.health()).status == "SERVING"
 
         self.run(old, scenario)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from contract_base import ContractBase, buckets, next_update
-from served import HERE
+from served import HERE, inherited
 from tiny import read_weights
 
-from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmLocalEngine
+from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmEngine, VllmServer
 from megatron_idempotent.rl.weights import UpdateMismatch
 from megatron_idempotent.rl.weights.transports import SharedMemorySender
 
@@ -24,31 +24,21 @@ def scales(layers: int, *, k: float, v: float) -> dict[str, float]:
     return {f"{place}.{name}_scale": s for place in places for name, s in (("k", k), ("v", v))}
 
 
-# vLLM's imports warn.
-@pytest.mark.filterwarnings("ignore")
 class TestVllmWithAnFp8Cache(ContractBase):
-    @pytest.fixture
-    def settings(self, shared, monkeypatch):
+    def test_scales_take_effect_with_an_update_and_stay(self, old: Path, new: Path, shared) -> None:
         shared.server.stop()  # two engines would share two cores
-        inherited = [path for path in [os.environ.get("PYTHONPATH")] if path]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *inherited]))
-        for name, value in CPU_ENVIRONMENT.items():
-            monkeypatch.setenv(name, value)
-        return {
-            "dtype": "bfloat16",
-            "kv_cache_dtype": "fp8",
-            "enforce_eager": True,
-            "extension": "scales_worker.ScalesWorker",
-            "transport": SharedMemorySender,
-        }
+        arguments = ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8", "--enforce-eager")
+        with VllmServer(
+            old,
+            arguments=arguments,
+            environment=CPU_ENVIRONMENT
+            | {"PYTHONPATH": os.pathsep.join([str(HERE), *inherited()])},
+            extension="scales_worker.ScalesWorker",
+        ) as server:
+            asyncio.run(asyncio.wait_for(self.scenario(server, old, new), 480))
 
-    def test_scales_take_effect_with_an_update_and_stay(
-        self, old: Path, new: Path, settings
-    ) -> None:
-        asyncio.run(asyncio.wait_for(self.scenario(old, new, settings), 480))
-
-    async def scenario(self, old, new, settings):
-        engine = VllmLocalEngine(old, **settings)
+    async def scenario(self, server, old, new):
+        engine = VllmEngine(server.url, transport=SharedMemorySender)
         try:
             first = await self.in_use(engine)
             layers = len(first)
@@ -73,7 +63,9 @@ class TestVllmWithAnFp8Cache(ContractBase):
             await engine.close()
 
     async def in_use(self, engine):
-        (found,) = await engine._local.llm.collective_rpc("scales_in_use")
+        asked = {"method": "scales_in_use"}
+        answer = await engine._control.post("/collective_rpc", asked, timeout_s=60.0)
+        (found,) = answer["results"]
         return {place: [list(pair) for pair in pairs] for place, pairs in found.items()}
 
     async def staged(self, engine, directory, kv_scales):

@@ -1,7 +1,6 @@
 """The live table, and the lines that take its place in a file."""
 
 import asyncio
-import dataclasses
 import io
 import re
 
@@ -44,7 +43,7 @@ def test_the_table_shows_the_status_and_the_last_metrics(monkeypatch):
     table.show(status(), 1.0)
     table.log(METRICS, step=12)
     table.log({"evaluation/reward": 0.5}, step=12)
-    table.show(dataclasses.asdict(status(trainer_version=13)), 2.0, engines="3 serve, 1 is lost")
+    table.show(status(trainer_version=13), 2.0, engines="3 serve, 1 is lost")
     table.close()
     table.close()
     _, last = output.getvalue().split("12 of 200", 1)

@@ -14,7 +14,6 @@ from status_cases import status
 
 from megatron_idempotent.rl.controller.status_file import (
     STATUS_FILE,
-    NotRunning,
     StatusError,
     StatusFile,
     read_status,
@@ -46,7 +45,7 @@ def test_the_status_is_written_at_once_again_and_at_the_end(tmp_path):
 
 def test_an_old_status_is_refused_unless_the_run_has_ended(tmp_path):
     path = tmp_path / STATUS_FILE
-    with pytest.raises(NotRunning, match="is not there: the run has not begun"):
+    with pytest.raises(StatusError, match="is not there: the run has not begun"):
         read_status(path)
 
     async def scenario(last):
@@ -101,3 +100,19 @@ def test_a_directory_that_is_not_there_is_told_and_one_that_vanishes_ends_nothin
             await asyncio.sleep(0.05)
 
     asyncio.run(scenario())
+
+
+def test_what_reads_a_run_needs_no_torch():
+    program = (
+        "import sys\n"
+        "import megatron_idempotent.rl.controller.status_file\n"
+        "import megatron_idempotent.rl.metrics.chart\n"
+        "import megatron_idempotent.rl.metrics.loggers\n"
+        "import megatron_idempotent.rl.metrics.names\n"
+        "import megatron_idempotent.rl.metrics.timeline\n"
+        "print([name for name in ('torch', 'rich', 'matplotlib', 'wandb') if name in sys.modules])"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert told.stdout.strip() == "[]"

@@ -126,13 +126,13 @@ def reserved(cluster):
 
 
 def test_ranks_of_a_node_are_neighbours():
-    seats = [NodePlacement(node=node, address=f"10.0.0.{node}") for node in "2121"]
-    found = places(seats, shows_own_gpus=False)
+    placements = [NodePlacement(node=node, address=f"10.0.0.{node}") for node in "2121"]
+    found = places(placements, shows_own_gpus=False)
     assert [each.rank for each in found] == [0, 1, 2, 3]
     assert [each.actor for each in found] == [0, 2, 1, 3]
     assert [each.local_rank for each in found] == [0, 1, 0, 1]
     assert {(each.size, each.local_size) for each in found} == {(4, 2)}
-    assert {each.local_rank for each in places(seats, shows_own_gpus=True)} == {0}
+    assert {each.local_rank for each in places(placements, shows_own_gpus=True)} == {0}
 
 
 def test_without_ray_it_says_how_to_get_it(monkeypatch):

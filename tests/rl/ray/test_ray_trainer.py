@@ -1,4 +1,4 @@
-"""The trainer on a Ray cluster: ranks, an engine and groups in its actors."""
+"""The trainer on a Ray cluster: ranks and groups in its actors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def test_a_run_on_ray_trains_what_one_on_this_machine_does(cluster, queue, tmp_p
         rows.append(read_metrics(job.out / METRICS_FILE))
     assert len(rows[0]) == len(rows[1]) == 5
     for one, other in zip(*rows, strict=True):
-        # The same tokens. Requests reach an actor one by one, so that its batches, and with them
-        # the last bits of log-probs, are not those of an engine in this process.
-        for name in ("train/reward", "train/response_tokens", "evaluation/reward"):
-            assert one.get(name) == other.get(name)
-        for name in {"train/loss", "train/grad_norm"} & one.keys():
-            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5)
+        # Both engines are in this process, and their batches the same; so are all bits.
+        for name in one.keys() & other.keys():
+            if name.startswith(("train/", "evaluation/")) and "idle" not in name:
+                assert one[name] == other[name], name

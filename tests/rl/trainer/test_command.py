@@ -29,7 +29,7 @@ def test_asking_for_help_imports_neither_torch_nor_megatron():
     assert "--resume" in done.stdout
     shown = " ".join(done.stdout.split())
     assert "--rollouts N rollouts in the whole run (default: 150; with --async 600)" in shown
-    assert "--engine-url URL servers of vllm or sglang: URL[,URL] (default: none)" in shown
+    assert "--engine-url URL servers of vllm: URL[,URL] (default: none)" in shown
     assert shown.count("(default: ") == 15
 
 

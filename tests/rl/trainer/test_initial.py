@@ -59,7 +59,7 @@ def test_the_random_checkpoint_is_what_the_settings_and_the_seed_say(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "url"), [("vllm", ""), ("sglang", ""), ("transformers", "http://127.0.0.1:8000")]
+    ("engine", "url"), [("vllm", ""), ("transformers", "http://127.0.0.1:8000")]
 )
 def test_an_engine_and_its_url_belong_together(engine, url):
     with pytest.raises(

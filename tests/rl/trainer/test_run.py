@@ -54,8 +54,11 @@ def digest(job, rollouts):
     ]
 
 
-def compare_sampling_with_training(job):
-    """Runs on a rank: one update, then the engine's log-probs against the training forward's."""
+def compare_sampling_with_training(job, make=None):
+    """Runs on a rank: one update, then the engine's log-probs against the training forward's.
+
+    `make` takes the place of `make_engines`.
+    """
     import torch
 
     import megatron_idempotent
@@ -80,7 +83,7 @@ def compare_sampling_with_training(job):
         job.out / "initial", config.model, tokenizer, seed=1, positions=positions + 1
     )
     policy = MegatronPolicy(config, checkpoint, positions=positions)
-    engines = make_engines(config, policy, checkpoint, job.out)
+    engines = (make or make_engines)(config, policy, checkpoint, job.out)
     maker = RequestMaker(tokenizer, temperature=temperature, max_response_tokens=5, seed=1)
 
     def drawn(prompts, stream):

@@ -14,13 +14,13 @@ from transport_peer import described
 from weight_peers import every_kind_of_tensor
 
 from megatron_idempotent.rl.weights import Bucket, TensorInfo, UpdateDamaged
-from megatron_idempotent.rl.weights.transports.layout import Layout, read_tensor
+from megatron_idempotent.rl.weights.transports.layout import BucketLayout, read_tensor
 
 BUCKET = Bucket.of(4, {"a": torch.ones(3), "b": torch.zeros(2, 5, dtype=torch.float16)})
 
 
 def announced(bucket: Bucket = BUCKET) -> dict[str, Any]:
-    return json.loads(json.dumps(Layout.of("u", bucket).as_json()))
+    return json.loads(json.dumps(BucketLayout.of("u", bucket).as_json()))
 
 
 @settings(deadline=None, max_examples=25)
@@ -28,8 +28,8 @@ def announced(bucket: Bucket = BUCKET) -> dict[str, Any]:
 def test_any_selection_of_tensors_survives_json_and_bytes(names: list[str]) -> None:
     tensors = every_kind_of_tensor()
     bucket = Bucket.of(2, {name: tensors[name] for name in names})
-    layout = Layout.from_json(announced(bucket), update_id="u")
-    assert layout == Layout.of("u", bucket)
+    layout = BucketLayout.from_json(announced(bucket), update_id="u")
+    assert layout == BucketLayout.of("u", bucket)
     flat_N = torch.full((layout.nbytes + 5,), 77, dtype=torch.uint8)
     layout.pack(bucket.tensors, flat_N)
     assert flat_N[layout.nbytes :].tolist() == [77] * 5
@@ -44,19 +44,19 @@ def test_any_selection_of_tensors_survives_json_and_bytes(names: list[str]) -> N
 
 
 def test_tensors_begin_at_multiples_of_64_bytes() -> None:
-    layout = Layout.of("u", BUCKET)
+    layout = BucketLayout.of("u", BUCKET)
     assert (layout.offsets, layout.nbytes) == ((0, 64), 84)
 
 
 def test_a_tensor_without_a_checksum_stays_without_one() -> None:
     bucket = Bucket(index=0, tensors={"a": torch.ones(3)}, checksums={})
-    assert Layout.from_json(announced(bucket), update_id="u").checksums == {}
+    assert BucketLayout.from_json(announced(bucket), update_id="u").checksums == {}
 
 
 def test_checksums_of_all_sizes_survive_json() -> None:
     checksums = {"a": 2**64 - 1, "b": 0}
     bucket = Bucket(index=0, tensors=BUCKET.tensors, checksums=checksums)
-    assert Layout.from_json(announced(bucket), update_id="u").checksums == checksums
+    assert BucketLayout.from_json(announced(bucket), update_id="u").checksums == checksums
 
 
 @pytest.mark.parametrize("key", ["index", "nbytes", "tensors"])
@@ -64,7 +64,7 @@ def test_metadata_that_lacks_something_is_refused(key: str) -> None:
     fields = announced()
     del fields[key]
     with pytest.raises(UpdateDamaged, match=f"lacks '{key}'; pass on what announce"):
-        Layout.from_json(fields, update_id="u")
+        BucketLayout.from_json(fields, update_id="u")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_metadata_that_makes_no_sense_is_refused(change: dict, message: str) -> 
     fields = announced()
     fields["tensors"][0].update(change)
     with pytest.raises(UpdateDamaged, match=message):
-        Layout.from_json(fields, update_id="u")
+        BucketLayout.from_json(fields, update_id="u")
 
 
 def test_a_tensor_is_read_from_its_place_in_a_file(tmp_path: pathlib.Path) -> None:

@@ -86,7 +86,7 @@ class CallContract(OnOneLoop):
         run(alive())
         return shared
 
-    def test_results_come_by_rank_and_each_rank_has_a_process_and_a_seat(self, ranks, run) -> None:
+    def test_results_come_by_rank_and_each_rank_has_a_process_of_its_own(self, ranks, run) -> None:
         assert ranks.size == 2
         found = run(ranks.call("describe"))
         assert [(rank, size, argument) for rank, size, _, argument in found] == [

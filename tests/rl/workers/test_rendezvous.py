@@ -22,12 +22,12 @@ def an_address(address: str = "tcp:127.0.0.1:1", **changes: object) -> Controlle
 
 
 def test_it_is_read_as_it_was_written_and_by_nobody_else(tmp_path) -> None:
-    written = an_address(life="x")
+    written = an_address(run_id="x")
     written.write(tmp_path / "run")
     assert ControllerAddress.read(tmp_path / "run") == written
     assert (tmp_path / "run" / rendezvous.FILE).stat().st_mode & 0o777 == 0o600
     assert [path.name for path in (tmp_path / "run").iterdir()] == [rendezvous.FILE]
-    an_address(life="y").remove(tmp_path / "run")  # another controller's is left alone
+    an_address(run_id="y").remove(tmp_path / "run")  # another controller's is left alone
     assert ControllerAddress.read(tmp_path / "run") == written
     written.remove(tmp_path / "run")
     assert ControllerAddress.read(tmp_path / "run") is None
@@ -71,9 +71,9 @@ def test_one_of_another_user_is_not_trusted(tmp_path, monkeypatch) -> None:
         ControllerAddress.read(tmp_path)
 
 
-def test_an_exit_code_is_of_one_life(tmp_path) -> None:
+def test_an_exit_code_is_of_one_run_id(tmp_path) -> None:
     assert rendezvous.exit_code(tmp_path, "a") is None
-    rendezvous.write_private(tmp_path / rendezvous.EXIT_FILE, {"life": "a", "code": 3})
+    rendezvous.write_private(tmp_path / rendezvous.EXIT_FILE, {"run_id": "a", "code": 3})
     assert rendezvous.exit_code(tmp_path, "a") == 3
     assert rendezvous.exit_code(tmp_path, "b") is None
     assert json.loads((tmp_path / rendezvous.EXIT_FILE).read_text())["code"] == 3

@@ -161,8 +161,8 @@ def test_a_rank_ends_itself_when_its_connection_breaks_wherever_it_is(tmp_path, 
     program = (
         "import os, sys; from megatron_idempotent.rl.workers import WorkerSpec, serve, wire;"
         f"hello = wire.Hello(generation={ONE!r}, rank=0, pid=os.getpid());"
-        f"seat = serve.RankConnection(sys.argv[1], {TOKEN!r}, hello);"
-        "seat.serve(WorkerSpec(factory='importlib:import_module', argument='time'))"
+        f"connection = serve.RankConnection(sys.argv[1], {TOKEN!r}, hello);"
+        "connection.serve(WorkerSpec(factory='importlib:import_module', argument='time'))"
     )
 
     async def scenario() -> None:

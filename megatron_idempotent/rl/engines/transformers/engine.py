@@ -246,5 +246,5 @@ def _check_layers(config: Any) -> None:
     if kinds != {"full_attention"}:
         raise ValueError(
             f"the {config.model_type} model has layers of {sorted(kinds)}: TransformersEngine "
-            "serves full attention only; serve it with vLLM or SGLang"
+            "serves full attention only; serve it with vLLM"
         )

@@ -1,8 +1,7 @@
-"""Makes vLLM a rollout engine: over HTTP or in process, with a plugin for its workers."""
+"""Makes vLLM a rollout engine, over HTTP, with a plugin for its workers."""
 
 from .control import Timeouts
-from .http import VllmEngine
-from .local import VllmLocalEngine
+from .engine import VllmEngine
 from .server import CPU_ENVIRONMENT, VllmServer
 
-__all__ = ["CPU_ENVIRONMENT", "Timeouts", "VllmEngine", "VllmLocalEngine", "VllmServer"]
+__all__ = ["CPU_ENVIRONMENT", "Timeouts", "VllmEngine", "VllmServer"]

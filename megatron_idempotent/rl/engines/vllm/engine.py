@@ -1,9 +1,10 @@
-"""Implements the part of a vLLM engine that is the same over HTTP and in process."""
+"""Makes a vLLM server an engine, over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron_idempotent.rl.engines.protocol import (
     EngineDead,
     EngineError,
     EngineHealth,
+    EngineUnsupported,
     FinishReason,
     PauseMode,
     Request,
@@ -19,34 +21,69 @@ from megatron_idempotent.rl.engines.protocol import (
 from megatron_idempotent.rl.weights import Bucket, WeightUpdate
 from megatron_idempotent.rl.weights.transports.base import Sender
 
-from .control import Control, Timeouts
+from .control import BadRequest, Control, Timeouts
 from .updates import UpdateStager
 
 _ABORT_S = 0.1
+_GENERATE = "/inference/v1/generate"
 
 
-class StagedEngine:
-    """Implements `RolloutEngine`; subclasses send requests to vLLM, and release it."""
+class VllmEngine:
+    """Implements `ColocatedEngine` with a vLLM server that was started for it (see `VllmServer`).
+
+    Tokens go in and out as ids, at `/inference/v1/generate`. vLLM itself stamps each: its engine
+    attaches the version it has to the outputs of every step, the version changes only through
+    `/finish_weight_update`, which the client calls while the engine is paused, and a call to pause
+    returns when the steps under way have been handed out. So a stamp cannot be off by one, and the
+    client does not count tokens. Log-probs are those of the distribution that tokens were drawn
+    from; at a temperature other than 1 the server must run with
+    `--logprobs-mode processed_logprobs`.
+
+    `close` leaves the server as it is. Use one event loop and one client at a time, and one replica
+    per server: data parallelism inside of one is not supported.
+    Example: `VllmEngine("http://127.0.0.1:8000", transport=lambda: DiskSender("/dev/shm/weights"))`
+    """
 
     def __init__(
         self,
-        control: Control,
+        url: str,
         *,
-        name: str,
-        transport: Callable[[], Sender] | None,
-        timeouts: Timeouts,
-        initial_version: int,
-        keep_copy: bool,
+        name: str | None = None,
+        transport: Callable[[], Sender] | None = None,
+        model: str | None = None,
+        timeouts: Timeouts | None = None,
+        initial_version: int = 0,
+        keep_copy: bool = True,
+        api_key: str | None = None,
     ) -> None:
-        self._control = control
-        self._name = name
-        self._timeouts = timeouts
+        """
+        Args:
+            url: the server's address, as in "http://127.0.0.1:8000".
+            name: the engine's name in errors and reports; None for the URL.
+            transport: makes the sender of each update, for as many workers as the server has; None
+                for an engine that cannot be updated.
+            model: the model's name in the server; None for its only one.
+            timeouts: the limits of calls; None for the defaults.
+            initial_version: the version of the weights that the server was started with.
+            keep_copy: True has workers keep a copy of what they serve in host memory, which is
+                needed to roll back a torn commit, and for updates with a base version.
+            api_key: the server's key, if it wants one.
+
+        Errors: `ImportError` without aiohttp.
+        """
+        name = url if name is None else name
+        timeouts = Timeouts() if timeouts is None else timeouts
+        self._control = Control(url, timeouts, engine=name, api_key=api_key)
+        self._name, self._model, self._timeouts = name, model, timeouts
+        self._asking = asyncio.Lock()
+        self._tempered: bool | None = None
+        self._longest: int | None = None
         self._closed = False
         self._count = itertools.count()
         self._running: dict[str, asyncio.Future[Sample]] = {}
         self._pausing = asyncio.Lock()
         self._updates = UpdateStager(
-            control,
+            self._control,
             engine=name,
             transport=transport,
             timeouts=timeouts,
@@ -58,18 +95,6 @@ class StagedEngine:
     def name(self) -> str:
         """See `RolloutEngine.name`."""
         return self._name
-
-    async def _draw(self, sent_id: str, request: Request) -> Sample:
-        """Send a request under an id; if the call is cancelled, vLLM frees the request."""
-        raise NotImplementedError
-
-    async def _abort(self, sent_ids: Sequence[str]) -> None:
-        """Make requests come back as partials."""
-        raise NotImplementedError
-
-    async def _release(self) -> None:
-        """Release vLLM: close connections, or end it if it is this process's own."""
-        raise NotImplementedError
 
     async def generate(self, request: Request) -> Sample:
         """See `RolloutEngine.generate`."""
@@ -104,13 +129,17 @@ class StagedEngine:
         finally:
             for drawing in running.values():
                 drawing.cancel()
-            await self._release()
+            await self._control.close()
 
     async def _abort_all(self, running: Mapping[str, asyncio.Future[Sample]]) -> None:
         waiting = dict(running)
         while waiting:
             # Again and again: a request may be on its way still, where an abort does not meet it.
-            await self._abort(list(waiting))
+            # vLLM puts a word of its own before an id.
+            ids = [each for sent in waiting for each in (sent, f"generate-tokens-{sent}")]
+            await self._control.post(
+                "/abort_requests", {"request_ids": ids}, timeout_s=self._timeouts.health_s
+            )
             await asyncio.wait(waiting.values(), timeout=_ABORT_S)
             waiting = {sent: drawing for sent, drawing in waiting.items() if not drawing.done()}
 
@@ -165,7 +194,7 @@ class StagedEngine:
         return EngineHealth(status="DEAD", version=None, detail=detail, running=running)
 
     async def _health(self, running: int) -> EngineHealth:
-        await self._control.alive()
+        await self._control.get("/health", timeout_s=self._timeouts.health_s)
         state = await self._updates.state()
         wrong = await self._updates.must_not_serve(state)
         if wrong:
@@ -175,6 +204,111 @@ class StagedEngine:
             version=state.version,
             running=running,
         )
+
+    async def sleep(self) -> None:
+        """See `ColocatedEngine.sleep`. Weights go to the host's memory.
+
+        Sleep and wake were not run: vLLM has them on GPUs only. Errors: `EngineUnsupported` for a
+        server without --enable-sleep-mode.
+        """
+        await self._must_sleep()
+        limit_s = self._timeouts.commit_s
+        await self._control.post("/sleep", timeout_s=limit_s, level="1", mode="abort")
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """See `ColocatedEngine.wake`; once all of it is awake, the engine is paused."""
+        await self._must_sleep()
+        for tag in tags:
+            limit_s = self._timeouts.commit_s
+            answer = await self._control.post("/wake_up", timeout_s=limit_s, tags=tag)
+            if answer["status"] == "awake":
+                await self._control.pause("keep")  # vLLM serves at once; `resume` says when
+
+    async def _must_sleep(self) -> None:
+        answers = await self._control.rpc({"do": "sleeps"})
+        if not all(answer.get("sleeps") for answer in answers):
+            raise EngineUnsupported(
+                f"engine {self._name} was started without sleep mode; start its server with "
+                "--enable-sleep-mode, which vLLM has on GPUs, or leave it awake"
+            )
+
+    async def _draw(self, sent_id: str, request: Request) -> Sample:
+        """Send a request under an id; if the call is cancelled, vLLM frees the request."""
+        await self._check(request)
+        body = {
+            "request_id": sent_id,
+            "token_ids": list(request.prompt),
+            "sampling_params": sampling_params(request),
+        }
+        try:
+            # Cancelled, it closes its connection, at which vLLM frees the request.
+            answer = await self._post(body)
+        except BadRequest as error:
+            raise ValueError(f"request {request.id!r}: {error}") from error
+        choice = answer["choices"][0]
+        content = (choice["logprobs"] or {"content": []})["content"]
+        return to_sample(
+            request,
+            tokens=choice["token_ids"] or [],
+            logprobs=[each["logprob"] for each in content],
+            spans=choice["weight_versions"],
+            finish_reason=choice["finish_reason"],
+            version_of=self._updates.version_of,
+            engine=self._name,
+        )
+
+    async def _post(self, body: Mapping[str, Any]) -> Any:
+        if self._model is not None:
+            body = {**body, "model": self._model}
+        return await self._control.post(_GENERATE, body, timeout_s=self._timeouts.generate_s)
+
+    async def _check(self, request: Request) -> None:
+        async with self._asking:
+            if self._longest is None:
+                self._longest = await self._ask()
+        check_request(request, longest=self._longest)
+        if request.temperature == 1.0:
+            return
+        async with self._asking:
+            if self._tempered is None:
+                self._tempered = await self._is_tempered(request.prompt)
+        if not self._tempered:
+            raise EngineUnsupported(
+                f"engine {self._name} gives log-probs of the distribution before temperature, so "
+                f"temperature={request.temperature} would have wrong ones; start the server with "
+                "--logprobs-mode processed_logprobs"
+            )
+
+    async def _ask(self) -> int:
+        """Return the model's number of positions; refuse a server that does not stamp tokens."""
+        limit_s = self._timeouts.control_s
+        schema = await self._control.need(_GENERATE)
+        if "weight_versions" not in json.dumps(schema.get("components", {})):
+            raise EngineUnsupported(
+                f"engine {self._name}: {_GENERATE} does not answer with weight_versions, so a "
+                "request could not say which weights drew each token; use a newer vLLM"
+            )
+        models = (await self._control.get("/v1/models", timeout_s=limit_s))["data"]
+        named = [each for each in models if self._model in (None, each["id"])]
+        if not named:
+            raise EngineUnsupported(
+                f"engine {self._name} serves {', '.join(each['id'] for each in models)}, not "
+                f"{self._model}; construct it with one of them"
+            )
+        return int(named[0]["max_model_len"])
+
+    async def _is_tempered(self, prompt: Sequence[int]) -> bool:
+        """Return whether the likeliest token's log-prob follows the temperature."""
+        likeliest = []
+        for temperature in (1.0, 2.0):
+            parameters = {"max_tokens": 1, "logprobs": 1, "temperature": temperature}
+            body = {
+                "token_ids": list(prompt),
+                "sampling_params": {**parameters, "top_p": 1.0, "top_k": 0, "detokenize": False},
+            }
+            (drawn,) = (await self._post(body))["choices"][0]["logprobs"]["content"]
+            likeliest.append(max(each["logprob"] for each in drawn["top_logprobs"]))
+        return bool(abs(likeliest[0] - likeliest[1]) > 1e-4)
 
 
 LOWEST_TEMPERATURE = 0.01

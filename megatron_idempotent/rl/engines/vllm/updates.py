@@ -1,4 +1,4 @@
-"""Stages, commits and takes back updates on one vLLM: the same over HTTP and in process."""
+"""Stages, commits and takes back updates on one vLLM."""
 
 from __future__ import annotations
 
@@ -304,11 +304,7 @@ class UpdateStager:
         """Exchanges the weights. Running requests compute their caches again after it."""
         if state.updating:
             await self._tell({"do": "settle"})
-        # First, and while nothing is computed: a failure further down leaves no stale cache.
-        await self._control.reset_caches()
-        await self._control.start_update()
-        await self._control.update(info)
-        await self._control.finish_update(stamp)
+        await self._control.load(info, stamp)
 
     async def _stamp(self, version: int) -> None:
         if self.version_of(await self._control.stamp()) != version:

@@ -50,6 +50,9 @@ class StagingExtension:
                     'start it with --weight-transfer-config \'{"backend": "megatron_idempotent"}\'',
                 }
             }
+        if asked["do"] == "sleeps":
+            config = self.vllm_config.model_config  # type: ignore[attr-defined]
+            return {"sleeps": bool(config.enable_sleep_mode)}
         if asked["do"] == "settle":
             return self._settle(inbox)
         answered: dict[str, Any] = inbox.answer(asked)

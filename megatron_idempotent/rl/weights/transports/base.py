@@ -12,7 +12,7 @@ import torch
 
 from megatron_idempotent.rl.weights.records import Bucket, WeightUpdate
 
-from .layout import FORMAT, Layout
+from .layout import FORMAT, BucketLayout
 
 Announcement = Mapping[str, Any]
 """JSON that the engine's controller passes on, so that its workers find the bytes."""
@@ -79,11 +79,11 @@ _T = TypeVar("_T")
 class Session(Protocol):
     """Sends one update. Its methods block; they are called in turn, on one thread."""
 
-    def announce(self, layout: Layout, bucket: Bucket) -> Mapping[str, Any]:
+    def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
         """See `Sender.announce`. Returns what a receiver needs in addition to the layout."""
         ...
 
-    def transmit(self, layout: Layout, bucket: Bucket) -> None:
+    def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
         """See `Sender.transmit`."""
         ...
 
@@ -174,9 +174,9 @@ class SessionSender:
             )
         return self._session
 
-    def _layout(self, bucket: Bucket) -> Layout:
+    def _layout(self, bucket: Bucket) -> BucketLayout:
         assert self._update is not None
-        return Layout.of(self._update.id, bucket)
+        return BucketLayout.of(self._update.id, bucket)
 
     async def _call(self, function: Callable[[], _T]) -> _T:
         assert self._thread is not None
@@ -228,7 +228,7 @@ class TwoSegments:
         self._free: list[SharedMemory] = []
         self._taken: dict[int, SharedMemory] = {}
 
-    def announce(self, layout: Layout, bucket: Bucket) -> Mapping[str, Any]:
+    def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
         """See `Session.announce`."""
         self.release(layout.index)  # of a first try
         segment = self._segment(layout.nbytes)
@@ -250,7 +250,7 @@ class TwoSegments:
             self._free.pop().unlink()  # too small
         return self._make(nbytes)
 
-    def transmit(self, layout: Layout, bucket: Bucket) -> None:
+    def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
         """Does nothing: workers read the segment."""
 
     def release(self, index: int) -> None:

@@ -16,7 +16,7 @@ from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, Weight
 from megatron_idempotent.rl.weights.staging import SideStream
 
 from .base import Announcement, SessionSender, TransportError, TwoSegments
-from .layout import Layout
+from .layout import BucketLayout
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
@@ -185,7 +185,7 @@ class CudaIpcReceiver:
 
     def receive(self, announced: Announcement) -> Bucket:
         """See `Receiver.receive`. Tensors are on the GPU that was current when this was made."""
-        layout = Layout.from_json(announced, update_id=self._update_id)
+        layout = BucketLayout.from_json(announced, update_id=self._update_id)
         where = f"update {self._update_id}: bucket {layout.index}"
         handle, nbytes = _segment_of(announced, layout, where)
         try:
@@ -302,7 +302,7 @@ class _Array:
         }
 
 
-def _segment_of(announced: Announcement, layout: Layout, where: str) -> tuple[bytes, int]:
+def _segment_of(announced: Announcement, layout: BucketLayout, where: str) -> tuple[bytes, int]:
     """Return the handle and size of a bucket's segment.
 
     Errors: `UpdateDamaged` for malformed ones.

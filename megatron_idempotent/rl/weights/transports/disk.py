@@ -14,7 +14,7 @@ from megatron_idempotent.rl.weights.records import Bucket, TensorInfo, UpdateDam
 from megatron_idempotent.rl.weights.safetensors_io import copy_settings, write_index, write_tensors
 
 from .base import Announcement, SessionSender, TransportError
-from .layout import Layout, read_tensor
+from .layout import BucketLayout, read_tensor
 
 KIND = "disk"
 
@@ -90,16 +90,16 @@ class DiskSender(SessionSender):
 class _Folder:
     def __init__(self, path: pathlib.Path, *, like: pathlib.Path | None, keep: bool) -> None:
         self._path, self._like, self._keep = path, like, keep
-        self._files: dict[str, Layout] = {}
+        self._files: dict[str, BucketLayout] = {}
         self._finished = False
 
-    def announce(self, layout: Layout, bucket: Bucket) -> Mapping[str, Any]:
+    def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
         name = f"model-{layout.index:05d}.safetensors"
         size = self._write(name, layout, bucket)
         self._files[name] = layout
         return {"file": name, "file_bytes": size}
 
-    def _write(self, name: str, layout: Layout, bucket: Bucket) -> int:
+    def _write(self, name: str, layout: BucketLayout, bucket: Bucket) -> int:
         # They say what the file is without us.
         metadata = {
             "update": layout.update_id,
@@ -118,7 +118,7 @@ class _Folder:
             ) from error
         return size
 
-    def transmit(self, layout: Layout, bucket: Bucket) -> None:
+    def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
         pass
 
     def release(self, index: int) -> None:
@@ -154,7 +154,7 @@ class DiskReceiver:
 
     def receive(self, announced: Announcement) -> Bucket:
         """See `Receiver.receive`."""
-        layout = Layout.from_json(announced, update_id=self._update_id)
+        layout = BucketLayout.from_json(announced, update_id=self._update_id)
         path = self._folder / pathlib.Path(str(announced.get("file"))).name
         try:
             with open(path, "rb") as file:

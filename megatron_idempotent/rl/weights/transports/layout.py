@@ -18,10 +18,10 @@ _ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class BucketLayout:
     """Describes the place of each tensor in the bytes of a bucket.
 
-    Example: `Layout.of("run-7/12", bucket).pack(bucket.tensors, flat_N)`.
+    Example: `BucketLayout.of("run-7/12", bucket).pack(bucket.tensors, flat_N)`.
     """
 
     update_id: str
@@ -35,7 +35,7 @@ class Layout:
     """The number of bytes, gaps between tensors included."""
 
     @classmethod
-    def of(cls, update_id: str, bucket: Bucket) -> Layout:
+    def of(cls, update_id: str, bucket: Bucket) -> BucketLayout:
         """Places the tensors one after the other, in the bucket's order."""
         tensors = tuple(TensorInfo.of(name, tensor) for name, tensor in bucket.tensors.items())
         offsets, end = [], 0
@@ -71,7 +71,7 @@ class Layout:
         }
 
     @classmethod
-    def from_json(cls, announced: Mapping[str, Any], *, update_id: str) -> Layout:
+    def from_json(cls, announced: Mapping[str, Any], *, update_id: str) -> BucketLayout:
         """Return the layout that `as_json` described.
 
         Errors: `UpdateDamaged` if it is another update's, or anything in it is absent, malformed,

@@ -16,7 +16,7 @@ import torch.distributed
 from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
 
 from .base import Announcement, SessionSender, TransportError, TransportTimeout
-from .layout import Layout
+from .layout import BucketLayout
 
 Backend = Literal["gloo", "nccl"]
 #: Its stubs leave out what is used here.
@@ -292,10 +292,10 @@ class _Broadcasts:
         self._group: TransferGroup | None = None
         self._flat_N: torch.Tensor | None = None
 
-    def announce(self, layout: Layout, bucket: Bucket) -> Mapping[str, Any]:
+    def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
         return {}
 
-    def transmit(self, layout: Layout, bucket: Bucket) -> None:
+    def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
         try:
             with self._closed_on_failure():
                 group = self._joined()
@@ -308,7 +308,7 @@ class _Broadcasts:
                 "the sender, and send the update again from open()"
             ) from error
 
-    def receive(self, layout: Layout) -> Bucket:
+    def receive(self, layout: BucketLayout) -> Bucket:
         with self._closed_on_failure():
             group = self._joined()
             flat_N = self._buffer(layout.nbytes, group)
@@ -368,7 +368,7 @@ class ProcessGroupReceiver:
 
     def receive(self, announced: Announcement) -> Bucket:
         """See `Receiver.receive`. Waits for the sender, up to its `timeout_s`."""
-        layout = Layout.from_json(announced, update_id=self._update_id)
+        layout = BucketLayout.from_json(announced, update_id=self._update_id)
         try:
             if self._closed:
                 raise TransportError("this receiver is closed")

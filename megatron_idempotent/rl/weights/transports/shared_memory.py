@@ -15,7 +15,7 @@ import torch
 from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
 
 from .base import Announcement, SessionSender, TransportError, TwoSegments
-from .layout import Layout, read_tensor
+from .layout import BucketLayout, read_tensor
 
 #: Where Linux shows POSIX shared memory as files.
 DIRECTORY = pathlib.Path("/dev/shm")
@@ -141,7 +141,7 @@ class SharedMemoryReceiver:
 
     def receive(self, announced: Announcement) -> Bucket:
         """See `Receiver.receive`."""
-        layout = Layout.from_json(announced, update_id=self._update_id)
+        layout = BucketLayout.from_json(announced, update_id=self._update_id)
         name, expected = str(announced.get("segment")), announced.get("segment_bytes")
         if not name.startswith(f"{PREFIX}.") or "/" in name:
             raise UpdateDamaged(f"update {self._update_id}: {name!r} is not a trainer's segment")

@@ -1,5 +1,0 @@
-"""Runs engines in actors on a Ray cluster."""
-
-from .engine import RayEngine
-
-__all__ = ["RayEngine"]

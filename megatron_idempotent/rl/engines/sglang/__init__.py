@@ -1,5 +1,0 @@
-"""Uses SGLang servers as engines, over HTTP."""
-
-from .engine import SglangEngine
-
-__all__ = ["SglangEngine"]
