@@ -46,7 +46,8 @@ def run() -> list[str]:
     from megatron.core import parallel_state, tensor_parallel
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from megatron_idempotent import hf, model_logprobs, shift_targets, sync
+    from megatron_idempotent.logprobs import model_logprobs, shift_targets
+    from megatron_idempotent.rl import hf, sync
 
     megatron_idempotent.apply()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

@@ -224,7 +224,7 @@ def on_two_ranks(folder: Path) -> set[str]:
     import hf_programs
     import test_hf_fsdp
 
-    from megatron_idempotent import hf
+    from megatron_idempotent.rl import hf
 
     directory, done = folder / CHECKPOINT, set()
 

@@ -1,0 +1,15 @@
+from .bins import bin_sequences as bin_sequences
+from .context_parallel import all_positions as all_positions
+from .context_parallel import own_positions as own_positions
+from .fsdp import FSDPTrainStep as FSDPTrainStep
+from .gpt import gpt_forward as gpt_forward
+from .gpt import gpt_inputs as gpt_inputs
+from .loss import POLICY_GRADIENT_NORMALIZERS as POLICY_GRADIENT_NORMALIZERS
+from .loss import StepCounts as StepCounts
+from .loss import StepLoss as StepLoss
+from .megatron import TrainStep as TrainStep
+from .packed import pack_batches as pack_batches
+from .pieces import valid_counts as valid_counts
+from .results import Receipt as Receipt
+from .results import StepResult as StepResult
+from .schedule import StepSchedule as StepSchedule
