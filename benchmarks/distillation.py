@@ -77,7 +77,8 @@ def _torch(what: str) -> Run:
 
 
 def _ours(what: str, ownership: Literal["borrow", "consume"]) -> Run:
-    from megatron_idempotent import token_kl, token_logprobs, vocab_topk
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import token_kl, vocab_topk
 
     def run(logits_NV: Any, teacher_NV: Any, topk: Any) -> Any:
         if what == "K targets":
@@ -104,7 +105,7 @@ def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -
     """Measures all sides of one computation on a rank, in turns."""
     import torch
 
-    from megatron_idempotent import TopK, vocab_topk
+    from megatron_idempotent.logprobs import TopK, vocab_topk
     from megatron_idempotent.proof.cpu.probes import peak_bytes
 
     torch.manual_seed(1)

@@ -32,8 +32,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._packing_peers import Packer, peers
-from megatron_idempotent import bin_sequences
 from megatron_idempotent.proof import cpu
+from megatron_idempotent.step import bin_sequences
 
 WARM_UP = 2
 #: Six times a hidden size of 4096.
@@ -133,7 +133,8 @@ class _Loss:
     def __call__(self, output: Any, microbatch: Any) -> tuple[Any, dict[str, Any]]:
         import torch
 
-        from megatron_idempotent import shift_targets, token_logprobs
+        from megatron_idempotent import token_logprobs
+        from megatron_idempotent.logprobs import shift_targets
 
         pack, tokens = microbatch.get("pack"), microbatch["input_ids"]
         targets = shift_targets(tokens, cu_seqlens=None if pack is None else pack.cu_seqlens)

@@ -27,7 +27,9 @@ def run() -> list[float]:
     columns = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()].contiguous()
 
     ends = torch.tensor([0, *LENGTHS]).cumsum(0)
-    targets = megatron_idempotent.shift_targets(tokens, cu_seqlens=ends)  # -100 at each end
+    targets = megatron_idempotent.logprobs.shift_targets(
+        tokens, cu_seqlens=ends
+    )  # -100 at each end
     stats = megatron_idempotent.token_logprobs(
         logits=columns, targets=targets, tp_group=dist.group.WORLD, vocab_size=VOCABULARY
     )

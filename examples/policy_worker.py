@@ -26,7 +26,7 @@ class PolicyGradient:
     kind, normalizers = "sequence", {"ratio": "sequences"}
 
     def __call__(self, logits: Any, rows: Any) -> tuple[Any, dict[str, Any]]:
-        targets = megatron_idempotent.shift_targets(rows["input_ids"])
+        targets = megatron_idempotent.logprobs.shift_targets(rows["input_ids"])
         stats = megatron_idempotent.token_logprobs(logits=logits, targets=targets)
         ratio = (stats.logprob[:, -1 - rows["logprobs"].shape[1] : -1] - rows["logprobs"]).exp()
         return -(ratio * rows["advantages"]).sum(), {"ratio": ratio.detach().mean(1).sum()}

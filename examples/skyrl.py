@@ -9,7 +9,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 from skyrl.backends.skyrl_train.workers.megatron import megatron_model_wrapper as skyrl
 
-from megatron_idempotent import StepSchedule
+from megatron_idempotent.step import StepSchedule
 
 
 class StepModelWrapper(skyrl.MegatronModelWrapper):

@@ -22,7 +22,7 @@ class NextToken:
     normalizers = {"nll": "tokens"}  # noqa: RUF012
 
     def __call__(self, output: Any, microbatch: Any) -> tuple[Any, dict[str, Any]]:
-        targets = megatron_idempotent.shift_targets(microbatch["input_ids"])
+        targets = megatron_idempotent.logprobs.shift_targets(microbatch["input_ids"])
         counts = microbatch["token_mask"] > 0
         stats = megatron_idempotent.token_logprobs(
             logits=output, targets=targets, token_mask=counts.roll(-1, 1)

@@ -6,7 +6,7 @@ outputs, offloads and modes stay verl's.
 
 from verl.workers.engine.megatron import transformer_impl as verl
 
-from megatron_idempotent import StepSchedule
+from megatron_idempotent.step import StepSchedule
 
 
 class StepEngine:

@@ -6,9 +6,13 @@ missing. This module imports neither.
 
 from __future__ import annotations
 
+import functools
+import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import resolve_name
 from typing import Any
 
 _TRAINER = "pip install 'megatron-idempotent[trainer]'"
@@ -85,22 +89,36 @@ def naming_the_remedy(what: str) -> Iterator[None]:
         ) from (error.__cause__ or error)
 
 
-def attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package that imports its public names at first use.
+@functools.cache
+def homes(package: str) -> Mapping[str, str]:
+    """Return the module that has each name of a package, as the package's `__init__.pyi` says.
 
-    Args:
-        package: the package's `__name__`.
-        homes: the module that has each name, relative to the package: `{"load_hf": "load"}`, or
-            `".metrics.loggers"` for one beside the package.
+    The stub is the one place of these names. It has an import a line,
+    `from .module import name as name`, as type checkers ask of a stub and ruff writes it.
+    """
+    stub = (pkgutil.get_data(package, "__init__.pyi") or b"").decode()
+    imports = [line.split() for line in stub.splitlines() if line.startswith("from ")]
+    return {name: resolve_name(module, package) for _, module, _, name, *_ in imports}
+
+
+def attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for a package that imports its names at first use.
+
+    Its `__all__` are the names of its stub, without its rooms (`from . import room as room`).
 
     Example:
-        __getattr__ = attributes(__name__, {"load_hf": "load", "save_hf": "save"})
+        __getattr__, __dir__ = attributes(__name__)
     """
 
     def find(name: str) -> Any:
-        if name not in homes:
+        if name == "__all__":
+            return [each for each, module in homes(package).items() if module != package]
+        module = None if name.startswith("__") else homes(package).get(name)
+        if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if module == package:
+            return import_module(f"{package}.{name}")
         with naming_the_remedy(f"{package}.{name}"):
-            return getattr(import_module(f".{homes[name]}", package), name)
+            return getattr(import_module(module), name)
 
-    return find
+    return find, lambda: sorted({*vars(sys.modules[package]), *homes(package)})

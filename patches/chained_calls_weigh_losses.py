@@ -42,7 +42,7 @@ def reproduce() -> None:
 
 def repaired() -> None:
     """Run four calls of one microbatch in a window."""
-    from megatron_idempotent import accumulation_window
+    from megatron_idempotent.window import accumulation_window
 
     _compare(lambda chunks: accumulation_window(chunks, total_microbatches=4), divide=1)
 
@@ -54,7 +54,7 @@ def neighbour() -> list[bytes]:
 
 def helped() -> list[bytes]:
     """Run the same steps, each in a window."""
-    from megatron_idempotent import accumulation_window
+    from megatron_idempotent.window import accumulation_window
 
     return _steps(lambda chunks: accumulation_window(chunks, total_microbatches=3))
 

@@ -45,7 +45,7 @@ def reproduce() -> None:
 
 def repaired() -> None:
     """Run the same calls in a window."""
-    from megatron_idempotent import accumulation_window
+    from megatron_idempotent.window import accumulation_window
 
     model = _deferred_embedding.build(overlap_grad_reduce=False)
     with accumulation_window(model.chunks, total_microbatches=4):
@@ -62,7 +62,7 @@ def neighbour() -> bytes:
 
 def helped() -> bytes:
     """Run the same call in a window."""
-    from megatron_idempotent import accumulation_window
+    from megatron_idempotent.window import accumulation_window
 
     model = _deferred_embedding.build(overlap_grad_reduce=False)
     with accumulation_window(model.chunks, total_microbatches=4):

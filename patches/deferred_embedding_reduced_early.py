@@ -84,7 +84,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
         raise RuntimeError(
             "the output layer's gradient is deferred and was not computed: the schedule does that "
             "where config.finalize_model_grads_func is set. Set it; to accumulate over several "
-            "calls, use megatron_idempotent.accumulation_window()"
+            "calls, use megatron_idempotent.window.accumulation_window()"
         )
     original(self, *args, **kwargs)
 

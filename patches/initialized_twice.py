@@ -40,7 +40,7 @@ def repaired() -> None:
     """Set the same globals up twice."""
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
-    from megatron_idempotent import ensure_initialized
+    from megatron_idempotent.window import ensure_initialized
 
     get_rerun_state_machine()  # which makes one, disabled
     for _ in range(2):
@@ -69,7 +69,7 @@ def helped() -> list[int]:
     """Run the same for a program that has set them up by itself."""
     from megatron.core import parallel_state
 
-    from megatron_idempotent import ensure_initialized
+    from megatron_idempotent.window import ensure_initialized
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     ensure_initialized(model_parallel={"tensor_model_parallel_size": 2})

@@ -129,8 +129,8 @@ def reproduce() -> None:
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_idempotent import own_positions
     from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.step import own_positions
 
     model = tiny.build(
         cp=2,

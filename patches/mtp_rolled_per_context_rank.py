@@ -48,7 +48,7 @@ def roll(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _roll_whole(
     original: Callable[..., Any], tensor: Any, shifts: int = -1, dims: int = -1
 ) -> tuple[Any, Any]:
-    from megatron_idempotent import all_positions, own_positions
+    from megatron_idempotent.step import all_positions, own_positions
 
     rolled, _ = original(all_positions(tensor, dim=dims), shifts=shifts, dims=dims)
     own = own_positions(rolled, dim=dims)
@@ -60,8 +60,8 @@ def reproduce() -> None:
     import torch
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    from megatron_idempotent import own_positions
     from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.step import own_positions
 
     tiny.build(cp=2, overlap_grad_reduce=False, distributed_optimizer=False, exact_attention=True)
     row = torch.arange(1, 9, device="cuda")[None]

@@ -54,8 +54,9 @@ def neighbour() -> list[bytes]:
 
 def helped() -> list[bytes]:
     """Run the same under the guard, with each call between windows that a failure would need."""
-    from megatron_idempotent import abort_window, agree, rebuild_process_groups, verify
+    from megatron_idempotent import abort_window, verify
     from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.window import agree, rebuild_process_groups
 
     _guard()
     model = tiny.build(pp=2, overlap_grad_reduce=True)

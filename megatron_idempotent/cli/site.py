@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import megatron_idempotent
+from megatron_idempotent.lazy import homes
 from megatron_idempotent.patching.catalog import MEGATRON, hazards
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 
@@ -139,14 +139,19 @@ _GROUPS = {
 
 def _reference() -> str:
     """Return a page that mkdocstrings fills from docstrings, by `path.of.object` in the sources."""
-    paths = [f"{PACKAGE}.{path}" for path in _exported()]
-    paths += [f"{PACKAGE}.proof.cpu.{name}" for name in ("run_ranks", "RankPool", "RankError")]
-    of_certify = ("Adapter", "Subject", "Finished")
-    paths += [f"{PACKAGE}.proof.certify.protocol.{name}" for name in of_certify]
+    paths = _exported()
+    for room, names in (
+        ("proof.cpu", ("run_ranks", "RankPool", "RankError")),
+        ("proof.certify", ("Adapter", "Subject", "Finished")),
+    ):
+        modules = homes(f"{PACKAGE}.{room}")
+        paths += [f"{modules[name]}.{name}" for name in names]
+    shown = (f"`{name}`" for name, module in homes(PACKAGE).items() if module != PACKAGE)
     parts = [
         "# Reference",
         "",
-        f"What `{PACKAGE}` exports. Importing it pulls in neither torch nor Megatron.",
+        f"`{PACKAGE}` exports {', '.join(shown)}; its rooms `step`, `window`, `logprobs` and `fp8` "
+        "export the rest. Importing them pulls in neither torch nor Megatron.",
     ]
     for title, rooms in _GROUPS.items():
         parts += ["", f"## {title}", ""]
@@ -156,15 +161,14 @@ def _reference() -> str:
 
 
 def _exported() -> list[str]:
-    """List what the package exports, functions first, as `module.name` without the package."""
-    found = []
-    for name in sorted(megatron_idempotent.__all__, key=lambda name: (name[0].isupper(), name)):
-        module = megatron_idempotent._LAZY.get(name)
-        if module is None:
-            its = getattr(megatron_idempotent, name).__module__
-            module = its.removeprefix(f"{PACKAGE}.")
-        found.append(f"{module}.{name}")
-    return found
+    """List what the package and its rooms export, functions first, as `module.name`."""
+    names = homes(PACKAGE)
+    rooms = [f"{PACKAGE}.{name}" for name, module in names.items() if module == PACKAGE]
+    found = {
+        (name, module) for package in (PACKAGE, *rooms) for name, module in homes(package).items()
+    }
+    own = sorted((name[0].isupper(), name, module) for name, module in found)
+    return [f"{module}.{name}" for _, name, module in own if module not in (PACKAGE, *rooms)]
 
 
 def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:

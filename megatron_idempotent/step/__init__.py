@@ -3,3 +3,7 @@
 A batch flows through `lifecycle`, `open_step`, `share` and `rounds` into a backend (`megatron`,
 `fsdp`), and back as a `Receipt`; the step ends in a `StepResult`.
 """
+
+from megatron_idempotent.lazy import attributes
+
+__getattr__, __dir__ = attributes(__name__)

@@ -97,7 +97,7 @@ def test_the_loss_of_a_step_differs_by_the_rounding_of_its_sum(megatron_ranks):
 
 def names() -> dict[str, tuple[str, str]]:
     """Runs on a rank: metrics that NeMo-RL's loss divides otherwise than our table says."""
-    from megatron_idempotent import POLICY_GRADIENT_NORMALIZERS
+    from megatron_idempotent.step import POLICY_GRADIENT_NORMALIZERS
 
     differing = {}
     for token_level in (True, False):

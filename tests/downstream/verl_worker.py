@@ -17,8 +17,8 @@ from adapters import PACKED
 from megatron_idempotent.patches.frameworks import _standins, _verl
 from megatron_idempotent.patches.frameworks._workers import methods
 
-from megatron_idempotent import own_positions
 from megatron_idempotent.proof.cpu import tiny
+from megatron_idempotent.step import own_positions
 
 _ABSENT = (*_verl._ABSENT, "codetiming")
 #: Lengths of the two sequences of a pack add up to that, and so many tokens of each count: sums

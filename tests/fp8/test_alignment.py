@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_idempotent import context_parallel_part
 from megatron_idempotent.fp8.packing import RECIPES, Pack, TokenAlignment, token_alignment
+from megatron_idempotent.logprobs import context_parallel_part
 
 LAYOUTS = [
     (tp, cp, sequence_parallel)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_idempotent import context_parallel_part, shift_targets
 from megatron_idempotent.fp8.packing import Pack, TokenAlignment
+from megatron_idempotent.logprobs import context_parallel_part, shift_targets
 
 PAD, IGNORED = -7, -100
 

@@ -18,10 +18,10 @@ def agreed() -> list[str]:
     import megatron_idempotent
 
     found = []
-    megatron_idempotent.agree()
+    megatron_idempotent.window.agree()
     error = ValueError("a bad batch") if dist.get_rank() == dist.get_world_size() - 1 else None
     try:
-        megatron_idempotent.agree(error)
+        megatron_idempotent.window.agree(error)
     except megatron_idempotent.WindowAborted as aborted:
         found.append(str(sorted(aborted.failures.items())))
     total = torch.ones(2, device="cuda")
@@ -43,11 +43,11 @@ def late_for_a_deadline() -> str:
 
     import megatron_idempotent
 
-    megatron_idempotent.agree(deadline_s=2.0)  # makes the group
+    megatron_idempotent.window.agree(deadline_s=2.0)  # makes the group
     if dist.get_rank():
         time.sleep(4.0)
     try:
-        megatron_idempotent.agree(deadline_s=2.0)
+        megatron_idempotent.window.agree(deadline_s=2.0)
     except megatron_idempotent.SessionPoisoned as poisoned:
         return str(poisoned)
     return "agreed"
@@ -70,7 +70,7 @@ def rebuilt(rebuild: bool) -> tuple[list[float], bytes, str]:
     losses = bench.forward_backward(2, data_seed=0)
     bench.step()
     if rebuild:
-        megatron_idempotent.rebuild_process_groups(bench.chunks, bench.optimizer)
+        megatron_idempotent.window.rebuild_process_groups(bench.chunks, bench.optimizer)
     losses += bench.forward_backward(2, data_seed=1)
     bench.step()
     megatron_idempotent.ensure_params_synced(bench.chunks)

@@ -208,7 +208,7 @@ def within_bounds(seed: int) -> list[bytes]:
     """A call on a rank that shares the vocabulary, held to its bounds; what it found, as bytes."""
     import torch.distributed as dist
 
-    from megatron_idempotent import token_kl
+    from megatron_idempotent.logprobs import token_kl
 
     rank, size = dist.get_rank(), dist.get_world_size()
     given, teacher = case(seed, size)

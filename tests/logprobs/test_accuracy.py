@@ -46,7 +46,8 @@ def again() -> None:
     too."""
     import torch
 
-    from megatron_idempotent import Sampling, token_logprobs
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import Sampling
 
     torch.manual_seed(0)
     logits, hidden, weight = (
@@ -131,7 +132,8 @@ def changed_in_place() -> None:
     """Runs on a rank: each output is multiplied where it lies, before it is differentiated."""
     import torch
 
-    from megatron_idempotent import Sampling, token_logprobs
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import Sampling
 
     for sampling in (None, Sampling(top_k=3)):
         for name in ("logprob", "entropy"):

@@ -16,8 +16,8 @@ def compiled() -> None:
     import torch
     from cases import case, truth
 
-    from megatron_idempotent import Sampling, token_logprobs
-    from megatron_idempotent.logprobs import statistics
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import Sampling, statistics
 
     def close(name: str, value: Any, expected: Any) -> None:
         error = (value.double() - getattr(expected, name)).abs()

@@ -13,7 +13,8 @@ def _calls(logits: Any, teacher: Any, **common: Any) -> dict[str, Any]:
     """Returns functions that compute something that may be differentiated."""
     import torch
 
-    from megatron_idempotent import token_kl, token_logprobs, vocab_topk
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import token_kl, vocab_topk
 
     free = {name: value for name, value in common.items() if name != "ownership"}
     topk = vocab_topk(logits=teacher, k=4, **free)
@@ -102,7 +103,7 @@ def ownership() -> None:
     and who has saved the former is told."""
     import torch
 
-    from megatron_idempotent import token_kl
+    from megatron_idempotent.logprobs import token_kl
 
     leaf, teacher = torch.randn(4, V, requires_grad=True), torch.randn(4, V)
     before = teacher.clone()

@@ -30,7 +30,8 @@ def confident(entropy: str) -> None:
     import torch.distributed as dist
     from cases import additions
 
-    from megatron_idempotent import Sampling, token_logprobs
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import Sampling
 
     rank, size = dist.get_rank(), dist.get_world_size()
     columns = 512 * size

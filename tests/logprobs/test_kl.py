@@ -26,7 +26,7 @@ def from_hidden(seed: int) -> list[bytes]:
     import torch
     import torch.distributed as dist
 
-    from megatron_idempotent import token_kl
+    from megatron_idempotent.logprobs import token_kl
 
     rank, size = dist.get_rank(), dist.get_world_size()
     given, teacher = divergences.case(seed, size, hidden_cases.widths(seed))
@@ -58,7 +58,7 @@ def by_finite_differences() -> None:
     """Runs on a rank: both directions and their mixture, and the teacher's K tokens as well."""
     import torch
 
-    from megatron_idempotent import token_kl, vocab_topk
+    from megatron_idempotent.logprobs import token_kl, vocab_topk
 
     torch.manual_seed(0)
     teacher = torch.randn(1, 3, 7, dtype=torch.float64)
@@ -84,7 +84,7 @@ def infinite() -> None:
     """Runs on a rank: one gives probability where the other gives none."""
     import torch
 
-    from megatron_idempotent import token_kl
+    from megatron_idempotent.logprobs import token_kl
 
     torch.manual_seed(0)
     logits, teacher = torch.randn(2, 3, 40)
@@ -146,7 +146,8 @@ def refused() -> None:
     """Runs on a rank: what each wrong call is told."""
     import torch
 
-    from megatron_idempotent import TokenStats, token_kl, topk_kl, vocab_topk
+    from megatron_idempotent import TokenStats
+    from megatron_idempotent.logprobs import token_kl, topk_kl, vocab_topk
 
     logits = torch.randn(2, 3, 9)
     ids = torch.arange(4).expand(2, 3, -1)

@@ -18,7 +18,8 @@ def as_by_hook(cut: bool, dtype: str) -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_idempotent import Sampling, token_logprobs
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import Sampling
 
     parallel_state.initialize_model_parallel()
     config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=1)

@@ -81,7 +81,7 @@ def kept_ids() -> None:
     import models
     import torch
 
-    from megatron_idempotent import Sampling
+    from megatron_idempotent.logprobs import Sampling
 
     (chunk,) = models.build(layers_per_stage=1).chunks
     tokens, arguments = models.case()
@@ -104,7 +104,7 @@ def of_a_teacher(options: dict[str, Any]) -> list[bytes]:
     import models
     import torch
 
-    from megatron_idempotent import topk_kl, vocab_topk
+    from megatron_idempotent.logprobs import topk_kl, vocab_topk
 
     (chunk,) = models.build(layers_per_stage=1, **options).chunks
     tokens, arguments = models.case()

@@ -15,12 +15,9 @@ def packed_and_rows(sequence_parallel: bool) -> dict[str, float]:
     import torch
     from megatron.core import parallel_state
 
-    from megatron_idempotent import (
-        Pack,
-        shift_targets,
-        token_alignment,
-        token_logprobs,
-    )
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.fp8 import Pack, token_alignment
+    from megatron_idempotent.logprobs import shift_targets
 
     size = torch.distributed.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
@@ -141,15 +138,14 @@ def of_a_model(options: dict[str, Any]) -> float:
     from megatron.core import parallel_state
     from packs import double, one_by_one, rows
 
-    from megatron_idempotent import (
-        TokenAlignment,
+    from megatron_idempotent.fp8 import TokenAlignment
+    from megatron_idempotent.logprobs import (
         context_parallel_part,
         context_parallel_whole,
-        gpt_inputs,
         model_logprobs,
-        pack_batches,
         shift_targets,
     )
+    from megatron_idempotent.step import gpt_inputs, pack_batches
 
     model = double(**options).chunks[0]
     config = model.module.config

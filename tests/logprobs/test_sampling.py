@@ -44,7 +44,7 @@ def _case(seed: int, size: int) -> dict[str, Any]:
 
     import torch
 
-    from megatron_idempotent import Sampling
+    from megatron_idempotent.logprobs import Sampling
 
     draw = random.Random(seed)
     torch.manual_seed(seed)

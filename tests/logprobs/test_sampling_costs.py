@@ -13,7 +13,8 @@ def collectives() -> list[tuple[list[int], list[str]]]:
     import torch
     import torch.distributed as dist
 
-    from megatron_idempotent import Sampling, token_logprobs
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import Sampling
     from megatron_idempotent.proof.cpu.probes import watching_collectives
 
     torch.manual_seed(0)
@@ -68,7 +69,8 @@ def memory() -> dict[str, float]:
     backward."""
     import torch
 
-    from megatron_idempotent import Sampling, token_logprobs
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import Sampling
     from megatron_idempotent.proof.cpu.probes import peak_bytes
 
     tokens, columns, found = 512, 16384, {}
@@ -103,7 +105,8 @@ def odd() -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_idempotent import Sampling, token_logprobs
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import Sampling
 
     torch.manual_seed(0)
     rank = dist.get_rank()
@@ -141,7 +144,8 @@ def impossible() -> None:
     """Runs on a rank: targets that are not kept, or that no sampler could have taken."""
     import torch
 
-    from megatron_idempotent import Sampling, token_logprobs
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import Sampling
 
     torch.manual_seed(0)
     targets = torch.arange(3)
@@ -183,7 +187,8 @@ def refused() -> None:
     """Runs on a rank: settings that cannot be meant."""
     import torch
 
-    from megatron_idempotent import Sampling, token_logprobs
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import Sampling
 
     for arguments, text in [
         ({"top_k": -2}, "top_k=-2"),

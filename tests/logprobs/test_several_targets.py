@@ -200,7 +200,8 @@ def refused() -> None:
     """Runs on a rank: what K targets cannot be, and what computes one target only."""
     import torch
 
-    from megatron_idempotent import Sampling, token_logprobs
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import Sampling
 
     logits = torch.zeros(2, 3, 9)
     right = torch.zeros(2, 3, 4, dtype=torch.int64)

@@ -24,7 +24,7 @@ def shifted() -> None:
     """Runs on a rank: against the loop, sequences without tokens and tokens after them included."""
     import torch
 
-    from megatron_idempotent import shift_targets
+    from megatron_idempotent.logprobs import shift_targets
 
     for seed in range(200):
         draw = random.Random(seed)
@@ -60,7 +60,7 @@ def parts() -> None:
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    from megatron_idempotent import context_parallel_part
+    from megatron_idempotent.logprobs import context_parallel_part
 
     size = torch.distributed.get_world_size()
     parallel_state.initialize_model_parallel(context_parallel_size=size)
@@ -99,7 +99,7 @@ def wholes() -> None:
     """Runs on a rank: parts of all ranks put together again, rows and packs of any lengths."""
     import torch
 
-    from megatron_idempotent import context_parallel_part, context_parallel_whole
+    from megatron_idempotent.logprobs import context_parallel_part, context_parallel_whole
 
     for seed in range(200):
         draw = random.Random(seed)
@@ -133,7 +133,7 @@ def gathered() -> None:
     """Runs on a rank: the same over a group, and both gradients that a loss may mean."""
     import torch
 
-    from megatron_idempotent import context_parallel_part, context_parallel_whole
+    from megatron_idempotent.logprobs import context_parallel_part, context_parallel_whole
 
     group = torch.distributed.group.WORLD
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -164,7 +164,7 @@ def refused() -> None:
     """Runs on a rank: what does not fit, or would wait for the device."""
     import torch
 
-    from megatron_idempotent import (
+    from megatron_idempotent.logprobs import (
         context_parallel_part,
         context_parallel_whole,
         shift_targets,

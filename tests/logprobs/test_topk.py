@@ -56,7 +56,7 @@ def most_likely(cases: int) -> tuple[list[bytes], dict[str, float]]:
     import torch.distributed as dist
     from cases import USED, close
 
-    from megatron_idempotent import vocab_topk
+    from megatron_idempotent.logprobs import vocab_topk
 
     rank, size = dist.get_rank(), dist.get_world_size()
     found: list[bytes] = []
@@ -118,7 +118,8 @@ def of_a_teachers_tokens() -> tuple[list[bytes], dict[str, float]]:
     import torch.distributed as dist
     from cases import USED, Case, U, close
 
-    from megatron_idempotent import token_kl, token_logprobs, topk_kl, vocab_topk
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import token_kl, topk_kl, vocab_topk
 
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -285,7 +286,8 @@ def next_to_nothing_left() -> dict[str, float]:
     import torch
     from cases import USED, close
 
-    from megatron_idempotent import token_kl, token_logprobs, vocab_topk
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import token_kl, vocab_topk
 
     logits, teacher = torch.zeros(2, 2, 100)
     logits[:, 3], teacher[:, 3] = 60.0, 50.0

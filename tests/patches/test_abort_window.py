@@ -93,7 +93,7 @@ def coalescing_held_by_a_traceback(at: str, after: str) -> tuple[float, int]:
     if after == "abort_window":
         abort(model)
     else:
-        megatron_idempotent.rebuild_process_groups(model.chunks, model.optimizer)
+        megatron_idempotent.window.rebuild_process_groups(model.chunks, model.optimizer)
     one = torch.ones(1)
     dist.all_reduce(one, group=parallel_state.get_data_parallel_group())
     model.forward_backward(1, data_seed=0)

@@ -50,7 +50,7 @@ def compared(splits, how, options) -> list[bool]:
     """Runs on a rank: per split, whether its gradient is that of one call; the first one twice."""
     import torch
 
-    from megatron_idempotent import accumulation_window
+    from megatron_idempotent.window import accumulation_window
 
     total = sum(splits[0])
     model = _moe(**options)
@@ -102,8 +102,8 @@ def through_each(options) -> list[bool]:
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent import accumulation_window
     from megatron_idempotent.patching.needs import providers
+    from megatron_idempotent.window import accumulation_window
 
     model = _moe(**options)
     want = _calls(model, [4])
@@ -154,8 +154,8 @@ def per_token() -> list[bool]:
     step."""
     import torch
 
-    from megatron_idempotent import accumulation_window
     from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.window import accumulation_window
 
     model = _moe(config_overrides={"calculate_per_token_loss": True})
 
@@ -197,8 +197,8 @@ def mtp_scales() -> list[float]:
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     import megatron_idempotent
-    from megatron_idempotent import accumulation_window
     from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.window import accumulation_window
 
     megatron_idempotent.apply()
     model = tiny.build()
@@ -226,7 +226,7 @@ def learned_later() -> list[bool]:
     never."""
     import torch
 
-    from megatron_idempotent import accumulation_window
+    from megatron_idempotent.window import accumulation_window
 
     model = _moe()
     want = _calls(model, [6])
@@ -252,7 +252,7 @@ def passed_through() -> tuple[bool, bool]:
     """Runs on a rank: forward-only calls and another model's calls in the middle of a step."""
     import torch
 
-    from megatron_idempotent import accumulation_window
+    from megatron_idempotent.window import accumulation_window
 
     model, other = _moe(), _moe(seed=7)
     want, want_other = _calls(model, [TOTAL]), _calls(other, [TOTAL])

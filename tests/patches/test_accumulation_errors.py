@@ -32,7 +32,7 @@ def said(case: str) -> str:
         megatron_idempotent.apply()
     model = tiny.build()
     try:
-        WRONG[case](megatron_idempotent.accumulation_window, model)
+        WRONG[case](megatron_idempotent.window.accumulation_window, model)
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -147,8 +147,8 @@ def left_behind() -> list[bool]:
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent import accumulation_window
     from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.window import accumulation_window
 
     megatron_idempotent.apply()
     model = tiny.build()

@@ -56,7 +56,7 @@ def chained() -> bool:
     want = model.gradients()
     model.chunks[0].zero_grad_buffer()
     data = tiny.microbatches(0)
-    with megatron_idempotent.accumulation_window(model.chunks, 4):
+    with megatron_idempotent.window.accumulation_window(model.chunks, 4):
         for size in (1, 2, 1):
             get_forward_backward_func()(
                 forward_step_func=model._forward_step([]),

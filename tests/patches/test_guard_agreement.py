@@ -69,7 +69,8 @@ def test_a_guarded_window_costs_one_collective_and_changes_no_bit(layout, megatr
 def _agree():
     import torch.distributed as dist
 
-    from megatron_idempotent import WindowAborted, agree
+    from megatron_idempotent import WindowAborted
+    from megatron_idempotent.window import agree
 
     agree()
     error = Broken("cannot pack") if dist.get_rank() == 1 else None
@@ -144,7 +145,7 @@ def test_a_failed_forward_only_pass_leaves_the_pipeline_clean_and_gradients_alon
 def _refused():
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_idempotent import guarded_window
+    from megatron_idempotent.window import guarded_window
 
     model = build()
     with pytest.raises(ValueError, match=r"found <function _refused.*get_forward_backward_func"):

@@ -21,8 +21,8 @@ def mtp_gradient(cp, layers, per_token, masked, applied):
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import megatron_idempotent
-    from megatron_idempotent import own_positions
     from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.step import own_positions
 
     megatron_idempotent.apply(exclude=() if applied else (PATCH,))
     model = tiny.build(

@@ -49,7 +49,7 @@ def test_groups_that_a_model_holds_stay_usable(megatron_ranks):
 
 
 def _train(layout, rebuilds):
-    from megatron_idempotent import rebuild_process_groups
+    from megatron_idempotent.window import rebuild_process_groups
 
     model = build(**layout)
     seen, live = [], []
@@ -95,7 +95,8 @@ def _held_by_a_variable():
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megatron_idempotent import SessionPoisoned, rebuild_process_groups
+    from megatron_idempotent import SessionPoisoned
+    from megatron_idempotent.window import rebuild_process_groups
 
     model = build()
     mine = parallel_state.get_data_parallel_group() if dist.get_rank() == 1 else None
@@ -114,7 +115,8 @@ def _poisoned_and_rebuilt(layout, site):
     import torch.distributed as dist
     from megatron.core import parallel_state, pipeline_parallel
 
-    from megatron_idempotent import SessionPoisoned, agree, guarded_window, rebuild_process_groups
+    from megatron_idempotent import SessionPoisoned
+    from megatron_idempotent.window import agree, guarded_window, rebuild_process_groups
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.get("tp", 1),

@@ -11,7 +11,7 @@ def said() -> list[str]:
     """Runs on a rank: what each of a series of calls returns or raises."""
     from megatron.core import parallel_state
 
-    from megatron_idempotent import ensure_initialized
+    from megatron_idempotent.window import ensure_initialized
 
     heard = []
 

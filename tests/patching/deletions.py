@@ -58,7 +58,7 @@ def _open_a_window() -> str:
 
     megatron_idempotent.apply()
     try:
-        with megatron_idempotent.accumulation_window([object()], 1):
+        with megatron_idempotent.window.accumulation_window([object()], 1):
             return ""
     except RuntimeError as error:
         return str(error)

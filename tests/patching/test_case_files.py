@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import megatron_idempotent
+from megatron_idempotent.lazy import homes
 from megatron_idempotent.patching import catalog, source, versions
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.record import SECTIONS, Helper
@@ -172,9 +172,8 @@ def test_a_patch_that_can_raise_names_a_right_program_beside_the_hazard():
 def test_a_helper_that_can_raise_is_called_by_a_right_program_beside_a_hazard():
     """Lists those that act on a Megatron program; losses, packing and FP8 only take arguments."""
     acting = {
-        name: f"{megatron_idempotent.__name__}.{place}"
-        for name, place in megatron_idempotent._LAZY.items()
-        if place.startswith("window.") or place == "patching.verify"
+        **homes("megatron_idempotent.window"),
+        "verify": "megatron_idempotent.patching.verify",
     }
     refusing = {
         name for name, module in acting.items() if name.islower() and can_raise(module, name)

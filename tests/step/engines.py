@@ -69,5 +69,5 @@ def bench_on(engine: str, kind: Any = None, *, step: Any = None, **options: Any)
         replica=replica,
         parameters=lambda: split_bench.parameters(model),
         state=lambda: split_bench.state(model, scheduler),
-        rebuild=lambda: megatron_idempotent.rebuild_process_groups(chunks, optimizer),
+        rebuild=lambda: megatron_idempotent.window.rebuild_process_groups(chunks, optimizer),
     )

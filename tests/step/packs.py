@@ -12,8 +12,10 @@ from megatron.core import parallel_state
 from split_bench import build
 
 import megatron_idempotent
-from megatron_idempotent import own_positions, shift_targets, token_logprobs
+from megatron_idempotent import token_logprobs
+from megatron_idempotent.logprobs import shift_targets
 from megatron_idempotent.proof.cpu import tiny
+from megatron_idempotent.step import own_positions
 
 T = 32
 LENGTHS = (9, 1, 30, 17, 4, 0, 12, 26, 7, 21, 3, 14)
@@ -150,8 +152,10 @@ def twice_differentiable(model: Any, loss: PackLoss, replicas: int = 1) -> Any:
     """The loss of all rows, in a pack for each replica, of plain log-probs."""
     total: Any = 0.0
     for replica in range(replicas):
-        (microbatch,) = megatron_idempotent.pack_batches(rows(replica, dtype=torch.float64), 256)
-        output = megatron_idempotent.gpt_forward(model, microbatch)
+        (microbatch,) = megatron_idempotent.step.pack_batches(
+            rows(replica, dtype=torch.float64), 256
+        )
+        output = megatron_idempotent.step.gpt_forward(model, microbatch)
         total = total + loss(torch.log_softmax(output, -1), microbatch)[0]
     return total
 
@@ -206,11 +210,11 @@ def allowed_logprobs(lengths: tuple[int, ...]) -> float:
     model = double().chunks[0].module
     batch = rows(dtype=torch.float64)
     batch["lengths"] = torch.tensor(lengths).cuda()
-    (microbatch,) = megatron_idempotent.pack_batches(batch, 256)
+    (microbatch,) = megatron_idempotent.step.pack_batches(batch, 256)
     chosen = shift_targets(microbatch["input_ids"], cu_seqlens=microbatch["pack"].cu_seqlens)
 
     def output() -> Any:
-        logprob = torch.log_softmax(megatron_idempotent.gpt_forward(model, microbatch), -1)
+        logprob = torch.log_softmax(megatron_idempotent.step.gpt_forward(model, microbatch), -1)
         return logprob.gather(-1, chosen.clamp(min=0)[..., None])[chosen >= 0]
 
     return output_roundings(model, output, terms=tiny.VOCABULARY + 64)

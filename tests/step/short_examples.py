@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import megatron_idempotent
+from megatron_idempotent import fp8, logprobs, step, window
 
 NEEDS_ALL = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
@@ -233,9 +234,10 @@ def _make(example: Short, tree: ast.Module, names: dict[str, Any]) -> bool:
 def names_of(file: str) -> dict[str, Any]:
     """Returns what a file's examples may name: its module's names, and all that is public."""
     package = megatron_idempotent
+    rooms = (package, fp8, logprobs, step, window)
     place = re.sub(r"(/__init__)?\.py(:\w+)?$", "", file).replace("/", ".")
     module = importlib.import_module(f"{package.__name__}.{place}")
-    public = {name: getattr(package, name) for name in package.__all__}
+    public = {name: getattr(room, name) for room in rooms for name in room.__all__}
     return {package.__name__: package, **public, **vars(module)}
 
 

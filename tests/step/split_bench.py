@@ -12,8 +12,8 @@ import torch
 from packaging.version import Version
 
 import megatron_idempotent
-from megatron_idempotent import own_positions
 from megatron_idempotent.proof.cpu import tiny
+from megatron_idempotent.step import own_positions
 from megatron_idempotent.step.packs import context_parallel_ranks
 
 ROWS, T = tiny.BATCH, tiny.SEQUENCE

@@ -135,7 +135,7 @@ LOSSES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 def _counted(microbatch: Any) -> Any:
     """`counts=` of the step."""
-    from megatron_idempotent import valid_counts
+    from megatron_idempotent.step import valid_counts
 
     return microbatch[microbatch["counts"]] if "counts" in microbatch else valid_counts(microbatch)
 
@@ -364,7 +364,7 @@ def made_with(engine: str) -> None:
         assert re.search(text, str(told)), (name, told)
     told = raised_by(kind(model, optimizer).begin, TokenLoss, global_batch_size=8)
     assert "got the class TokenLoss as loss" in str(told)
-    for call in (megatron_idempotent.agree, megatron_idempotent.guarded_window):
+    for call in (megatron_idempotent.window.agree, megatron_idempotent.window.guarded_window):
         told = raised_by(call, None, deadline_s=float("inf"))
         assert isinstance(told, ValueError), told
         assert "deadline_s is inf" in str(told)

@@ -57,7 +57,8 @@ def what_has_no_rows() -> list[str]:
     import torch
     from split_bench import TokenLoss, build, data, forward, raised_by
 
-    from megatron_idempotent import Pack, TrainStep, token_alignment
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.fp8 import Pack, token_alignment
 
     model, scheduler, _ = build()
     step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, shared=("rope",))

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_idempotent import TokenAlignment, bin_sequences
+from megatron_idempotent.fp8 import TokenAlignment
+from megatron_idempotent.step import bin_sequences
 
 PLAIN = TokenAlignment(sequence=1, pack=1)
 

@@ -37,7 +37,7 @@ def all_by_value() -> tuple[bytes, bytes]:
     step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward)
     step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=2)
     step.microbatch(step_id, data(1, 4, 0))
-    megatron_idempotent.agree()
+    megatron_idempotent.window.agree()
 
     package = "megatron_idempotent."
     names = [each.name for each in pkgutil.walk_packages(megatron_idempotent.__path__, package)]

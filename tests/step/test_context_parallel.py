@@ -18,7 +18,7 @@ def loss_that(kind: str, returned: str, bad_rank: int | None) -> Any:
     import torch
     from split_bench import TokenLoss, mask_of
 
-    from megatron_idempotent import all_positions
+    from megatron_idempotent.step import all_positions
 
     class Loss(TokenLoss):
         context_parallel = returned
@@ -151,8 +151,8 @@ def rows_by_themselves() -> Any:
     """Runs on a rank: what `gpt_forward` makes of rows, as this rank's part and on one rank."""
     import torch
 
-    from megatron_idempotent import all_positions, own_positions
     from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.step import all_positions, own_positions
     from megatron_idempotent.step.megatron import gpt_forward
 
     torch.set_default_dtype(torch.float64)

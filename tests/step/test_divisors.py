@@ -15,7 +15,7 @@ def divided(engine: str, options: dict[str, Any], overrides: dict[str, Any]) -> 
     from engines import bench_on
     from split_bench import ROWS, TokenLoss, data, split_step
 
-    from megatron_idempotent import StepCounts
+    from megatron_idempotent.step import StepCounts
 
     def run(
         kind: str, *, divisor: Any = None, at_end: bool = False, normalizers: Any = None

@@ -118,12 +118,9 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
     import megatron.core
     import torch
 
-    from megatron_idempotent import (
-        Pack,
-        TokenAlignment,
-        shift_targets,
-        token_logprobs,
-    )
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.fp8 import Pack, TokenAlignment
+    from megatron_idempotent.logprobs import shift_targets
     from megatron_idempotent.rl.weights.records import TensorInfo
 
     alignment = TokenAlignment(sequence=1, pack=1)
@@ -233,7 +230,7 @@ def run_on_ranks() -> set[str]:
     from megatron.core.utils import get_model_config
     from split_bench import ROWS, T, TokenLoss, build, data, forward
 
-    from megatron_idempotent import model_logprobs, vocab_topk
+    from megatron_idempotent.logprobs import model_logprobs, vocab_topk
 
     _run("window/setup.py")
     assert parallel_state.get_pipeline_model_parallel_world_size() == 2

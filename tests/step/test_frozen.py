@@ -254,7 +254,8 @@ def head_gradients(instead: bool, options: dict[str, Any]) -> list[Any]:
     from lora import Lora
 
     import megatron_idempotent
-    from megatron_idempotent import model_logprobs, shift_targets, token_logprobs
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import model_logprobs, shift_targets
     from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()

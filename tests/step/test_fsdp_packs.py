@@ -15,7 +15,8 @@ def fsdp_steps() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from megatron_idempotent import FSDPTrainStep, TokenAlignment
+    from megatron_idempotent import FSDPTrainStep
+    from megatron_idempotent.fp8 import TokenAlignment
 
     class Model(nn.Module):
         """Each token's logits, of the token and of the mean over its own sequence."""
@@ -41,7 +42,7 @@ def fsdp_steps() -> dict[str, Any]:
         normalizers: dict[str, Any] = {}  # noqa: RUF012
 
         def __call__(self, output: Any, microbatch: Any) -> Any:
-            from megatron_idempotent import shift_targets
+            from megatron_idempotent.logprobs import shift_targets
 
             pack = microbatch.get("pack")
             tokens = microbatch["input_ids"]

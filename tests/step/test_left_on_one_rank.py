@@ -62,7 +62,8 @@ def left(
     import torch
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step, state
 
-    from megatron_idempotent import TrainStep, rebuild_process_groups
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.window import rebuild_process_groups
     from megatron_idempotent.window.agreement import is_poisoned
 
     options = {"overlap_param_gather": True}
@@ -185,8 +186,9 @@ def in_doubt() -> list[str]:
     import torch
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step
 
-    from megatron_idempotent import TrainStep, rebuild_process_groups
+    from megatron_idempotent import TrainStep
     from megatron_idempotent.step import open_step
+    from megatron_idempotent.window import rebuild_process_groups
     from megatron_idempotent.window.agreement import is_poisoned
 
     model, scheduler, replica = build()

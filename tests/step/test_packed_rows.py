@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_idempotent import TokenAlignment, pack_batches
+from megatron_idempotent.fp8 import TokenAlignment
+from megatron_idempotent.step import pack_batches
 
 T = 9
 

@@ -23,7 +23,9 @@ def gradients(ways: list[str], kind: str, options: dict[str, Any]) -> dict[str, 
     from packs import PackLoss, PackSequenceLoss, double, exact_gradients, one_by_one, rows
     from split_bench import DEADLINE_S
 
-    from megatron_idempotent import TokenAlignment, TrainStep, pack_batches
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.fp8 import TokenAlignment
+    from megatron_idempotent.step import pack_batches
 
     loss = PackLoss() if kind == "token" else PackSequenceLoss()
     model = double(**options)
@@ -245,7 +247,8 @@ def ready_or_rows() -> list[bool]:
     from packs import PackLoss, make, rows
     from split_bench import DEADLINE_S
 
-    from megatron_idempotent import TrainStep, gpt_forward, pack_batches
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.step import gpt_forward, pack_batches
 
     def named(model: Any, microbatch: Any) -> Any:
         """The same pack as other callers have it, with nothing but names that Megatron knows."""
@@ -302,10 +305,12 @@ def heads() -> dict[str, float]:
     )
     from packs import double, rows
 
-    from megatron_idempotent import TokenAlignment, gpt_inputs, pack_batches, shift_targets
+    from megatron_idempotent.fp8 import TokenAlignment
+    from megatron_idempotent.logprobs import shift_targets
     from megatron_idempotent.megatron.layer_specs import gpt_stage
     from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.proof.cpu.attention import with_exact_attention
+    from megatron_idempotent.step import gpt_inputs, pack_batches
 
     config = double(config_overrides={"mtp_num_layers": 2}).config
     spec = get_gpt_layer_local_spec(normalization=config.normalization)

@@ -66,7 +66,8 @@ def refused(options: dict[str, Any]) -> dict[str, str]:
     from packs import PackLoss, make, rows
     from split_bench import DEADLINE_S, raised_by
 
-    from megatron_idempotent import TrainStep, pack_batches
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.step import pack_batches
 
     model, scheduler, replica = make(**options)
     step = TrainStep(model.chunks, model.optimizer, scheduler, deadline_s=DEADLINE_S)
@@ -102,7 +103,9 @@ def misaligned(options: dict[str, Any], sequence: int, pack: int) -> str:
     from packs import PackLoss, make, rows
     from split_bench import DEADLINE_S, raised_by
 
-    from megatron_idempotent import TokenAlignment, TrainStep, pack_batches
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.fp8 import TokenAlignment
+    from megatron_idempotent.step import pack_batches
 
     model, scheduler, replica = make(**options)
     step = TrainStep(model.chunks, model.optimizer, scheduler, deadline_s=DEADLINE_S)
@@ -116,7 +119,7 @@ def misaligned(options: dict[str, Any], sequence: int, pack: int) -> str:
 
 
 def _four() -> Any:
-    from megatron_idempotent import TokenAlignment
+    from megatron_idempotent.fp8 import TokenAlignment
 
     return TokenAlignment(sequence=4, pack=4)
 
@@ -180,7 +183,7 @@ def differing() -> dict[str, str]:
 
 
 def alignment() -> Any:
-    from megatron_idempotent import TokenAlignment
+    from megatron_idempotent.fp8 import TokenAlignment
 
     return TokenAlignment(sequence=4, pack=128)
 

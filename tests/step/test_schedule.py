@@ -91,7 +91,7 @@ def in_one_call(options: dict[str, Any], ours: bool, values: int = 2) -> Any:
     """Runs on a rank: steps of one call each, of Megatron's schedule or of a `StepSchedule`."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_idempotent import StepSchedule
+    from megatron_idempotent.step import StepSchedule
 
     program = Program(options, values=values)
     model = program.model
@@ -146,7 +146,7 @@ def at_different_times() -> bytes:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from megatron_idempotent import StepSchedule
+    from megatron_idempotent.step import StepSchedule
 
     program = Program({})
     schedule = StepSchedule(program.model.chunks, program.model.optimizer)
@@ -172,7 +172,7 @@ def in_two_calls(options: dict[str, Any], values: int = 2) -> bool:
     """
     import torch
 
-    from megatron_idempotent import StepSchedule
+    from megatron_idempotent.step import StepSchedule
 
     gradients = []
     for calls in (1, 2):
@@ -200,7 +200,7 @@ def weighed() -> bool:
     """Runs on a rank: MoE's loss counts as the caller says."""
     import torch
 
-    from megatron_idempotent import StepSchedule
+    from megatron_idempotent.step import StepSchedule
 
     gradients = []
     for coefficient, weight in ((1.0, None), (2.0, lambda _: 1 / (2 * NUMBER))):
@@ -219,7 +219,7 @@ def test_auxiliary_losses_count_as_the_caller_says(megatron_ranks):
 
 def refused() -> list[str]:
     """Runs on a rank: what is refused, and that a forward-only call leaves an open step alone."""
-    from megatron_idempotent import StepSchedule
+    from megatron_idempotent.step import StepSchedule
 
     program, other = Program({}), Program({})
     model = program.model

@@ -42,7 +42,8 @@ def fail(options: dict[str, Any], where: str, last: bool) -> tuple[tuple[str, ..
     import torch
     from split_bench import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
 
-    from megatron_idempotent import TrainStep, rebuild_process_groups
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.window import rebuild_process_groups
     from megatron_idempotent.window.agreement import is_poisoned
 
     rank = torch.distributed.get_rank()

@@ -17,8 +17,9 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 import megatron_idempotent
-from megatron_idempotent import FSDPTrainStep, TrainStep, all_positions, wire_train_config
+from megatron_idempotent import FSDPTrainStep, TrainStep, wire_train_config
 from megatron_idempotent.megatron.schedules import sums_tokens_of_context_ranks
+from megatron_idempotent.step import all_positions
 from megatron_idempotent.window.accumulation import set_for
 
 from . import packs, states
@@ -300,7 +301,7 @@ class Window(Megatron):
 
     def begin(self) -> None:
         self._zero()
-        self._window = megatron_idempotent.accumulation_window(self.subject.chunks)
+        self._window = megatron_idempotent.window.accumulation_window(self.subject.chunks)
         self._window.__enter__()
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:

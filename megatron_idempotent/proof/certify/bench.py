@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_idempotent import own_positions
 from megatron_idempotent.megatron import moe
 from megatron_idempotent.proof.cpu import tiny
+from megatron_idempotent.step import own_positions
 from megatron_idempotent.window.params import ensure_params_synced
 
 from . import experts, fsdp2, half, packs

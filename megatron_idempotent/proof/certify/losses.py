@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megatron_idempotent import own_positions
+from megatron_idempotent.step import own_positions
 
 from . import packs
 from .layouts import LossKind

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_idempotent import Pack, TokenAlignment, own_positions, shift_targets
+from megatron_idempotent.fp8 import Pack, TokenAlignment
+from megatron_idempotent.logprobs import shift_targets
+from megatron_idempotent.step import own_positions
 
 from .protocol import Rows
 

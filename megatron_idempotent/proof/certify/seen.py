@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_idempotent import own_positions
+from megatron_idempotent.step import own_positions
 
 from .oracle import PackSeen, counted
 from .protocol import Rows, Wrong

@@ -256,8 +256,8 @@ def decoder_logits(module: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
     """
     positions = tokens_BT.shape[1]
     position_ids_BT = torch.arange(positions, device="cuda").expand_as(tokens_BT)
-    mine_BT = megatron_idempotent.own_positions(tokens_BT)
-    places_BT = megatron_idempotent.own_positions(position_ids_BT)
+    mine_BT = megatron_idempotent.step.own_positions(tokens_BT)
+    places_BT = megatron_idempotent.step.own_positions(position_ids_BT)
     logits_BTV: torch.Tensor = module(mine_BT, places_BT, causal_mask(positions))
     return logits_BTV
 
@@ -294,8 +294,8 @@ class LogitsOf:
         Collective over the ranks among which columns or positions are divided.
         """
         if self.cuts_positions:
-            targets_BT = megatron_idempotent.own_positions(targets_BT, cu_seqlens=cu_seqlens)
-            mask_BT = megatron_idempotent.own_positions(mask_BT, cu_seqlens=cu_seqlens)
+            targets_BT = megatron_idempotent.step.own_positions(targets_BT, cu_seqlens=cu_seqlens)
+            mask_BT = megatron_idempotent.step.own_positions(mask_BT, cu_seqlens=cu_seqlens)
         found = token_logprobs(
             logits=logits_BTV,
             targets=targets_BT,
@@ -307,13 +307,13 @@ class LogitsOf:
         ).logprob
         if not self.cuts_positions:
             return found
-        return megatron_idempotent.all_positions(found, cu_seqlens=cu_seqlens)
+        return megatron_idempotent.step.all_positions(found, cu_seqlens=cu_seqlens)
 
 
 def forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
     """Compute logits [B, T, V] of a microbatch of rows, or of a pack, whose B is 1."""
     if "pack" in microbatch:
-        return megatron_idempotent.gpt_forward(module, microbatch)
+        return megatron_idempotent.step.gpt_forward(module, microbatch)
     return decoder_logits(module, microbatch["input_ids"])
 
 

@@ -7,45 +7,6 @@
 Importing this imports neither torch nor Megatron.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from megatron_idempotent.lazy import attributes
 
-from .protocol import RankFailed, RankGroup, RanksLost, RankTraceback, WorkerSpec
-
-if TYPE_CHECKING:
-    from .embedded import EmbeddedRanks
-    from .exports import Exports, RemoteWeights
-    from .ray import RayRanks
-    from .torchrun import TorchrunRanks, run_rank, under_torchrun
-
-# Resolved at first use: the exports import torch.
-_HOMES = {
-    "EmbeddedRanks": "embedded",
-    "Exports": "exports",
-    "RayRanks": "ray",
-    "RemoteWeights": "exports",
-    "TorchrunRanks": "torchrun",
-    "run_rank": "torchrun",
-    "under_torchrun": "torchrun",
-}
-
-__all__ = [
-    "EmbeddedRanks",
-    "Exports",
-    "RankFailed",
-    "RankGroup",
-    "RankTraceback",
-    "RanksLost",
-    "RayRanks",
-    "RemoteWeights",
-    "TorchrunRanks",
-    "WorkerSpec",
-    "run_rank",
-    "under_torchrun",
-]
-
-
-__getattr__ = attributes(__name__, _HOMES)
+__getattr__, __dir__ = attributes(__name__)

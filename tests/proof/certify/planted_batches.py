@@ -9,9 +9,11 @@ import torch
 from planted import Counting, KeepsTheLastCall
 from torch import Tensor
 
-from megatron_idempotent import TokenAlignment, TrainStep, own_positions
+from megatron_idempotent import TrainStep
+from megatron_idempotent.fp8 import TokenAlignment
 from megatron_idempotent.proof.certify import Finished, packs
 from megatron_idempotent.proof.certify.adapters import FSDPSplitStep, SplitStep, _given, _Loss
+from megatron_idempotent.step import own_positions
 from megatron_idempotent.step.packs import context_parallel_ranks
 
 

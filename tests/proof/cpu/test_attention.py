@@ -161,7 +161,7 @@ def errors(cp, packed, dtype_name):
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_idempotent import context_parallel_part
+    from megatron_idempotent.logprobs import context_parallel_part
     from megatron_idempotent.megatron.layer_specs import takes
     from megatron_idempotent.proof.cpu.attention import ExactAttention
 

@@ -159,7 +159,7 @@ def left_early(root: Any) -> None:
     import hf_programs
     import torch
 
-    from megatron_idempotent import Fp8Export
+    from megatron_idempotent.fp8 import Fp8Export
     from megatron_idempotent.rl.hf import MegatronWeights
 
     hf_programs.parallel(tp=2)

@@ -1,0 +1,29 @@
+from . import fp8 as fp8
+from . import logprobs as logprobs
+from . import step as step
+from . import window as window
+from .logprobs import TokenStats as TokenStats
+from .logprobs import token_logprobs as token_logprobs
+from .megatron.replica_check import ReplicaMismatchError as ReplicaMismatchError
+from .patching.api import apply as apply
+from .patching.api import report as report
+from .patching.api import revert as revert
+from .patching.base import PatchError as PatchError
+from .patching.base import UnknownPatchError as UnknownPatchError
+from .patching.base import VerificationError as VerificationError
+from .patching.report import Report as Report
+from .patching.report import Row as Row
+from .patching.scoped import patched as patched
+from .patching.verify import verify as verify
+from .step import FSDPTrainStep as FSDPTrainStep
+from .step import StepLoss as StepLoss
+from .step import StepResult as StepResult
+from .step import TrainStep as TrainStep
+from .window import SessionPoisoned as SessionPoisoned
+from .window import WindowAborted as WindowAborted
+from .window import abort_window as abort_window
+from .window import ensure_params_synced as ensure_params_synced
+from .window import seed_all as seed_all
+from .window import wire_train_config as wire_train_config
+
+__version__: str

@@ -1,0 +1,12 @@
+from .checks import CHECKS as CHECKS
+from .checks import Check as Check
+from .layouts import LAYOUTS as LAYOUTS
+from .layouts import Layout as Layout
+from .layouts import layout as layout
+from .protocol import Adapter as Adapter
+from .protocol import Finished as Finished
+from .protocol import Planted as Planted
+from .protocol import Rows as Rows
+from .protocol import Subject as Subject
+from .run import Result as Result
+from .run import certify as certify

@@ -1,0 +1,14 @@
+from .errors import NoDeviceError as NoDeviceError
+from .errors import NotEmulatedError as NotEmulatedError
+from .errors import PlacementError as PlacementError
+from .errors import RankError as RankError
+from .errors import RankFailure as RankFailure
+from .errors import RankTimeout as RankTimeout
+from .pool import PROGRAM_PRELOAD as PROGRAM_PRELOAD
+from .pool import RankPool as RankPool
+from .pool import run_ranks as run_ranks
+from .runtime import disable as disable
+from .runtime import enable as enable
+from .runtime import enabled as enabled
+from .runtime import is_enabled as is_enabled
+from .table import EMULATED as EMULATED

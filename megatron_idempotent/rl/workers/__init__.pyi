@@ -1,0 +1,12 @@
+from .embedded import EmbeddedRanks as EmbeddedRanks
+from .exports import Exports as Exports
+from .exports import RemoteWeights as RemoteWeights
+from .protocol import RankFailed as RankFailed
+from .protocol import RankGroup as RankGroup
+from .protocol import RanksLost as RanksLost
+from .protocol import RankTraceback as RankTraceback
+from .protocol import WorkerSpec as WorkerSpec
+from .ray import RayRanks as RayRanks
+from .torchrun import TorchrunRanks as TorchrunRanks
+from .torchrun import run_rank as run_rank
+from .torchrun import under_torchrun as under_torchrun

@@ -1,0 +1,15 @@
+from .packs import bin_sequences as bin_sequences
+from .packs import all_positions as all_positions
+from .packs import own_positions as own_positions
+from .fsdp import FSDPTrainStep as FSDPTrainStep
+from .megatron import gpt_forward as gpt_forward
+from .megatron import gpt_inputs as gpt_inputs
+from .loss import POLICY_GRADIENT_NORMALIZERS as POLICY_GRADIENT_NORMALIZERS
+from .loss import StepCounts as StepCounts
+from .loss import StepLoss as StepLoss
+from .megatron import TrainStep as TrainStep
+from .packs import pack_batches as pack_batches
+from .microbatches import valid_counts as valid_counts
+from .loss import Receipt as Receipt
+from .loss import StepResult as StepResult
+from .schedule import StepSchedule as StepSchedule

@@ -1,0 +1,11 @@
+from .abort import abort_window as abort_window
+from .accumulation import accumulation_window as accumulation_window
+from .agreement import SessionPoisoned as SessionPoisoned
+from .agreement import WindowAborted as WindowAborted
+from .agreement import agree as agree
+from .guard import guarded_window as guarded_window
+from .params import ensure_params_synced as ensure_params_synced
+from .rebuild import rebuild_process_groups as rebuild_process_groups
+from .setup import ensure_initialized as ensure_initialized
+from .setup import seed_all as seed_all
+from .setup import wire_train_config as wire_train_config
