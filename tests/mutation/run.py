@@ -4,8 +4,9 @@
 
 `mutants.json` holds the list. A mutant is a line of a file as it is and as it would be, and the
 tests that failed with it when the list was made. The copy lies in a temporary folder, so that an
-interrupted run leaves nothing in the checkout. Takes about half a minute per mutant and
-job; exit code 1 where a mutant survives, or no longer fits its file.
+interrupted run leaves nothing in the checkout. First all these tests run on a copy without a fault:
+one that fails there catches nothing. Takes about half a minute per mutant and job; exit code 1
+where a mutant survives, or no longer fits its file.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from queue import Queue
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from editable import environ_of  # noqa: E402
+
 MUTANTS = Path(__file__).with_name("mutants.json")
 #: A mutant that hangs is caught by a deadline, of a test or this one.
 TIMEOUT_S = 900
@@ -65,8 +69,8 @@ def verdict(tree: Path, mutant: dict[str, Any], tests: list[str]) -> str:
 
 
 def fails(tree: Path, tests: list[str]) -> bool:
-    # The tree comes before the installed project, whose tests these are.
-    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    finder = tree.with_name(f"{tree.name}-finder")
+    env = {**os.environ, **environ_of(tree, finder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     process = subprocess.Popen(
         command,
@@ -95,6 +99,9 @@ def judged(mutants: list[dict[str, Any]], jobs: int) -> Iterator[tuple[dict[str,
             tree = Path(folder) / str(number)
             copy_of_the_project(tree)
             trees.put(tree)
+        tests = sorted({test for mutant in mutants for test in mutant["caught_by"]})
+        if fails(tree, tests):
+            raise SystemExit("some of these tests fail without a fault: run them, and mend that")
 
         def judge(mutant: dict[str, Any]) -> str:
             tree = trees.get()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from editable import environ_of
 
 from megatron_idempotent.patching.catalog import patches, untried
 from megatron_idempotent.patching.report import COVERED, PROBLEMS
@@ -119,20 +120,6 @@ SAMPLES = {
 }
 
 
-#: Finds the case files in the copy, as an editable install does in the checkout.
-FINDER = """
-import importlib.machinery, importlib.util, os, sys
-class Patches:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name == "megatron_idempotent.patches":
-            file = os.path.join(os.environ["COPY"], "patches", "__init__.py")
-            return importlib.util.spec_from_file_location(name, file)
-# After what looks into folders, before what the editable install has put there.
-sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder) + 1, Patches)
-"""
-
-
 class Project:
     """A copy of this project, which programs import in the place of the installed one."""
 
@@ -140,15 +127,12 @@ class Project:
         ignored = (ROOT / ".gitignore").read_text().split()
         leave = shutil.ignore_patterns(".git", *(name.strip("/") for name in ignored))
         shutil.copytree(ROOT, folder, ignore=leave)
-        finder = folder.with_name("finder")
-        finder.mkdir()
-        (finder / "sitecustomize.py").write_text(FINDER)
         self.folder = folder
-        self.path = [str(folder), str(finder)]
+        self.before: list[str] = []
 
     def run(self, *command: str, code: int = 0) -> str:
         env = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_IDEMPOTENT")}
-        env |= {"PYTHONPATH": os.pathsep.join(self.path), "COPY": str(self.folder)}
+        env |= environ_of(self.folder, self.folder.with_name("finder"), *self.before)
         done = subprocess.run(
             [sys.executable, *command],
             cwd=self.folder,
@@ -207,7 +191,7 @@ print(json.dumps([
 @pytest.mark.exhaustive
 def test_a_new_minor_is_a_line_in_the_table_and_one_run_of_casebook(project, tmp_path):
     newer = megatron_that_says(NEXT, tmp_path / "newer")
-    project.path.insert(0, str(newer))
+    project.before.append(str(newer))
     # What only commits had is in it by now: its body is read, all others are as they were.
     new = [patch.id for patch in patches().values() if patch.since == untried()]
     project.ours("drift", str(newer), "--accept", *new)
@@ -242,8 +226,6 @@ def test_a_new_case_file_is_green_after_the_steps_of_contributing(project):
     }
     assert [standing[name] for name in SAMPLES] == ["drifted", "holds"]
     # Step 5.
-    proven = json.loads(project.ours("prove", "--json", *SAMPLES))
-    assert [row["verdict"] for row in proven] == ["proven", "proven"]
     accepted = [f"--accept={name}" for name in SAMPLES]
     told = project.run("-m", "megatron_idempotent.cli.casebook", *accepted).splitlines()
     assert [line.split(" ")[:2] for line in told] == [
@@ -257,6 +239,8 @@ def test_a_new_case_file_is_green_after_the_steps_of_contributing(project):
     assert project.generated() == written
     standing = {row["id"]: row["standing"] for row in json.loads(project.ours("drift", "--json"))}
     assert [standing[name] for name in SAMPLES] == ["reviewed", "reviewed"]
+    proven = json.loads(project.ours("prove", "--json", *SAMPLES))
+    assert [row["verdict"] for row in proven] == ["proven", "proven"]
     changes = project.folder / "CHANGELOG.md"
     head = "## [Unreleased]\n"
     lines = "".join(

@@ -100,12 +100,13 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 def test_the_packages_in_pyproject_are_the_packages_on_disk():
-    inside = {
+    on_disk = {
         ".".join(path.parent.relative_to(ROOT).parts)
-        for path in (ROOT / "megatron_idempotent").rglob("__init__.py")
+        for room in ("megatron_idempotent", "patches")
+        for path in (ROOT / room).rglob("__init__.py")
     }
-    on_disk = inside | {"megatron_idempotent.patches"}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == on_disk
+    installed = {re.sub("^patches", "megatron_idempotent.patches", name) for name in on_disk}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == installed
 
 
 def test_the_sdist_is_what_git_tracks(sdist):
