@@ -69,10 +69,10 @@ class TestFaults(Faults):
         version = (await engine.health()).version
         update = await self.update(engine, new)
         await engine.pause()
-        await engine._control.start_update()
+        await engine._control.post("/start_weight_update", timeout_s=20.0)
         assert (await engine.health()).status == "DIRTY"
         assert await engine.commit(update.id) == update.version
-        await engine._control.start_update()
+        await engine._control.post("/start_weight_update", timeout_s=20.0)
         await engine.rollback("")
         health = await engine.health()
         assert (health.status, health.version) == ("PAUSED", update.version)
