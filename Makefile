@@ -31,7 +31,7 @@ help:
 	@echo "make train    run the reference RL trainer on two CPU ranks (ARGS='--help' for its options)"
 	@echo "make train ASYNC=1  ... sampling and training at the same time"
 	@echo "make test     run the tests (ARGS='-k name' to choose)"
-	@echo "make test-ray   ranks, engines and the trainer on a local Ray cluster, and TransferQueue"
+	@echo "make test-ray   ranks and the trainer on a local Ray cluster, and TransferQueue"
 	@echo "make test-vllm  engine, sync, failures and the trainer on a real vLLM"
 	@echo "make wheels     fill build/wheels with what a GPU machine without a network needs"
 	@echo "make test-gpu   on such a machine: hazards, tests and benchmarks on its GPU (DRY=1 without one)"

@@ -25,7 +25,7 @@ _FORMAT = 1
 
 
 async def capture(shared: RunState, plane: DataPlane) -> dict[str, Any]:
-    """Returns what `put_back` needs: versions, the buffer's state and complete groups, for JSON.
+    """Return what `put_back` needs: versions, the buffer's state and complete groups, for JSON.
 
     Log-probs are written as Python writes floats, so they come back bit for bit. Prompts are left
     out: a resumed run asks for them by their index. A group that the data plane has lost is dropped
@@ -235,7 +235,7 @@ class CheckpointSchedule:
         self._captured: Mapping[str, Any] | None = None
 
     def due(self, version: int) -> bool:
-        """Returns whether a version gets a checkpoint."""
+        """Return whether a version gets a checkpoint."""
         settings = self._shared.settings
         outer, every = version // settings.minibatches, settings.checkpoint_every
         if self.store is None or not every or not outer:

@@ -53,7 +53,7 @@ async def watchdog(shared: RunState) -> None:
 
 
 def where(shared: RunState) -> str:
-    """Describes the state of a run in one line."""
+    """Describe the state of a run in one line."""
     counts = shared.buffer.counts
     generating = list(shared.buffer.generating_ids)
     shown = ", ".join(map(str, generating[:8])) + (", …" if len(generating) > 8 else "")
@@ -229,7 +229,7 @@ class Controller:
         return self._shared.trainer_version
 
     async def ping(self) -> Status:
-        """Returns the state of the run, without waiting for anything."""
+        """Return the state of the run, without waiting for anything."""
         return status_of(self._shared, self._prompts)
 
     async def drain(self) -> None:
@@ -326,6 +326,6 @@ class Controller:
         return metrics
 
     def _due(self, version: int) -> bool:
-        """Returns whether a version is evaluated or gets a checkpoint."""
+        """Return whether a version is evaluated or gets a checkpoint."""
         evaluated = getattr(self._evaluate, "due", lambda _: self._evaluate is not None)
         return self._checkpoints.due(version) or bool(evaluated(version))

@@ -25,7 +25,7 @@ class MemoryPlane:
         self._groups: dict[int, RolloutGroup] = {}
 
     def __len__(self) -> int:
-        """Returns the number of groups that are kept."""
+        """Return the number of groups that are kept."""
         return len(self._groups)
 
     def __bool__(self) -> bool:
@@ -37,7 +37,7 @@ class MemoryPlane:
         self._groups[group.id] = group
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Returns the group. Errors: `KeyError` if it was never put, or was cleared."""
+        """Return the group. Errors: `KeyError` if it was never put, or was cleared."""
         try:
             return self._groups[group_id]
         except KeyError:
@@ -110,7 +110,7 @@ class TransferQueuePlane:
         )
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Returns the group.
+        """Return the group.
 
         Errors: `KeyError` if it was cleared, or its `put` was not completed; `RuntimeError` if the
             queue does not answer.

@@ -200,7 +200,7 @@ class Fleet:
         self._engine_version = max(self._engine_version, *served)
 
     async def recover(self) -> bool:
-        """Returns whether an engine answers again after all were lost; see `Generator.recover`."""
+        """Return whether an engine answers again after all were lost; see `Generator.recover`."""
         if self._pool.usable:
             return False
         # Asked, and not resumed: a publish may be under way that has paused them.

@@ -78,7 +78,7 @@ class GroupSelector:
                         raise Drained
                     if shared.engines_back or shared.publish_failed:
                         await self._republish()
-                    elif self._nothing_to_come():
+                    elif shared.exhausted and not shared.buffer.counts.generating:
                         raise OutOfPrompts
                     else:
                         await shared.change()
@@ -104,9 +104,6 @@ class GroupSelector:
             shared.buffer.drop(held.id, "evicted", "stale")
         shared.tell()
         await self._clearing.clear([held.id for held in stale])
-
-    def _nothing_to_come(self) -> bool:
-        return self._shared.exhausted and not self._shared.buffer.counts.generating
 
 
 async def _nothing() -> None:
@@ -147,7 +144,7 @@ class OptimizerStep:
         """True if the task was cancelled during an update, and the update was made nevertheless."""
 
     async def take(self, name: str) -> tuple[Sequence[RolloutGroup], StepOutcome]:
-        """Takes the step; returns the groups that were trained, and the step's result.
+        """Take the step; returns the groups that were trained, and the step's result.
 
         A step that fails is aborted and taken again with the same groups, `step_attempts` times.
         No other step, in any process, may have the name `name`.
@@ -251,7 +248,7 @@ class OptimizerStep:
         return [held.id for held_together in self._held for held in held_together]
 
     def _may_try_again(self, step_id: str, error: BaseException) -> bool:
-        """Returns whether a step that was undone is taken again; drops a group that is lost."""
+        """Return whether a step that was undone is taken again; drops a group that is lost."""
         # Of a sampler that is wrong, no group is to blame, and none has trained.
         final = (asyncio.CancelledError, PublishFailed, SamplerError, *self._selector.expected)
         if isinstance(error, final):
@@ -385,7 +382,7 @@ async def _attempt(
 async def _update(
     call: Callable[[], Awaitable[StepOutcome]], what: str, limit_s: float
 ) -> tuple[StepOutcome, bool]:
-    """Makes an idempotent call, and once more if it raises; see `finish_once` for the rest."""
+    """Make an idempotent call, and once more if it raises; see `finish_once` for the rest."""
     updating = asyncio.ensure_future(_asked_twice(call, what))
     cancelled = await finish_despite_cancel(updating, limit_s)
     if not updating.done():

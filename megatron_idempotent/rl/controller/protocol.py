@@ -197,11 +197,11 @@ class Prompts(Protocol):
     """
 
     def prompt(self, index: int) -> Any | None:
-        """Returns the prompt at an index from 0; None after the last one."""
+        """Return the prompt at an index from 0; None after the last one."""
         ...
 
     def epoch(self, index: int) -> int:
-        """Returns how often the data was used up before that index."""
+        """Return how often the data was used up before that index."""
         ...
 
 
@@ -209,7 +209,7 @@ class Generator(Protocol):
     """Turns prompts into scored samples, and brings new weights to the engines."""
 
     async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
-        """Draws and scores all samples of a prompt; returns them as a group.
+        """Draw and scores all samples of a prompt; returns them as a group.
 
         `attempt` is the number of failed attempts at this group. If it is cancelled, it ends the
         requests and frees what it held.
@@ -230,7 +230,7 @@ class Generator(Protocol):
         ...
 
     async def recover(self) -> bool:
-        """Returns whether an engine answers again after all were lost, and needs a `publish`."""
+        """Return whether an engine answers again after all were lost, and needs a `publish`."""
         ...
 
 
@@ -246,7 +246,7 @@ class Policy(Protocol):
         ...
 
     async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
-        """Returns log-probs of a batch's response tokens, in a form that the recipe knows.
+        """Return log-probs of a batch's response tokens, in a form that the recipe knows.
 
         It may be called while a step is open.
         """
@@ -284,14 +284,14 @@ class Recipe(Protocol):
     """Turns groups into batches, in plain functions that take milliseconds at most."""
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Says in a word or two why a group is of no use; returns "" to keep it.
+        """Say in a word or two why a group is of no use; returns "" to keep it.
 
         Groups are counted by these words.
         """
         ...
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Any:
-        """Returns the batch for `Policy.logprobs`, made of the up to `groups_per_call` groups that
+        """Return the batch for `Policy.logprobs`, made of the up to `groups_per_call` groups that
         train next.
         """
         ...
@@ -302,7 +302,7 @@ class Recipe(Protocol):
         inputs: Any,
         logprobs: Mapping[LogprobsOf, Any],
     ) -> Any:
-        """Returns the batch for `Policy.microbatch`, with advantages and the off-policy correction.
+        """Return the batch for `Policy.microbatch`, with advantages and the off-policy correction.
 
         `inputs` is what `inputs(groups)` returned, and `logprobs` holds what `Policy.logprobs`
         returned for it, by model: those that `ControllerSettings.logprobs` asks for.
@@ -310,7 +310,7 @@ class Recipe(Protocol):
         ...
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
-        """Returns metrics of one optimizer step's groups; `version` is that before the step.
+        """Return metrics of one optimizer step's groups; `version` is that before the step.
 
         Loggers get each with `train/` before its name.
         """
@@ -325,7 +325,7 @@ class DataPlane(Protocol):
         ...
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Returns the group. Errors: `KeyError` if it is not there."""
+        """Return the group. Errors: `KeyError` if it is not there."""
         ...
 
     async def clear(self, group_ids: Sequence[int]) -> None:
@@ -343,19 +343,19 @@ class Ready(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Held]:
-        """Yields groups in order of arrival."""
+        """Yield groups in order of arrival."""
         ...
 
     def versions(self) -> Sequence[int]:
-        """Returns the versions that complete groups have, each once, ascending."""
+        """Return the versions that complete groups have, each once, ascending."""
         ...
 
     def of_version(self, version: int) -> Iterator[Held]:
-        """Yields a version's groups in order of arrival."""
+        """Yield a version's groups in order of arrival."""
         ...
 
     def by_id(self) -> Iterator[Held]:
-        """Yields groups by id, ascending."""
+        """Yield groups by id, ascending."""
         ...
 
     @property
@@ -364,11 +364,11 @@ class Ready(Protocol):
         ...
 
     def generating(self) -> Iterator[Generating]:
-        """Yields the groups that are being generated, in the order in which they were started."""
+        """Yield the groups that are being generated, in the order in which they were started."""
         ...
 
     def generating_before(self, version: int) -> Iterator[Generating]:
-        """Yields groups being generated from weights older than `version`, the oldest first."""
+        """Yield groups being generated from weights older than `version`, the oldest first."""
         ...
 
 
@@ -391,19 +391,19 @@ class Sampler(Protocol):
         ...
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """Returns the fewest groups for which the buffer must have places, or training stalls."""
+        """Return the fewest groups for which the buffer must have places, or training stalls."""
         ...
 
     def room(self, admission: Admission) -> int:
-        """Returns how many more groups may start now, apart from capacity and concurrency."""
+        """Return how many more groups may start now, apart from capacity and concurrency."""
         ...
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Returns up to `count` groups for the step that makes `version` + 1, the best first."""
+        """Return up to `count` groups for the step that makes `version` + 1, the best first."""
         ...
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """Returns the complete groups that no step from `version` on will take."""
+        """Return the complete groups that no step from `version` on will take."""
         ...
 
 
@@ -411,7 +411,7 @@ class AbortingSampler(Sampler, Protocol):
     """Adds to `Sampler` a method that ends groups while they are still being generated."""
 
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
-        """Returns groups that are being generated, and that no step would take once complete.
+        """Return groups that are being generated, and that no step would take once complete.
 
         Their requests are cancelled, they count as evicted, and others take their places: `room`
         must not let any start that would be aborted at once.

@@ -165,14 +165,14 @@ class RolloutPump:
             self._shared.buffer.renew(group_id, version=self._shared.rollout_version)
 
     def _aborted(self, group_id: int) -> bool:
-        """Returns whether the buffer has dropped a group whose task is still running.
+        """Return whether the buffer has dropped a group whose task is still running.
 
         A cancellation can get lost if an engine's answer or error comes at the same moment.
         """
         return not self._shared.buffer.holds(group_id)
 
     async def _put(self, group: RolloutGroup) -> bool:
-        """Puts a group into the data plane, in several attempts; returns whether it is there.
+        """Put a group into the data plane, in several attempts; returns whether it is there.
 
         A group that could not be put is dropped.
         """

@@ -33,7 +33,7 @@ class SamplerError(ControllerError):
 
 
 def checked_select(sampler: Sampler, ready: Ready, *, version: int, count: int) -> tuple[Held, ...]:
-    """Returns the groups that a sampler selects, at most `count`, each ready and named once.
+    """Return the groups that a sampler selects, at most `count`, each ready and named once.
 
     Errors: `SamplerError` if its answer is not of that kind, or if it raises.
     """
@@ -48,7 +48,7 @@ def checked_select(sampler: Sampler, ready: Ready, *, version: int, count: int) 
 
 
 def checked_evict(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Held, ...]:
-    """Returns the groups that a sampler evicts, each ready and named once.
+    """Return the groups that a sampler evicts, each ready and named once.
 
     Errors: `SamplerError` if its answer is not of that kind, or if it raises.
     """
@@ -56,7 +56,7 @@ def checked_evict(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Held
 
 
 def checked_abort(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Generating, ...]:
-    """Returns the groups that a sampler aborts, each being generated and named once.
+    """Return the groups that a sampler aborts, each being generated and named once.
 
     A sampler without the method `abort` aborts none.
     Errors: `SamplerError` if its answer is not of that kind, or if it raises.
@@ -77,7 +77,7 @@ def checked_abort(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Gene
 
 
 def checked_room(sampler: Sampler, admission: Admission) -> float:
-    """Returns how many more groups a sampler lets start.
+    """Return how many more groups a sampler lets start.
 
     Errors: `SamplerError` if its answer is no real number, or if it raises.
     """
@@ -90,7 +90,7 @@ def checked_room(sampler: Sampler, admission: Admission) -> float:
 
 
 def asked(sampler: Sampler, method: str, *args: Any, **named: Any) -> Any:
-    """Calls a sampler's method and returns its answer. Errors: `SamplerError` if it raises."""
+    """Call a sampler's method and return its answer. Errors: `SamplerError` if it raises."""
     try:
         return getattr(sampler, method)(*args, **named)
     except Exception as error:
@@ -142,21 +142,21 @@ class FirstReadySampler:
     drains = False
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """Returns the number of groups in one step."""
+        """Return the number of groups in one step."""
         return groups_per_step
 
     def room(self, admission: Admission) -> int:
-        """Returns a number above any capacity, so that the buffer's is the only bound."""
+        """Return a number above any capacity, so that the buffer's is the only bound."""
         del admission
         return _ALL
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Returns the first `count` groups by arrival."""
+        """Return the first `count` groups by arrival."""
         del version
         return list(itertools.islice(ready, count))
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """Returns no group."""
+        """Return no group."""
         del ready, version
         return ()
 
@@ -167,14 +167,14 @@ those that arrived first."""
 
 
 def checked_window(name: str, value: object) -> int:
-    """Returns `value` if it is an int from 0 on. Errors: `SettingsError`, with `name`, if not."""
+    """Return `value` if it is an int from 0 on. Errors: `SettingsError`, with `name`, if not."""
     if type(value) is not int or value < 0:
         raise SettingsError(f"{name} is {value!r}; allowed: 0 or more versions")
     return value
 
 
 def room_within(window: int, admission: Admission) -> int:
-    """Returns how many groups may start if each is to train at a staleness of at most `window`.
+    """Return how many groups may start if each is to train at a staleness of at most `window`.
 
     It is (window + rollout_version + 1) x groups_per_step - accepted - running, or 0 if that is
     negative: an optimizer step uses groups_per_step groups and makes one version, so the group that
@@ -227,14 +227,14 @@ class WindowedSampler:
         return self._window
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """Returns `groups_per_step` x (`max_staleness` + 1): all that `room` lets start at once.
+        """Return `groups_per_step` x (`max_staleness` + 1): all that `room` lets start at once.
 
         With fewer places, training would wait for groups that the window allows to start.
         """
         return groups_per_step * (self._window + 1)
 
     def room(self, admission: Admission) -> int:
-        """Returns how many more groups can train within the window; see `room_within`.
+        """Return how many more groups can train within the window; see `room_within`.
 
         With `gated=False` it is any number, or 0 while engines serve weights that are too old.
         """
@@ -244,7 +244,7 @@ class WindowedSampler:
         return _ALL if lag <= self._window else 0
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Returns up to `count` groups within the window, in the sampler's order."""
+        """Return up to `count` groups within the window, in the sampler's order."""
         eligible = [each for each in ready.versions() if 0 <= version - each <= self._window]
         groups: Iterator[Held]
         if self._order == "freshest":
@@ -255,12 +255,12 @@ class WindowedSampler:
         return list(itertools.islice(groups, count))
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """Returns all complete groups that are older than the window."""
+        """Return all complete groups that are older than the window."""
         stale = itertools.takewhile(lambda each: version - each > self._window, ready.versions())
         return [held for each in stale for held in ready.of_version(each)]
 
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
-        """Returns the groups being generated that are older than the window, with `abort_stale`."""
+        """Return the groups being generated that are older than the window, with `abort_stale`."""
         return list(ready.generating_before(version - self._window)) if self._abort_stale else ()
 
 
@@ -309,22 +309,22 @@ class InOrderSampler:
         return self._lookahead
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """Returns `groups_per_step` x (`lookahead` + 1): all that `room` lets start at once."""
+        """Return `groups_per_step` x (`lookahead` + 1): all that `room` lets start at once."""
         return groups_per_step * (self._lookahead + 1)
 
     def room(self, admission: Admission) -> int:
-        """Returns how many more groups can train within the lookahead; see `room_within`."""
+        """Return how many more groups can train within the lookahead; see `room_within`."""
         return room_within(self._lookahead, admission)
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Returns up to `count` groups of the lowest ids, all below the lowest unfinished one."""
+        """Return up to `count` groups of the lowest ids, all below the lowest unfinished one."""
         del version
         limit = ready.lowest_unfinished
         first = itertools.islice(ready.by_id(), count)
         return list(itertools.takewhile(lambda held: limit is None or held.id < limit, first))
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """Returns no group, since none gets older than the lookahead."""
+        """Return no group, since none gets older than the lookahead."""
         del ready, version
         return ()
 
@@ -386,7 +386,7 @@ def _check_options(name: str, build: Callable[..., Any], options: dict[str, Any]
 
 
 def _check_sampler(path: str, sampler: Any) -> None:
-    """Checks that a sampler has the parts of `protocol.Sampler`, with their arguments and types.
+    """Check that a sampler has the parts of `protocol.Sampler`, with their arguments and types.
 
     Errors: `SettingsError` for the first part that is missing or wrong.
     """

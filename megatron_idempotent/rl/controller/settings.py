@@ -125,7 +125,7 @@ class ControllerSettings:
         return both if self.logprobs == "both" else tuple(e for e in both if e == self.logprobs)
 
     def checked_capacity(self, sampler: Sampler) -> int:
-        """Returns the buffer's capacity with a sampler: the one that was set, or what it needs.
+        """Return the buffer's capacity with a sampler: the one that was set, or what it needs.
 
         Errors: `SettingsError` for a capacity with which the run would wait for ever, and for a
             `max_staleness` that the later optimizer steps of an outer step can never keep to.

@@ -31,7 +31,7 @@ class Measure:
 
     @staticmethod
     def now() -> float:
-        """Returns the event loop's time in seconds, which may be a virtual clock's."""
+        """Return the event loop's time in seconds, which may be a virtual clock's."""
         return asyncio.get_running_loop().time()
 
     @contextmanager
@@ -61,7 +61,7 @@ class Measure:
             self._timeline.mark(track, name, self.now())
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds by phase since the last call, and starts again from 0."""
+        """Return the seconds by phase since the last call, and start again from 0."""
         taken = dict(self._seconds)
         self._seconds.clear()
         return taken
@@ -153,7 +153,7 @@ class RunState:
         return self.state == "draining"
 
     def room(self) -> int:
-        """Returns how many groups may start now, within sampler, capacity and concurrency.
+        """Return how many groups may start now, within sampler, capacity and concurrency.
 
         Errors: `SamplerError`.
         """
@@ -174,7 +174,7 @@ class RunState:
 
 
 def status_of(shared: RunState, prompts: Prompts) -> Status:
-    """Returns the state of a run now. Errors: `SamplerError`."""
+    """Return the state of a run now. Errors: `SamplerError`."""
     counts = shared.buffer.counts
     fields = {each.name: getattr(counts, each.name) for each in dataclasses.fields(counts)}
     running = shared.state in ("running", "draining")
@@ -205,7 +205,7 @@ async def retry(
     *,
     final: tuple[type[Exception], ...] = (),
 ) -> _T:
-    """Makes an idempotent call in up to `group_attempts` attempts; returns its result.
+    """Make an idempotent call in up to `group_attempts` attempts; returns its result.
 
     Each failure counts as a retry of `what`. Errors: those of the last attempt; those of a type in
     `final` after the first, since trying again would not help.

@@ -89,7 +89,7 @@ class StatusFile:
 
 
 def read_status(path: Path, *, old_s: float = 5.0) -> dict[str, Any]:
-    """Returns the fields of `Status` from a file that is not older than its interval plus `old_s`.
+    """Return the fields of `Status` from a file that is not older than its interval plus `old_s`.
 
     `old_s` are seconds. The last status of a run that has ended may be of any age.
 

@@ -230,7 +230,7 @@ class TrainPump:
                     await shared.change()
 
     def _may_stop(self) -> bool:
-        """Returns whether the run is being drained and an outer step has just ended.
+        """Return whether the run is being drained and an outer step has just ended.
 
         Between outer steps, engines have the weights that a resumed run would publish.
         """

@@ -44,9 +44,14 @@ async def generate_whole(
     done = Sample(request_id=request.id, tokens=(), logprobs=(), versions=(), finish_reason="abort")
     without = 0
     while True:
-        chosen = await _choose(engine, request, done)
+        rest = _rest(request, done)
+        if callable(engine):
+            found = engine(rest)
+            chosen = await found if isinstance(found, Awaitable) else found
+        else:
+            chosen = engine
         try:
-            part = await chosen.generate(_rest(request, done))
+            part = await chosen.generate(rest)
         except EngineDead:
             without += 1
             if not callable(engine) or without >= attempts:
@@ -65,15 +70,8 @@ async def generate_whole(
             await asyncio.sleep(min(wait_s * 2 ** (without - 1), _LONGEST_WAIT_S))
 
 
-async def _choose(engine: RolloutEngine | Pick, request: Request, done: Sample) -> RolloutEngine:
-    if not callable(engine):
-        return engine
-    chosen = engine(_rest(request, done))
-    return await chosen if isinstance(chosen, Awaitable) else chosen
-
-
 def _rest(request: Request, done: Sample) -> Request:
-    """Returns a request for the rest of the response."""
+    """Return a request for the rest of the response."""
     if not done.tokens:
         return request
     return dataclasses.replace(
@@ -165,9 +163,6 @@ class EnginePool:
         reasons = "; ".join(f"{name}: {why}" for name, why in self._out.items())
         raise EngineError(f"no engine is left: {reasons}; start one of them again")
 
-    def _mark_dead(self, engine: _Counted, why: str) -> None:
-        self._dead[engine.name] = why
-
 
 class _Counted:
     """Counts an engine's running requests, and takes an engine that dies out of its pool."""
@@ -183,7 +178,7 @@ class _Counted:
         try:
             return await self.engine.generate(request)
         except EngineDead as error:
-            self._pool._mark_dead(self, str(error))
+            self._pool._dead[self.name] = str(error)
             raise
         finally:
             self.running -= 1

@@ -161,7 +161,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def health(self) -> EngineHealth:
-        """Returns the version and the status. Never raises: no answer in time is DEAD."""
+        """Return the version and the status. Never raises: no answer in time is DEAD."""
         ...
 
     async def close(self) -> None:

@@ -20,7 +20,7 @@ class Fetch(Protocol):
     """Brings some tensors to rank 0. All ranks enter, with the same range, each range once."""
 
     def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
-        """Returns the tensors by name on rank 0, none on others."""
+        """Return the tensors by name on rank 0, none on others."""
         ...
 
 

@@ -127,7 +127,7 @@ def _everybody(
 
 
 def _covers(parts: Sequence[TensorPart], shape: Sequence[int]) -> bool:
-    """Returns whether parts follow each other along one dimension, from its start to its end."""
+    """Return whether parts follow each other along one dimension, from its start to its end."""
     at = 0
     for part in parts:
         if part.dim != parts[0].dim or part.start != at:
@@ -162,7 +162,7 @@ class Shipping:
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
         self._largest = max((info.nbytes for info in infos), default=0)
         mine = (
-            _bytes_of(info, part)
+            info.nbytes // info.shape[part.dim] * part.size
             for info, parts in zip(infos, plan.parts, strict=True)
             for part in parts
             if part.rank == self._rank
@@ -231,7 +231,7 @@ class _Flight:
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns memory for a packed part; waits for earlier messages if there is too little."""
+        """Return memory for a packed part; waits for earlier messages if there is too little."""
         size = math.prod(shape) * dtype.itemsize
         if self._packed + size > self._most:
             self.land()
@@ -280,10 +280,6 @@ def _shape_of(info: TensorInfo, part: TensorPart) -> list[int]:
     shape = list(info.shape)
     shape[part.dim] = part.size
     return shape
-
-
-def _bytes_of(info: TensorInfo, part: TensorPart) -> int:
-    return info.nbytes // info.shape[part.dim] * part.size
 
 
 class MegatronWeights:
@@ -372,7 +368,7 @@ class MegatronWeights:
         )
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """Returns config.json's entry for quantized weights; None if they are not."""
+        """Return config.json's entry for quantized weights; None if they are not."""
         if self._fp8 is None:
             return None
         metas = [
@@ -387,7 +383,7 @@ class MegatronWeights:
 
 
 def _outputs(info: TensorInfo, fp8: Fp8Export | None) -> tuple[TensorInfo, ...]:
-    """Returns the tensors that one tensor is sent as: itself, or its codes and scales."""
+    """Return the tensors that one tensor is sent as: itself, or its codes and scales."""
     if fp8 is None or not fp8.converts(info.name, torch.empty(info.shape, device="meta")):
         return (info,)
     *lead, rows, columns = info.shape

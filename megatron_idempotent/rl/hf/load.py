@@ -99,7 +99,7 @@ def _misshapen(placed: Placed, names: Names) -> str | None:
 
 
 def _unused(model: Any, names: Names, placed: Sequence[Placed]) -> list[str]:
-    """Lists the tensors of this chunk's layers that no parameter takes."""
+    """List the tensors of this chunk's layers that no parameter takes."""
     layers = {f"model.layers.{layer.layer_number - 1}.": layer for layer in model.decoder.layers}
     taken = {block.name for each in placed for block in each.slot.blocks}
     wanted = [EMBEDDING] if model.pre_process else []
@@ -183,7 +183,7 @@ def load_hf(
 
 
 def _check_names(checkpoint: Checkpoint, arch: Architecture) -> None:
-    """Checks names and shapes, with the same outcome on all ranks."""
+    """Check names and shapes, with the same outcome on all ranks."""
     wanted, found = hf_shapes(arch), checkpoint.tensors
     wrong = [f"{name} is missing" for name in wanted if name not in found]
     for name, info in found.items():
@@ -210,7 +210,7 @@ def _check_types(checkpoint: Checkpoint, placed: Iterable[Placed], allow_roundin
 
 
 def _check_tied(checkpoint: Checkpoint, arch: Architecture, placed: Iterable[Placed]) -> None:
-    """Checks that an output layer which a tied checkpoint has anyway equals the embedding."""
+    """Check that an output layer which a tied checkpoint has anyway equals the embedding."""
     if not arch.tied or OUTPUT not in checkpoint.tensors:
         return
     for each in placed:
@@ -326,7 +326,7 @@ def _layer_spec(config: Any, vp_stage: int | None) -> Any:
 
 
 def _for_sequence_parallel(spec: Any, config: Any, vp_stage: int | None) -> Any:
-    """Returns the spec with torch's norms, whose gradients Megatron sums over sequence shards."""
+    """Return the spec with torch's norms, whose gradients Megatron sums over sequence shards."""
     from megatron_idempotent.megatron.layer_specs import MarkedNorm, with_marked_norm
 
     spec = copy.deepcopy(spec)

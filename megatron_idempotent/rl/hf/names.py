@@ -95,7 +95,7 @@ class ParameterSlot:
         return tuple(self._share(name, pieces) for name, pieces in found.items())
 
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Returns the rows of this shard that belong to no tensor, as start and size."""
+        """Return the rows of this shard that belong to no tensor, as start and size."""
         return tuple((local, size) for name, _, local, size in self._pieces() if name is None)
 
     def _pieces(self) -> Iterable[tuple[str | None, int, int, int]]:
@@ -134,7 +134,7 @@ class Placed(NamedTuple):
 
 
 def qkv_blocks(names: Sequence[str], *, heads: int, groups: int, head_dim: int) -> list[Block]:
-    """Returns for each group of heads its queries, its keys and its values."""
+    """Return for each group of heads its queries, its keys and its values."""
     query, key, value = names
     rows = heads // groups * head_dim
     blocks = []
@@ -146,7 +146,7 @@ def qkv_blocks(names: Sequence[str], *, heads: int, groups: int, head_dim: int) 
 
 
 def gate_up_blocks(names: Sequence[str], *, ffn: int, count: int) -> list[Block]:
-    """Returns the blocks of `count` shards that each have their part of the gate, then of `up`."""
+    """Return the blocks of `count` shards that each have their part of the gate, then of `up`."""
     rows = ffn // count
     return [Block(name, shard * rows, rows) for shard in range(count) for name in names]
 
@@ -200,7 +200,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def here(cls) -> Ranks:
-        """Reads the ranks from Megatron's parallel state."""
+        """Read the ranks from Megatron's parallel state."""
         from megatron.core import parallel_state as state
 
         return cls(
@@ -256,7 +256,7 @@ class Names:
     def slots(
         self, name: str, rows: int, *, layers: Sequence[int], experts: Sequence[int] = ()
     ) -> tuple[ParameterSlot, ...]:
-        """Returns the slots of a parameter; none for a name without a counterpart.
+        """Return the slots of a parameter; none for a name without a counterpart.
 
         Args:
             name: the parameter's name in the chunk.

@@ -183,7 +183,7 @@ class _Writer:
 
 
 def _check_like(like: Path, infos: Sequence[TensorInfo]) -> None:
-    """Checks that the configuration describes these tensors, if it is a known one."""
+    """Check that the configuration describes these tensors, if it is a known one."""
     try:
         wanted = hf_shapes(Architecture.read(like))
     except UnsupportedArchitecture:

@@ -15,7 +15,7 @@ import linecache
 import math
 import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,36 +85,21 @@ class _Timer(asyncio.TimerHandle):
         return mine < others or (mine == others and self._order < other._order)
 
 
-class _Jumping(selectors.BaseSelector):
-    """Stands in for a selector: it never waits, but tells the loop to move its clock."""
+class _Jumping(selectors.DefaultSelector):
+    """Never waits, but tells the loop to move its clock."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
-        self._real = selectors.DefaultSelector()
+        super().__init__()
         self._jump = jump
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
             return []
         # The loop's own pipe, which signals are written to.
-        found = self._real.select(0)
+        found = super().select(0)
         if not found:
             self._jump(timeout)
         return found
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._real.register(fileobj, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._real.unregister(fileobj)
-
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._real.modify(fileobj, events, data)
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._real.get_map()
-
-    def close(self) -> None:
-        self._real.close()
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -71,7 +71,7 @@ class Fault:
             )
 
     def described(self) -> str:
-        """Describes the fault in a few words, such as `engine 3 dies in stage`."""
+        """Describe the fault in a few words, such as `engine 3 dies in stage`."""
         which = f" {self.index}" if self.target in ("engine", "prompt") else ""
         call = f".{self.call}" if self.call else ""
         return f"{self.target}{which}{call} {self.kind}"

@@ -139,7 +139,7 @@ class FanOut:
 
 
 async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> Made:
-    """Runs `step` in the thread, and returns its result.
+    """Run `step` in the thread, and return its result.
 
     A cancelled caller leaves only once `step`, and the collective in it, has ended.
     """
@@ -152,7 +152,7 @@ async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> M
 
 
 def _export_thread() -> ThreadPoolExecutor:
-    """Makes a thread for the export, on the caller's device: each thread has a current one."""
+    """Make a thread for the export, on the caller's device: each thread has a current one."""
     torch = sys.modules.get("torch")  # a simulation has none
     if torch is None or not torch.cuda.is_available():
         return ThreadPoolExecutor(1, "weight-export")
@@ -179,7 +179,7 @@ class DeltaStream:
         self._known = known or {}
 
     def buckets(self) -> Generator[Bucket, None, None]:
-        """Yields the buckets, once. Closing the generator closes the source."""
+        """Yield the buckets, once. Closing the generator closes the source."""
         try:
             for bucket in self._buckets:
                 self.checksums.update(bucket.checksums)
@@ -212,19 +212,19 @@ class DeltaTracker:
         self._checksums: Mapping[str, int] = {}
 
     def base(self, healths: Iterable[EngineHealth]) -> int | None:
-        """Returns the version to build on, if every engine has it; None to send everything."""
+        """Return the version to build on, if every engine has it; None to send everything."""
         if all(health.version == self._version for health in healths):
             return self._version
         return None
 
     def passing(self, version: int, buckets: Iterator[Bucket], base: int | None) -> DeltaStream:
-        """Returns the stream of an update's buckets, which builds on `base`, or on nothing."""
+        """Return the stream of an update's buckets, which builds on `base`, or on nothing."""
         return DeltaStream(version, buckets, None if base is None else self._checksums)
 
     def took(self, passing: DeltaStream) -> None:
-        """Keeps an update's checksums once all of its buckets have passed."""
+        """Keep an update's checksums once all of its buckets have passed."""
         self._version, self._checksums = passing.version, passing.checksums
 
     def forget(self) -> None:
-        """Drops the checksums while an update is under way: after an interruption all is sent."""
+        """Drop the checksums while an update is under way: after an interruption all is sent."""
         self._version, self._checksums = None, {}

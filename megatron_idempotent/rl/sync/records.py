@@ -20,7 +20,7 @@ class PhaseTimer(Protocol):
     """Measures phases, such as NeMo-RL's `Timer`. Example: `with timer.time("stage"): …`."""
 
     def time(self, phase: str) -> AbstractContextManager[object]:
-        """Returns a context that lasts as long as the phase."""
+        """Return a context that lasts as long as the phase."""
         ...
 
 
@@ -35,7 +35,7 @@ class Phases:
 
     @contextlib.contextmanager
     def time(self, phase: Phase) -> Iterator[None]:
-        """Enters the timer's context of a phase, unless there is no timer or it has raised."""
+        """Enter the timer's context of a phase, unless there is no timer or it has raised."""
         stack = contextlib.ExitStack()
         if self._timer is not None:
             with self._harmless(phase):
@@ -133,11 +133,11 @@ class SyncReport:
     """Seconds for the whole update."""
 
     def named(self, outcome: Outcome) -> tuple[str, ...]:
-        """Returns the names of the engines with that outcome, in the engines' order."""
+        """Return the names of the engines with that outcome, in the engines' order."""
         return tuple(name for name, found in self.engines.items() if found.outcome == outcome)
 
     def describe(self) -> str:
-        """Returns one line that describes each engine that does not serve the version."""
+        """Return one line that describes each engine that does not serve the version."""
         return "; ".join(
             f"{name} is {found.outcome}"
             + ("" if found.version is None else f" at version {found.version}")

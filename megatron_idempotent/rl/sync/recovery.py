@@ -28,7 +28,7 @@ _LIMITS = {
 async def bounded(
     engine: RolloutEngine, what: str, call: Awaitable[Answer], settings: SyncSettings
 ) -> Answer:
-    """Returns the call's result.
+    """Return the call's result.
 
     Errors: the call's own; `EngineTimeout` naming the engine, the call and its limit.
     """
@@ -43,7 +43,7 @@ async def bounded(
 
 
 async def ask(engine: RolloutEngine, settings: SyncSettings) -> EngineHealth:
-    """Returns the engine's health; DEAD if it does not answer or, against its contract, raises."""
+    """Return the engine's health; DEAD if it does not answer or, against its contract, raises."""
     try:
         return await bounded(engine, "health", engine.health(), settings)
     except Exception as error:  # noqa: BLE001 (a third party's engine; any error is its answer)
@@ -137,6 +137,6 @@ async def resume(
 
 
 def given_up(health: EngineHealth, reason: str) -> EngineOutcome:
-    """Returns the outcome of an engine that must not serve, with its health as the detail."""
+    """Return the outcome of an engine that must not serve, with its health as the detail."""
     detail = f"{reason}; it is {health.status}" + (f": {health.detail}" if health.detail else "")
     return EngineOutcome(outcome="quarantined", version=None, detail=detail)

@@ -170,7 +170,7 @@ class UpdateAttempt:
         return f"staging failed: not done in {settings.stage_timeout_s:g} s"
 
     async def _wake(self, tag: str) -> list[str]:
-        """Wakes colocated engines that are asleep; returns the error of each, or ""."""
+        """Wake colocated engines that are asleep; returns the error of each, or ""."""
         if not self._settings.colocated:
             return [""] * len(self._engines)
 
@@ -204,7 +204,7 @@ class UpdateAttempt:
 
 
 def _look_at_error(staging: asyncio.Future[None]) -> None:
-    """Takes the error, so that asyncio does not log it after the engine was dropped."""
+    """Take the error, so that asyncio does not log it after the engine was dropped."""
     if not staging.cancelled():
         staging.exception()
 
@@ -383,7 +383,7 @@ class WeightSync:
 
 
 def follow(source: WeightSource, *, settings: SyncSettings | None = None) -> None:
-    """Takes part in the export; the trainer's other ranks call it while rank 0 is in `update`.
+    """Take part in the export; the trainer's other ranks call it while rank 0 is in `update`.
 
     It is collective through `source`; `settings` have to be rank 0's.
     """

@@ -142,7 +142,7 @@ def connect(config: Config) -> None:
     address = controller.ray_address or os.environ.get("RAY_ADDRESS")
     if not address:
         # Counted generously: this machine is shared by all of them, whatever Ray thinks.
-        actors = config.run.ranks + controller.engines + 4
+        actors = config.run.ranks + 4
         ray.init(
             num_cpus=max(actors, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False
         )

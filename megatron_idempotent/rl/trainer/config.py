@@ -276,13 +276,13 @@ class ControllerConfig:
     drop_tied: bool = False
     """True to leave out groups whose rewards are all equal; others are sampled in their place."""
     cluster: Literal["embedded", "torchrun", "ray"] = "embedded"
-    """Place of the ranks: started by this process (`embedded`), by torchrun, or on a Ray cluster,
-    where engines are too."""
+    """Place of the ranks: started by this process (`embedded`), by torchrun, or on a Ray
+    cluster."""
     ray_address: str = ""
     """Address of the Ray cluster, as `ray.init` takes it; empty for that in RAY_ADDRESS or, without
     one, a new cluster on this machine."""
     engines: int = Field(default=1, ge=1, le=4096)
-    """Number of engines with `rollout.engine = "transformers"`; on Ray, each is an actor."""
+    """Number of engines with `rollout.engine = "transformers"`, all in the controller's process."""
     plane: Literal["memory", "transfer_queue"] = "memory"
     """Place in which complete groups wait: the controller's memory, or TransferQueue."""
     step_attempts: int = Field(default=3, ge=1)

@@ -74,7 +74,10 @@ class Engines:
             follow(self._source, settings=self._settings)
             return None
         if self._first_version is None:
-            self._first_version = self._run(self._above_all()) - version
+            # Above those that engines serve, which may be another run's.
+            healths = self._run(self._sync.recover())
+            served = max((health.version or 0) for health in healths.values())
+            self._first_version = 1 + served - version
         return self._run(self._bring(self._first_version + version))
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Sample]:
@@ -127,12 +130,6 @@ class Engines:
         report = await self._sync.update(self._source, version, changed_only=self._changed_only)
         await self._pool.reprobe()
         return report
-
-    async def _above_all(self) -> int:
-        """Return a version above those that engines serve, which may be another run's."""
-        assert self._sync is not None
-        healths = await self._sync.recover()
-        return 1 + max((health.version or 0) for health in healths.values())
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return self._runner.run(work)

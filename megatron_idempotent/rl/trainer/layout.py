@@ -8,7 +8,7 @@ torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from megatron_idempotent.settings import Field, settings
@@ -119,12 +119,8 @@ class RankLayout:
     @staticmethod
     def merge(shares: Sequence[Sequence[Item]]) -> list[Item]:
         """Return a replica's items in their order, given the shares of its members, in order."""
-        return list(_alternate(shares))
-
-
-def _alternate(shares: Sequence[Sequence[Item]]) -> Iterator[Item]:
-    for place in range(max(map(len, shares), default=0)):
-        yield from (share[place] for share in shares if place < len(share))
+        longest = max(map(len, shares), default=0)
+        return [share[at] for at in range(longest) for share in shares if at < len(share)]
 
 
 class Named(NamedTuple):

@@ -192,7 +192,7 @@ class Evaluation:
         return evaluation_means(group_sums(await asyncio.gather(*drawn)))
 
     def due(self, version: int) -> bool:
-        """Returns whether a version is evaluated."""
+        """Return whether a version is evaluated."""
         return version in (0, self._last) or (self._every > 0 and version % self._every == 0)
 
     async def _one(self, prompt: Prompt, version: int) -> RolloutGroup:

@@ -35,7 +35,7 @@ _WORDS = 1 << 16
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Returns 64 bits, from 0 to 2**64 - 1, that tell two tensors' bytes apart, on any device.
+    """Return 64 bits, from 0 to 2**64 - 1, that tell two tensors' bytes apart, on any device.
 
     It is a sum over words of 8 bytes, each mixed with its place, in integer arithmetic: the same on
     every device and in every order. A change of one word always changes it, other changes all but
@@ -91,11 +91,11 @@ class TensorInfo:
         return elements * self.dtype.itemsize
 
     def describe(self) -> str:
-        """Returns type and shape in words, for errors: `bfloat16 [32000, 64]`."""
+        """Return type and shape in words, for errors: `bfloat16 [32000, 64]`."""
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the JSON that `from_json` reads."""
+        """Return the JSON that `from_json` reads."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {"name": self.name, "shape": list(self.shape), "dtype": dtype}
 
@@ -117,7 +117,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
-        """Returns the record of a tensor."""
+        """Return the record of a tensor."""
         return cls(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
@@ -218,7 +218,7 @@ class WeightSource(Protocol):
         ...
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yields the weights in buckets of up to `bucket_bytes`, at least one tensor each.
+        """Yield the weights in buckets of up to `bucket_bytes`, at least one tensor each.
 
         Only rank 0 of the trainer gets tensors; the others get as many buckets without any, and
         must take them all. A bucket is made when it is asked for. If the iterator has `close()`, as

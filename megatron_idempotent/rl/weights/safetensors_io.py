@@ -222,7 +222,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return rows
 
     def _wanted(self) -> dict[Path, list[str] | None]:
-        """Returns each file with the names that the index puts into it; None without an index."""
+        """Return each file with the names that the index puts into it; None without an index."""
         single, index = self.directory / SINGLE, self.directory / INDEX
         if single.exists():
             return {single: None}

@@ -175,7 +175,7 @@ class _Run:
 def _serve(
     spec: WorkerSpec, address: str, token: bytes, generation: bytes, log_dir: Path | None
 ) -> None:
-    """Serves the worker on a rank, once its process group is up."""
+    """Serve the worker on a rank, once its process group is up."""
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread adds up in one order
     rank = int(os.environ["RANK"])
     if log_dir is not None:
@@ -192,7 +192,7 @@ def log_to(path: Path) -> None:
 
 
 def _how(error: BaseException | None, rank: int) -> str:
-    """Describes what the launcher knows of a rank's end; empty if it knows nothing."""
+    """Describe what the launcher knows of a rank's end; empty if it knows nothing."""
     if isinstance(error, RankError):
         for failure in error.failures:
             if failure.rank == rank and failure.exit_code not in (None, ENDED):
@@ -206,6 +206,6 @@ def _how(error: BaseException | None, rank: int) -> str:
 
 
 def _short_folder() -> str:
-    """Returns a folder in which a socket's path stays below the system's 107 bytes."""
+    """Return a folder in which a socket's path stays below the system's 107 bytes."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) < 70 else "/tmp"

@@ -54,7 +54,7 @@ class Exports:
         self._export = self._export_source.buckets(bucket_bytes=bucket_bytes)
 
     def export_next(self) -> Bucket | None:
-        """Returns rank 0's next bucket, on the CPU; None on others and after the last. Collective.
+        """Return rank 0's next bucket, on the CPU; None on others and after the last. Collective.
 
         Errors: `RuntimeError` if no export has begun; those of the source.
         """
@@ -103,13 +103,13 @@ class RemoteWeights:
         return infos
 
     def buckets(self, *, bucket_bytes: int) -> RemoteBuckets:
-        """Returns the weights in buckets of `bucket_bytes`; the export begins with the first."""
+        """Return the weights in buckets of `bucket_bytes`; the export begins with the first."""
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
         return RemoteBuckets(self, bucket_bytes)
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Calls a method on all ranks, and returns rank 0's result. Errors: as for `tensors`."""
+        """Call a method on all ranks, and return rank 0's result. Errors: as for `tensors`."""
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:

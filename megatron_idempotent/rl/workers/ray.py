@@ -72,7 +72,7 @@ class Dial:
 
 
 def places(placements: Sequence[NodePlacement], *, shows_own_gpus: bool) -> list[Membership]:
-    """Assigns ranks to actors: consecutive ones to those of a node, in the order of the nodes.
+    """Assign ranks to actors: consecutive ones to those of a node, in the order of the nodes.
 
     Args:
         placements: the places of all actors.
@@ -106,7 +106,7 @@ class RankActor:
         self._store: Any = None
 
     def placement(self) -> NodePlacement:
-        """Returns the place where this actor runs."""
+        """Return the place where this actor runs."""
         ray = import_ray()
         node = ray.get_runtime_context().get_node_id()
         return NodePlacement(node=node, address=ray.util.get_node_ip_address())
@@ -291,8 +291,9 @@ class RayRanks(SocketRanks):
         meeting = Meeting(
             address=address, port=port, backend=self._backend, timeout_s=self._collective_timeout_s
         )
-        pickled = await asyncio.to_thread(_pickled, self._spec.argument)
-        argument = self._ray.put(pickled)  # once: as an argument it would be copied for each rank
+        parts = await asyncio.to_thread(wire.dump, self._spec.argument)
+        # Once: as an argument it would be copied for each rank.
+        argument = self._ray.put([bytes(part) for part in parts])
         actors.serving = [
             _future(actor.serve.remote(each, meeting, dial, self._spec.factory, argument))
             for actor, each in zip(actors.all, ranks, strict=True)
@@ -360,7 +361,7 @@ class _Actors:
         self.all = [self.all[index] for index in order]
 
     async def all_of(self, method: str, refs: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Fetches the references' values. Errors: `RanksLost`."""
+        """Fetch the references' values. Errors: `RanksLost`."""
         waiting = [_future(ref) for ref in refs]
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         for index, each in enumerate(waiting):
@@ -378,7 +379,7 @@ class _Actors:
             await asyncio.wait(self.serving, timeout=_END_S)
 
     def end_of(self, rank: int) -> str:
-        """Returns Ray's account of a rank's end; empty without one, or if the rank said goodbye."""
+        """Return Ray's account of a rank's end; empty without one, or if the rank said goodbye."""
         if rank >= len(self.serving) or not self.serving[rank].done():
             return ""
         return _why(self.serving[rank]) if self.serving[rank].exception() is not None else ""
@@ -387,10 +388,6 @@ class _Actors:
 def _why(done: asyncio.Future[Any]) -> str:
     error = done.exception()
     return "" if error is None else f"{type(error).__name__}: {_in_short(error)}"
-
-
-def _pickled(value: Any) -> list[bytes]:
-    return [bytes(part) for part in wire.dump(value)]
 
 
 def import_ray() -> Any:
@@ -417,7 +414,7 @@ def _check_connected(ray: Any, what: str) -> None:
 
 
 async def _resources(ray: Any) -> str:
-    """Describes the cluster's resources, free and in all, for an error."""
+    """Describe the cluster's resources, free and in all, for an error."""
     free, total = await asyncio.gather(
         asyncio.to_thread(ray.available_resources), asyncio.to_thread(ray.cluster_resources)
     )

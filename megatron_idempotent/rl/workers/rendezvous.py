@@ -45,14 +45,14 @@ class ControllerAddress:
 
     @classmethod
     def here(cls, address: str, token: bytes) -> ControllerAddress:
-        """Makes the address of a controller in this process."""
+        """Make the address of a controller in this process."""
         run_id = os.environ.get(RUN_ID, "")
         node, pid = socket.gethostname(), os.getpid()
         return cls(address=address, token=token.hex(), node=node, pid=pid, run_id=run_id)
 
     @classmethod
     def read(cls, directory: Path) -> ControllerAddress | None:
-        """Reads what a controller wrote; None if there is no file.
+        """Read what a controller wrote; None if there is no file.
 
         Errors: `RendezvousError` for a file of another user, one that others may read, and one that
             is not complete.
@@ -80,7 +80,7 @@ class ControllerAddress:
                 (directory / FILE).unlink(missing_ok=True)
 
     def answers(self) -> bool:
-        """Returns whether the controller is there, and knows the token.
+        """Return whether the controller is there, and knows the token.
 
         Errors: `RendezvousError` if its process lives on this machine and does not answer: a second
             controller beside it would write into the same run.
@@ -102,7 +102,7 @@ class ControllerAddress:
         return True
 
     def alive(self) -> bool:
-        """Returns whether the controller's process lives, as far as this machine can see."""
+        """Return whether the controller's process lives, as far as this machine can see."""
         if self.node != socket.gethostname():
             return False
         try:
@@ -128,7 +128,7 @@ def new_run_id() -> str:
 
 
 def exit_code(directory: Path, run_id: str) -> int | None:
-    """Returns the exit code of the controller of that id; None if it has not ended.
+    """Return the exit code of the controller of that id; None if it has not ended.
 
     Errors: `RendezvousError`, as for `ControllerAddress.read`.
     """
@@ -155,7 +155,7 @@ def write_private(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def read_private(path: Path) -> dict[str, Any] | None:
-    """Reads what `write_private` wrote; None if there is no file. Errors: `RendezvousError`."""
+    """Read what `write_private` wrote; None if there is no file. Errors: `RendezvousError`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -90,7 +90,7 @@ class RankConnection:
 
 
 def make_worker(spec: WorkerSpec) -> Any:
-    """Calls the spec's factory, and returns the worker.
+    """Call the spec's factory, and return the worker.
 
     Errors: `ValueError` for a factory that is not `package.module:callable`; those of the factory.
     """

@@ -100,7 +100,7 @@ class Server:
             await self._changed.wait()
 
     def missing(self) -> str:
-        """Describes which ranks have come, and who was turned away last."""
+        """Describe which ranks have come, and who was turned away last."""
         come = [sorted(found) for found in self._waiting.values()]
         have = " and ".join(f"rank {', '.join(map(str, ranks))}" for ranks in come) or "none"
         refused = f"; last refused: {self._refused}" if self._refused else ""

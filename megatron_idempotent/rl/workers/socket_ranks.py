@@ -106,7 +106,7 @@ def _bytes(parts: Sequence[Bytes]) -> int:
 
 
 async def receive(sock: socket.socket, size: int) -> bytearray | mmap.mmap:
-    """Receives `size` bytes. Errors: `EOFError` where the connection ends before; `OSError`."""
+    """Receive `size` bytes. Errors: `EOFError` where the connection ends before; `OSError`."""
     loop = asyncio.get_running_loop()
     got = wire.room(size)
     view, at, paused = memoryview(got), 0, 0
@@ -349,7 +349,7 @@ class SocketRanks:
 
 
 def _frames(request: _Request, size: int) -> list[list[wire.Bytes]]:
-    """Makes each rank's parts: the number of common parts, the common ones, and its own."""
+    """Make each rank's parts: the number of common parts, the common ones, and its own."""
     common = wire.dump((request.method, request.args))
     head = [len(common).to_bytes(4, "big"), *common]
     if request.per_rank is None:
@@ -380,6 +380,6 @@ def _read(rank: int, frame: Frame) -> tuple[Any, RankTraceback | None]:
 
 
 def _look_at_error(task: asyncio.Task[list[Any]]) -> None:
-    """Takes the error, so that asyncio does not report it if the caller was cancelled."""
+    """Take the error, so that asyncio does not report it if the caller was cancelled."""
     if not task.cancelled():
         task.exception()

@@ -41,7 +41,7 @@ from .socket_ranks import Connection, SocketRanks
 
 
 def under_torchrun() -> bool:
-    """Returns whether this process is a rank that torchrun started."""
+    """Return whether this process is a rank that torchrun started."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
@@ -52,7 +52,7 @@ def run_rank(
     *,
     start_timeout_s: float = 300.0,
 ) -> int:
-    """Serves the worker until the controller ends; every process of torchrun calls it.
+    """Serve the worker until the controller ends; every process of torchrun calls it.
 
     Global rank 0 looks into `directory` for the controller, and starts `controller_command` if
     there is none; that command makes a `TorchrunRanks` of the same directory. The other ranks learn
@@ -325,7 +325,7 @@ class TorchrunRank:
         )
 
     def _exit_code(self, found: ControllerAddress) -> int:
-        """Returns the controller's exit code, which all ranks learn from rank 0."""
+        """Return the controller's exit code, which all ranks learn from rank 0."""
         import torch.distributed as dist
 
         self._store.set_timeout(datetime.timedelta(seconds=_EXIT_S + _LEAVE_S))
@@ -369,7 +369,7 @@ def _prefixed(prefix: str, store: Any) -> Any:
 
 
 def _prepare(local_rank: int, *, one_machine: bool) -> bool:
-    """Prepares what must precede Megatron's import; returns whether there is CUDA."""
+    """Prepare what must precede Megatron's import; returns whether there is CUDA."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
 
@@ -386,7 +386,7 @@ def _prepare(local_rank: int, *, one_machine: bool) -> bool:
 
 
 def _leave_signals_to(controller: ControllerAddress | None) -> None:
-    """Leaves signals that end torchrun to the controller, which says goodbye when it is done.
+    """Leave signals that end torchrun to the controller, which says goodbye when it is done.
 
     Rank 0 tells it. torchrun sends SIGTERM to the peers of a lost rank too: they are gone by the
     time that it would be told, since the controller ends them.

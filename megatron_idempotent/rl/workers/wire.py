@@ -32,7 +32,7 @@ BESIDE = 16 << 10
 
 
 def dump(value: Any) -> list[Bytes]:
-    """Pickles a value: returns the stream, followed by large buffers, which are not copied.
+    """Pickle a value: returns the stream, followed by large buffers, which are not copied.
 
     Tensors come out dense, without the rest of their storage; two views of one storage come out as
     two tensors. Reading it does not need Megatron.
@@ -57,7 +57,7 @@ def dump(value: Any) -> list[Bytes]:
 
 
 def load(parts: Sequence[Bytes]) -> Any:
-    """Returns the value that `dump` was given; its tensors and arrays use the buffers' memory."""
+    """Return the value that `dump` was given; its tensors and arrays use the buffers' memory."""
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
@@ -150,23 +150,23 @@ def new_generation() -> bytes:
 
 
 def rank_proof(token: bytes, greeting: bytes, hello: bytes) -> bytes:
-    """Returns bytes that prove that a rank has the token, for this connection only."""
+    """Return bytes that prove that a rank has the token, for this connection only."""
     return hmac.digest(token, b"rank" + greeting + hello, "sha256")
 
 
 def controller_proof(token: bytes, greeting: bytes, hello: bytes) -> bytes:
-    """Returns bytes that prove that the controller has the token, for this connection only."""
+    """Return bytes that prove that the controller has the token, for this connection only."""
     return hmac.digest(token, b"controller" + greeting + hello, "sha256")
 
 
 def heads(kind: bytes, parts: Sequence[Bytes]) -> bytes:
-    """Returns the bytes before the parts of a frame."""
+    """Return the bytes before the parts of a frame."""
     lengths = b"".join(LENGTH.pack(memoryview(part).nbytes) for part in parts)
     return HEAD.pack(kind, len(parts)) + lengths
 
 
 def lengths_of(packed: Bytes) -> list[int]:
-    """Returns the lengths of all parts, from the bytes after `HEAD`."""
+    """Return the lengths of all parts, from the bytes after `HEAD`."""
     return [length for (length,) in LENGTH.iter_unpack(packed)]
 
 
@@ -191,7 +191,7 @@ def connect(address: str, timeout_s: float) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Sets large buffers, and limits to half a minute how long a dead machine goes unnoticed."""
+    """Set large buffers, and limit to half a minute how long a dead machine goes unnoticed."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
     if connection.family == socket.AF_UNIX:
@@ -232,14 +232,14 @@ def introduce(connection: socket.socket, token: bytes, hello: Hello) -> None:
 
 
 def room(size: int) -> bytearray | mmap.mmap:
-    """Returns memory to receive into; a large one is not cleared first, which would take time."""
+    """Return memory to receive into; a large one is not cleared first, which would take time."""
     if size < _MAPPED:
         return bytearray(size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def receive(connection: socket.socket, size: int) -> bytearray | mmap.mmap:
-    """Receives `size` bytes. Errors: `EOFError` if the connection ends before that; `OSError`."""
+    """Receive `size` bytes. Errors: `EOFError` if the connection ends before that; `OSError`."""
     got = room(size)
     view, at = memoryview(got), 0
     while at < size:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import inspect
 import math
 import random
 import struct
@@ -63,6 +65,19 @@ def check_same(found, expected):
         assert {type(each) for each in one.logprobs} <= {float}
 
 
+def on_plane(test):
+    """Run a test on a plane of its own: it is given as `plane`, beside the fixtures."""
+
+    @functools.wraps(test)
+    def run(self, **given):
+        self.run(given["make_plane"], lambda plane: test(self, plane=plane, **given))
+
+    signature = inspect.signature(test)
+    fixtures = [each for each in signature.parameters.values() if each.name != "plane"]
+    run.__signature__ = signature.replace(parameters=fixtures)
+    return run
+
+
 class PlaneContract:
     """Groups in, the same groups out, until they are cleared."""
 
@@ -86,19 +101,18 @@ class PlaneContract:
 
         asyncio.run(asyncio.wait_for(whole(), self.deadline_s))
 
-    def test_a_group_comes_back_as_it_was_put(self, make_plane):
-        async def scenario(plane):
-            groups = [group(0), group(3, samples=1), group(1, samples=6, tokens=11, failed=2)]
-            for each in groups:
-                await plane.put(each)
-            for each in reversed(groups):
-                found = await plane.get(each.id)
-                assert found == each
-                check_same(found, each)
+    @on_plane
+    async def test_a_group_comes_back_as_it_was_put(self, plane, make_plane):
+        groups = [group(0), group(3, samples=1), group(1, samples=6, tokens=11, failed=2)]
+        for each in groups:
+            await plane.put(each)
+        for each in reversed(groups):
+            found = await plane.get(each.id)
+            assert found == each
+            check_same(found, each)
 
-        self.run(make_plane, scenario)
-
-    def test_floats_keep_every_bit(self, make_plane):
+    @on_plane
+    async def test_floats_keep_every_bit(self, plane, make_plane):
         values = (-0.0, 0.1 + 0.2, 5e-324, -math.pi, -math.inf, math.nan, math.nextafter(-1, 0))
         extreme = Sample(
             request_id="",
@@ -111,120 +125,94 @@ class PlaneContract:
             id=2**40, prompt=None, samples=(extreme,) * len(values), rewards=values
         )
 
-        async def scenario(plane):
-            await plane.put(expected)
-            check_same(await plane.get(expected.id), expected)
-
-        self.run(make_plane, scenario)
+        await plane.put(expected)
+        check_same(await plane.get(expected.id), expected)
 
     @pytest.mark.parametrize("prompt", [None, "text", (1, 2), {"text": "a", "tokens": [3]}, 7])
-    def test_a_prompt_may_be_anything(self, make_plane, prompt):
-        async def scenario(plane):
-            expected = dataclasses.replace(group(5), prompt=prompt)
-            await plane.put(expected)
-            assert await plane.get(5) == expected
+    @on_plane
+    async def test_a_prompt_may_be_anything(self, plane, make_plane, prompt):
+        expected = dataclasses.replace(group(5), prompt=prompt)
+        await plane.put(expected)
+        assert await plane.get(5) == expected
 
-        self.run(make_plane, scenario)
+    @on_plane
+    async def test_a_group_that_is_not_there_is_a_key_error_with_its_id(self, plane, make_plane):
+        with pytest.raises(KeyError, match="17"):
+            await plane.get(17)
+        await plane.put(group(1))
+        with pytest.raises(KeyError, match="17"):
+            await plane.get(17)
 
-    def test_a_group_that_is_not_there_is_a_key_error_with_its_id(self, make_plane):
-        async def scenario(plane):
-            with pytest.raises(KeyError, match="17"):
-                await plane.get(17)
-            await plane.put(group(1))
-            with pytest.raises(KeyError, match="17"):
-                await plane.get(17)
+    @on_plane
+    async def test_reading_takes_nothing_away(self, plane, make_plane):
+        await plane.put(group(4))
+        assert await plane.get(4) == await plane.get(4) == group(4)
 
-        self.run(make_plane, scenario)
+    @on_plane
+    async def test_a_group_put_twice_is_there_once(self, plane, make_plane):
+        await plane.put(group(4))
+        await plane.put(group(4))
+        assert await plane.get(4) == group(4)
+        await plane.clear([4])
+        with pytest.raises(KeyError):
+            await plane.get(4)
 
-    def test_reading_takes_nothing_away(self, make_plane):
-        async def scenario(plane):
-            await plane.put(group(4))
-            assert await plane.get(4) == await plane.get(4) == group(4)
-
-        self.run(make_plane, scenario)
-
-    def test_a_group_put_twice_is_there_once(self, make_plane):
-        async def scenario(plane):
-            await plane.put(group(4))
-            await plane.put(group(4))
-            assert await plane.get(4) == group(4)
-            await plane.clear([4])
-            with pytest.raises(KeyError):
-                await plane.get(4)
-
-        self.run(make_plane, scenario)
-
-    def test_a_group_made_again_takes_the_place_of_the_first(self, make_plane):
+    @on_plane
+    async def test_a_group_made_again_takes_the_place_of_the_first(self, plane, make_plane):
         """Repeats a put that was done and then raised: the next attempt has other samples."""
+        await plane.put(group(4, seed=1, samples=4, tokens=9))
+        await plane.put(group(4, seed=2, samples=2, tokens=3, failed=2))
+        assert await plane.get(4) == group(4, seed=2, samples=2, tokens=3, failed=2)
+        await plane.put(group(4, seed=3, samples=7, tokens=20))
+        assert await plane.get(4) == group(4, seed=3, samples=7, tokens=20)
 
-        async def scenario(plane):
-            await plane.put(group(4, seed=1, samples=4, tokens=9))
-            await plane.put(group(4, seed=2, samples=2, tokens=3, failed=2))
-            assert await plane.get(4) == group(4, seed=2, samples=2, tokens=3, failed=2)
-            await plane.put(group(4, seed=3, samples=7, tokens=20))
-            assert await plane.get(4) == group(4, seed=3, samples=7, tokens=20)
+    @on_plane
+    async def test_cleared_groups_are_gone_and_no_others(self, plane, make_plane):
+        for number in range(6):
+            await plane.put(group(number))
+        await plane.clear([1, 4])
+        for number in range(6):
+            if number in (1, 4):
+                with pytest.raises(KeyError, match=str(number)):
+                    await plane.get(number)
+            else:
+                assert await plane.get(number) == group(number)
 
-        self.run(make_plane, scenario)
+    @on_plane
+    async def test_clearing_again_or_what_is_unknown_does_nothing(self, plane, make_plane):
+        await plane.clear([])
+        await plane.clear([9])
+        await plane.put(group(1))
+        await plane.put(group(2))
+        for _ in range(2):
+            await plane.clear([1, 77, 1])
+        assert await plane.get(2) == group(2)
 
-    def test_cleared_groups_are_gone_and_no_others(self, make_plane):
-        async def scenario(plane):
-            for number in range(6):
-                await plane.put(group(number))
-            await plane.clear([1, 4])
-            for number in range(6):
-                if number in (1, 4):
-                    with pytest.raises(KeyError, match=str(number)):
-                        await plane.get(number)
-                else:
-                    assert await plane.get(number) == group(number)
+    @on_plane
+    async def test_a_cleared_group_can_be_put_again(self, plane, make_plane):
+        await plane.put(group(1, seed=1))
+        await plane.clear([1])
+        await plane.put(group(1, seed=2))
+        assert await plane.get(1) == group(1, seed=2)
 
-        self.run(make_plane, scenario)
+    @on_plane
+    async def test_many_are_put_read_and_cleared_at_once(self, plane, make_plane):
+        numbers = range(24)
+        await asyncio.gather(*(plane.put(group(each)) for each in numbers))
+        found = await asyncio.gather(*(plane.get(each) for each in numbers))
+        assert found == [group(each) for each in numbers]
+        await asyncio.gather(*(plane.clear([each, each + 1]) for each in range(0, 24, 2)))
+        found = await asyncio.gather(*(plane.get(each) for each in numbers), return_exceptions=True)
+        assert {type(each) for each in found} == {KeyError}
 
-    def test_clearing_again_or_what_is_unknown_does_nothing(self, make_plane):
-        async def scenario(plane):
-            await plane.clear([])
-            await plane.clear([9])
-            await plane.put(group(1))
-            await plane.put(group(2))
-            for _ in range(2):
-                await plane.clear([1, 77, 1])
-            assert await plane.get(2) == group(2)
-
-        self.run(make_plane, scenario)
-
-    def test_a_cleared_group_can_be_put_again(self, make_plane):
-        async def scenario(plane):
-            await plane.put(group(1, seed=1))
-            await plane.clear([1])
-            await plane.put(group(1, seed=2))
-            assert await plane.get(1) == group(1, seed=2)
-
-        self.run(make_plane, scenario)
-
-    def test_many_are_put_read_and_cleared_at_once(self, make_plane):
-        async def scenario(plane):
-            numbers = range(24)
-            await asyncio.gather(*(plane.put(group(each)) for each in numbers))
-            found = await asyncio.gather(*(plane.get(each) for each in numbers))
-            assert found == [group(each) for each in numbers]
-            await asyncio.gather(*(plane.clear([each, each + 1]) for each in range(0, 24, 2)))
-            found = await asyncio.gather(
-                *(plane.get(each) for each in numbers), return_exceptions=True
-            )
-            assert {type(each) for each in found} == {KeyError}
-
-        self.run(make_plane, scenario)
-
-    def test_planes_are_apart(self, make_plane):
-        async def scenario(plane):
-            other = make_plane()
-            await plane.put(group(1))
-            with pytest.raises(KeyError):
-                await other.get(1)
-            await other.put(group(1, seed=2))
-            await other.clear([1])
-            assert await plane.get(1) == group(1)
-            await other.close()
-            assert await plane.get(1) == group(1)
-
-        self.run(make_plane, scenario)
+    @on_plane
+    async def test_planes_are_apart(self, plane, make_plane):
+        other = make_plane()
+        await plane.put(group(1))
+        with pytest.raises(KeyError):
+            await other.get(1)
+        await other.put(group(1, seed=2))
+        await other.clear([1])
+        assert await plane.get(1) == group(1)
+        await other.close()
+        assert await plane.get(1) == group(1)

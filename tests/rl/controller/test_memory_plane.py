@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from contract_plane import PlaneContract, group
 
@@ -16,19 +14,16 @@ class TestMemoryPlane(PlaneContract):
         return MemoryPlane
 
 
-def test_groups_that_are_cleared_or_of_a_closed_plane_leave_nothing_behind():
-    async def scenario():
-        plane = MemoryPlane()
-        for number in range(100):
-            await plane.put(group(number, samples=1))
-            await plane.put(group(number, samples=1))
-            await plane.clear([number - 3, number - 3])
-            assert len(plane) <= 4
-        assert len(plane) == 3
-        await plane.close()
-        assert len(plane) == 0
-
-    asyncio.run(scenario())
+async def test_groups_that_are_cleared_or_of_a_closed_plane_leave_nothing_behind():
+    plane = MemoryPlane()
+    for number in range(100):
+        await plane.put(group(number, samples=1))
+        await plane.put(group(number, samples=1))
+        await plane.clear([number - 3, number - 3])
+        assert len(plane) <= 4
+    assert len(plane) == 3
+    await plane.close()
+    assert len(plane) == 0
 
 
 def test_an_empty_plane_is_not_taken_for_no_plane():

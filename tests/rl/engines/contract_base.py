@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -17,6 +18,21 @@ from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
 from megatron_idempotent.rl.weights import Bucket, WeightUpdate
 
 _ids = itertools.count()
+
+
+def served(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test on an engine that serves `old`: it is given as `engine`, beside the fixtures."""
+
+    @functools.wraps(test)
+    def on_engine(self: ContractBase, **given: object) -> None:
+        old = given["old"]
+        assert isinstance(old, Path)
+        self.run(old, lambda engine: test(self, engine=engine, **given))
+
+    signature = inspect.signature(test)
+    fixtures = [each for each in signature.parameters.values() if each.name != "engine"]
+    on_engine.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+    return on_engine
 
 
 class ContractBase:

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from contract_base import buckets, cut, listed, next_update
+from contract_base import buckets, cut, listed, next_update, served
 from contract_updates import UpdatesContract
 from tiny import read_weights
 
@@ -18,55 +18,47 @@ from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, UpdateMismatch
 class RefusalsContract(UpdatesContract):
     """Updates that are late, damaged, of another model, or never end."""
 
-    def test_updates_out_of_turn_are_refused(self, old, new):
-        async def scenario(engine):
-            version = await self.switch(engine, old)
-            late = dataclasses.replace(await next_update(engine), version=version)
-            based = dataclasses.replace(
-                await next_update(engine, above=2), base_version=version + 1
-            )
-            for update in (late, based):
-                with pytest.raises(UpdateRefused, match=update.id):
-                    await engine.stage(update, buckets(read_weights(new)))
-                await engine.pause()
-                with pytest.raises(EngineError, match=update.id):
-                    await engine.commit(update.id)
-                await engine.resume()
-            await self.unchanged(engine, old, version)
-
-        self.run(old, scenario)
-
-    def test_scales_of_a_cache_that_is_not_in_fp8_are_refused(self, old, new):
-        async def scenario(engine):
-            version = (await engine.health()).version
-            scales = {"model.layers.0.self_attn.k_scale": 0.5}
-            update = dataclasses.replace(await next_update(engine), kv_scales=scales)
-            with pytest.raises(EngineUnsupported, match=r"kv_scales.*leave kv_scales out"):
+    @served
+    async def test_updates_out_of_turn_are_refused(self, engine, old, new):
+        version = await self.switch(engine, old)
+        late = dataclasses.replace(await next_update(engine), version=version)
+        based = dataclasses.replace(await next_update(engine, above=2), base_version=version + 1)
+        for update in (late, based):
+            with pytest.raises(UpdateRefused, match=update.id):
                 await engine.stage(update, buckets(read_weights(new)))
-            await self.unchanged(engine, old, version)
-            assert await self.switch(engine, new) > version
-
-        self.run(old, scenario)
-
-    def test_one_update_is_staged_at_a_time(self, old, new):
-        async def scenario(engine):
-            other = await next_update(engine, above=2)
-
-            async def between():
-                for place, bucket in enumerate(cut(read_weights(new))):
-                    yield bucket
-                    if place == 0:
-                        with pytest.raises(UpdateRefused, match=other.id):
-                            await engine.stage(other, buckets(read_weights(old)))
-
-            update = await next_update(engine)
-            await engine.stage(update, between())
             await engine.pause()
-            assert await engine.commit(update.id) == update.version
+            with pytest.raises(EngineError, match=update.id):
+                await engine.commit(update.id)
             await engine.resume()
-            await self.unchanged(engine, new, update.version)
+        await self.unchanged(engine, old, version)
 
-        self.run(old, scenario)
+    @served
+    async def test_scales_of_a_cache_that_is_not_in_fp8_are_refused(self, engine, old, new):
+        version = (await engine.health()).version
+        scales = {"model.layers.0.self_attn.k_scale": 0.5}
+        update = dataclasses.replace(await next_update(engine), kv_scales=scales)
+        with pytest.raises(EngineUnsupported, match=r"kv_scales.*leave kv_scales out"):
+            await engine.stage(update, buckets(read_weights(new)))
+        await self.unchanged(engine, old, version)
+        assert await self.switch(engine, new) > version
+
+    @served
+    async def test_one_update_is_staged_at_a_time(self, engine, old, new):
+        other = await next_update(engine, above=2)
+
+        async def between():
+            for place, bucket in enumerate(cut(read_weights(new))):
+                yield bucket
+                if place == 0:
+                    with pytest.raises(UpdateRefused, match=other.id):
+                        await engine.stage(other, buckets(read_weights(old)))
+
+        update = await next_update(engine)
+        await engine.stage(update, between())
+        await engine.pause()
+        assert await engine.commit(update.id) == update.version
+        await engine.resume()
+        await self.unchanged(engine, new, update.version)
 
     @pytest.mark.parametrize("how", ["flipped", "cut short", "one left out", "twice", "unsigned"])
     def test_a_damaged_update_changes_nothing(self, old, new, how):
@@ -87,21 +79,19 @@ class RefusalsContract(UpdatesContract):
             given[1] = dataclasses.replace(given[1], checksums={})
         self.refused(old, new, given, UpdateDamaged)
 
-    def test_a_damaged_update_has_taken_the_place_of_the_one_before(self, old, new):
-        async def scenario(engine):
-            version = (await engine.health()).version
-            update = await self.update(engine, new)
-            with pytest.raises(UpdateDamaged):
-                await engine.stage(
-                    await next_update(engine), listed(cut(read_weights(new), nbytes=1 << 14)[:-1])
-                )
-            await engine.pause()
-            with pytest.raises(EngineError, match=update.id):
-                await engine.commit(update.id)
-            await engine.resume()
-            await self.unchanged(engine, old, version)
-
-        self.run(old, scenario)
+    @served
+    async def test_a_damaged_update_has_taken_the_place_of_the_one_before(self, engine, old, new):
+        version = (await engine.health()).version
+        update = await self.update(engine, new)
+        with pytest.raises(UpdateDamaged):
+            await engine.stage(
+                await next_update(engine), listed(cut(read_weights(new), nbytes=1 << 14)[:-1])
+            )
+        await engine.pause()
+        with pytest.raises(EngineError, match=update.id):
+            await engine.commit(update.id)
+        await engine.resume()
+        await self.unchanged(engine, old, version)
 
     @pytest.mark.parametrize("how", ["shape", "type", "name"])
     def test_an_update_of_another_model_changes_nothing(self, old, new, how):
@@ -134,37 +124,33 @@ class RefusalsContract(UpdatesContract):
 
         self.run(old, scenario)
 
-    def test_a_trainer_that_fails_while_it_sends_changes_nothing(self, old, new):
+    @served
+    async def test_a_trainer_that_fails_while_it_sends_changes_nothing(self, engine, old, new):
         async def failing():
             yield cut(read_weights(new))[0]
             raise OSError("the trainer is gone")
 
-        async def scenario(engine):
-            version = (await engine.health()).version
-            update = await next_update(engine)
-            with pytest.raises((OSError, ValueError, EngineError)):
-                await engine.stage(update, failing())
-            await self.unchanged(engine, old, version)
-            await self.unchanged(engine, new, await self.switch(engine, new))
+        version = (await engine.health()).version
+        update = await next_update(engine)
+        with pytest.raises((OSError, ValueError, EngineError)):
+            await engine.stage(update, failing())
+        await self.unchanged(engine, old, version)
+        await self.unchanged(engine, new, await self.switch(engine, new))
 
-        self.run(old, scenario)
+    @served
+    async def test_a_cancelled_stage_changes_nothing(self, engine, old, new):
+        version = (await engine.health()).version
+        arrived = asyncio.Event()
 
-    def test_a_cancelled_stage_changes_nothing(self, old, new):
-        async def scenario(engine):
-            version = (await engine.health()).version
-            arrived = asyncio.Event()
+        async def silent():
+            yield cut(read_weights(new))[0]
+            arrived.set()
+            await asyncio.Event().wait()
 
-            async def silent():
-                yield cut(read_weights(new))[0]
-                arrived.set()
-                await asyncio.Event().wait()
-
-            staging = asyncio.ensure_future(engine.stage(await next_update(engine), silent()))
-            await arrived.wait()
-            staging.cancel()
-            await asyncio.wait([staging])
-            assert staging.cancelled()
-            await self.unchanged(engine, old, version)
-            await self.unchanged(engine, new, await self.switch(engine, new))
-
-        self.run(old, scenario)
+        staging = asyncio.ensure_future(engine.stage(await next_update(engine), silent()))
+        await arrived.wait()
+        staging.cancel()
+        await asyncio.wait([staging])
+        assert staging.cancelled()
+        await self.unchanged(engine, old, version)
+        await self.unchanged(engine, new, await self.switch(engine, new))

@@ -142,22 +142,19 @@ def test_a_prompt_that_no_engine_can_answer_is_poisoned_and_leaves_nothing_runni
     assert run(scenario()).running == 0
 
 
-def test_without_an_engine_a_group_and_an_update_say_that_all_are_lost(old, new):
+async def test_without_an_engine_a_group_and_an_update_say_that_all_are_lost(old, new):
     class Dies(TransformersEngine):
         async def generate(self, asked):
             await self.close()
             raise EngineDead("gone")
 
-    async def scenario():
-        one = fleet(Dies(old), directory=new)
-        await one.publish(0)
-        with pytest.raises(EnginesLost, match="no engine is left"):
-            await one.generate(0, (5, 6, 7), attempt=0)
-        assert not await one.recover()
-        with pytest.raises(EnginesLost, match="no engine took version"):
-            await one.publish(1)
-
-    run(scenario())
+    one = fleet(Dies(old), directory=new)
+    await one.publish(0)
+    with pytest.raises(EnginesLost, match="no engine is left"):
+        await one.generate(0, (5, 6, 7), attempt=0)
+    assert not await one.recover()
+    with pytest.raises(EnginesLost, match="no engine took version"):
+        await one.publish(1)
 
 
 def test_an_engine_that_did_not_take_the_weights_samples_no_more_until_it_does(old, new):

@@ -29,164 +29,135 @@ def watched(make_model):
     return Watched(make_model(family="qwen3"))
 
 
-def test_a_group_of_one_prompt_computes_it_once(watched):
-    async def scenario():
-        engine = TransformersEngine(watched.model)
-        prompts = [(5, 6, 7, 8), (9, 10, 11), (5, 6, 7, 8, 9)]
-        requests = [
-            request(prompt, seed=seed, max_tokens=4) for prompt in prompts for seed in range(16)
-        ]
-        samples = await asyncio.gather(*(engine.generate(each) for each in requests))
-        # All but each prompt's last token, which is fed with the draw.
-        assert watched.prefills == [(3, 4)]
-        assert watched.draws == [48] * 4
-        assert len({sample.tokens for sample in samples[:16]}) > 1
-        await engine.close()
-
-    run(scenario)
+async def test_a_group_of_one_prompt_computes_it_once(watched):
+    engine = TransformersEngine(watched.model)
+    prompts = [(5, 6, 7, 8), (9, 10, 11), (5, 6, 7, 8, 9)]
+    requests = [
+        request(prompt, seed=seed, max_tokens=4) for prompt in prompts for seed in range(16)
+    ]
+    samples = await asyncio.gather(*(engine.generate(each) for each in requests))
+    # All but each prompt's last token, which is fed with the draw.
+    assert watched.prefills == [(3, 4)]
+    assert watched.draws == [48] * 4
+    assert len({sample.tokens for sample in samples[:16]}) > 1
+    await engine.close()
 
 
-def test_requests_join_and_leave_without_computing_the_others_again(watched):
-    async def scenario():
-        engine = TransformersEngine(watched.model)
-        long = asyncio.ensure_future(engine.generate(request((5, 6, 7), max_tokens=40)))
-        for turn in range(4):
-            # Joins the running batch, is answered, and leaves.
-            await engine.generate(request(range(3, 9 + turn), seed=turn, max_tokens=3))
-        assert len((await long).tokens) == 40
-        # The first two arrived together.
-        assert watched.prefills == [(2, 5), *((1, 5 + turn) for turn in range(1, 4))]
-        assert len(watched.draws) == 40
-        assert sum(watched.draws) == 40 + 4 * 3
-        await engine.close()
-
-    run(scenario)
+async def test_requests_join_and_leave_without_computing_the_others_again(watched):
+    engine = TransformersEngine(watched.model)
+    long = asyncio.ensure_future(engine.generate(request((5, 6, 7), max_tokens=40)))
+    for turn in range(4):
+        # Joins the running batch, is answered, and leaves.
+        await engine.generate(request(range(3, 9 + turn), seed=turn, max_tokens=3))
+    assert len((await long).tokens) == 40
+    # The first two arrived together.
+    assert watched.prefills == [(2, 5), *((1, 5 + turn) for turn in range(1, 4))]
+    assert len(watched.draws) == 40
+    assert sum(watched.draws) == 40 + 4 * 3
+    await engine.close()
 
 
-def test_no_more_rows_run_than_there_is_room_for(watched):
-    async def scenario():
-        engine = TransformersEngine(watched.model, max_running=4)
-        requests = [request((3 + place, 4), max_tokens=1 + place % 5) for place in range(19)]
-        samples = await asyncio.gather(*(engine.generate(each) for each in requests))
-        assert [len(sample.tokens) for sample in samples] == [1 + place % 5 for place in range(19)]
-        assert max(watched.draws) == 4
-        await engine.close()
-
-    run(scenario)
+async def test_no_more_rows_run_than_there_is_room_for(watched):
+    engine = TransformersEngine(watched.model, max_running=4)
+    requests = [request((3 + place, 4), max_tokens=1 + place % 5) for place in range(19)]
+    samples = await asyncio.gather(*(engine.generate(each) for each in requests))
+    assert [len(sample.tokens) for sample in samples] == [1 + place % 5 for place in range(19)]
+    assert max(watched.draws) == 4
+    await engine.close()
 
 
-def test_a_forward_for_new_rows_is_no_longer_than_it_may_be(watched):
-    async def scenario():
-        engine = TransformersEngine(watched.model, prefill_tokens=64)
-        lengths = (40, 3, 55, 17, 5, 30, 31, 2)
-        requests = [request(range(3, 3 + n), max_tokens=2) for n in lengths]
-        requests.append(request([7] * 100, max_tokens=2))
-        await asyncio.gather(*(engine.generate(each) for each in requests))
-        for rows, positions in watched.prefills:
-            assert rows * positions <= 64 or rows == 1
-        assert sum(rows for rows, _ in watched.prefills) == len(requests)
-        assert watched.draws == [9, 9]  # all of them had joined by then
-        await engine.close()
-
-    run(scenario)
+async def test_a_forward_for_new_rows_is_no_longer_than_it_may_be(watched):
+    engine = TransformersEngine(watched.model, prefill_tokens=64)
+    lengths = (40, 3, 55, 17, 5, 30, 31, 2)
+    requests = [request(range(3, 3 + n), max_tokens=2) for n in lengths]
+    requests.append(request([7] * 100, max_tokens=2))
+    await asyncio.gather(*(engine.generate(each) for each in requests))
+    for rows, positions in watched.prefills:
+        assert rows * positions <= 64 or rows == 1
+    assert sum(rows for rows, _ in watched.prefills) == len(requests)
+    assert watched.draws == [9, 9]  # all of them had joined by then
+    await engine.close()
 
 
-def test_prompts_of_one_token_need_no_forward_of_their_own(watched):
-    async def scenario():
-        engine = TransformersEngine(watched.model)
-        await asyncio.gather(*(engine.generate(request((n,), max_tokens=3)) for n in range(3, 9)))
-        assert watched.prefills == []
-        assert watched.draws == [6] * 3
-        await engine.close()
-
-    run(scenario)
+async def test_prompts_of_one_token_need_no_forward_of_their_own(watched):
+    engine = TransformersEngine(watched.model)
+    await asyncio.gather(*(engine.generate(request((n,), max_tokens=3)) for n in range(3, 9)))
+    assert watched.prefills == []
+    assert watched.draws == [6] * 3
+    await engine.close()
 
 
-def test_a_commit_computes_the_cache_of_running_requests_anew(make_model, watched):
+async def test_a_commit_computes_the_cache_of_running_requests_anew(make_model, watched):
     contract = ContractBase()
-
-    async def scenario():
-        engine = TransformersEngine(watched.model)
-        calls = [
-            asyncio.ensure_future(engine.generate(request((5, 6, 7), seed=seed, max_tokens=90)))
-            for seed in range(3)
-        ]
-        await engine.generate(request((9, 8), max_tokens=5))
-        await contract.switch(engine, make_model(family="qwen3", seed=1))
-        await asyncio.gather(*calls)
-        # First the two prompts; then three prompts with the tokens that each has by then.
-        assert [rows for rows, _ in watched.prefills] == [2, 3]
-        assert watched.prefills[1][1] >= 3 + 5 - 1
-        await engine.close()
-
-    run(scenario)
+    engine = TransformersEngine(watched.model)
+    calls = [
+        asyncio.ensure_future(engine.generate(request((5, 6, 7), seed=seed, max_tokens=90)))
+        for seed in range(3)
+    ]
+    await engine.generate(request((9, 8), max_tokens=5))
+    await contract.switch(engine, make_model(family="qwen3", seed=1))
+    await asyncio.gather(*calls)
+    # First the two prompts; then three prompts with the tokens that each has by then.
+    assert [rows for rows, _ in watched.prefills] == [2, 3]
+    assert watched.prefills[1][1] >= 3 + 5 - 1
+    await engine.close()
 
 
-def test_running_requests_keep_their_rows_behind_a_commit(make_model, watched):
+async def test_running_requests_keep_their_rows_behind_a_commit(make_model, watched):
     contract = ContractBase()
-
-    async def scenario():
-        engine = TransformersEngine(watched.model, max_running=3)
-        calls = [
-            asyncio.ensure_future(engine.generate(request((5, 6), seed=seed, max_tokens=60)))
-            for seed in range(2)
-        ]
-        await engine.generate(request((9, 8), max_tokens=5))
-        update = await contract.update(engine, make_model(family="qwen3", seed=1))
-        await engine.pause()
-        calls += [
-            asyncio.ensure_future(engine.generate(request([7] * (100 + n), max_tokens=2)))
-            for n in range(3)
-        ]
-        await asyncio.sleep(0)
-        await engine.commit(update.id)
-        await engine.resume()
-        await asyncio.gather(*calls)
-        # Both of them, and the first that waited.
-        assert watched.prefills[1] == (3, 99)
-        await engine.close()
-
-    run(scenario)
+    engine = TransformersEngine(watched.model, max_running=3)
+    calls = [
+        asyncio.ensure_future(engine.generate(request((5, 6), seed=seed, max_tokens=60)))
+        for seed in range(2)
+    ]
+    await engine.generate(request((9, 8), max_tokens=5))
+    update = await contract.update(engine, make_model(family="qwen3", seed=1))
+    await engine.pause()
+    calls += [
+        asyncio.ensure_future(engine.generate(request([7] * (100 + n), max_tokens=2)))
+        for n in range(3)
+    ]
+    await asyncio.sleep(0)
+    await engine.commit(update.id)
+    await engine.resume()
+    await asyncio.gather(*calls)
+    # Both of them, and the first that waited.
+    assert watched.prefills[1] == (3, 99)
+    await engine.close()
 
 
-def test_the_loop_is_free_while_a_forward_computes(watched):
-    async def scenario():
-        engine = TransformersEngine(watched.model)
-        watched.hold()
-        call = asyncio.ensure_future(engine.generate(request((5, 6), max_tokens=2)))
-        await watched.held()
-        health = await engine.health()
-        assert (health.status, health.running) == ("SERVING", 1)
-        watched.release()
-        await call
-        await engine.close()
-
-    run(scenario)
+async def test_the_loop_is_free_while_a_forward_computes(watched):
+    engine = TransformersEngine(watched.model)
+    watched.hold()
+    call = asyncio.ensure_future(engine.generate(request((5, 6), max_tokens=2)))
+    await watched.held()
+    health = await engine.health()
+    assert (health.status, health.running) == ("SERVING", 1)
+    watched.release()
+    await call
+    await engine.close()
 
 
-def test_a_row_that_was_given_up_leaves_the_batch(watched):
-    async def scenario():
-        engine = TransformersEngine(watched.model)
-        calls = [
-            asyncio.ensure_future(engine.generate(request((5, 6), seed=seed, max_tokens=40)))
-            for seed in range(3)
-        ]
-        await engine.generate(request((9, 8), max_tokens=2))
-        calls[0].cancel()
-        seen = len(watched.draws)
-        await engine.generate(request((9, 8), max_tokens=4))
-        # The first of them may have begun before.
-        assert max(watched.draws[seen + 1 :]) == 3
-        await engine.pause()
-        calls[1].cancel()  # while nothing is computed
-        await asyncio.wait(calls[:2])
-        assert (await engine.health()).running == 1
-        await engine.resume()
-        await calls[2]
-        assert watched.draws[-1] == 1
-        await engine.close()
-
-    run(scenario)
+async def test_a_row_that_was_given_up_leaves_the_batch(watched):
+    engine = TransformersEngine(watched.model)
+    calls = [
+        asyncio.ensure_future(engine.generate(request((5, 6), seed=seed, max_tokens=40)))
+        for seed in range(3)
+    ]
+    await engine.generate(request((9, 8), max_tokens=2))
+    calls[0].cancel()
+    seen = len(watched.draws)
+    await engine.generate(request((9, 8), max_tokens=4))
+    # The first of them may have begun before.
+    assert max(watched.draws[seen + 1 :]) == 3
+    await engine.pause()
+    calls[1].cancel()  # while nothing is computed
+    await asyncio.wait(calls[:2])
+    assert (await engine.health()).running == 1
+    await engine.resume()
+    await calls[2]
+    assert watched.draws[-1] == 1
+    await engine.close()
 
 
 def test_an_engine_serves_one_event_loop_after_another(watched):

@@ -77,28 +77,24 @@ def test_buffers_that_are_saved_are_exchanged_too(make_model):
     assert model.bias.tolist() == [1, 1, 1]
 
 
-def test_what_is_sent_may_change_behind_the_stage(make_model):
+async def test_what_is_sent_may_change_behind_the_stage(make_model):
     old, new = make_model(), make_model(seed=1)
+    engine = TransformersEngine(old)
+    tensors = read_weights(new)
+    update = await next_update(engine)
 
-    async def scenario():
-        engine = TransformersEngine(old)
-        tensors = read_weights(new)
-        update = await next_update(engine)
+    async def freed():
+        async for bucket in buckets(tensors):
+            yield bucket
+            for tensor in bucket.tensors.values():
+                tensor.zero_()
 
-        async def freed():
-            async for bucket in buckets(tensors):
-                yield bucket
-                for tensor in bucket.tensors.values():
-                    tensor.zero_()
-
-        await engine.stage(update, freed())
-        await engine.pause()
-        await engine.commit(update.id)
-        await engine.resume()
-        await check(engine, new)
-        await engine.close()
-
-    run(scenario)
+    await engine.stage(update, freed())
+    await engine.pause()
+    await engine.commit(update.id)
+    await engine.resume()
+    await check(engine, new)
+    await engine.close()
 
 
 def test_a_commit_moves_no_bytes(make_model):
@@ -110,7 +106,7 @@ def test_a_commit_moves_no_bytes(make_model):
     assert {name: tensor.data_ptr() for name, tensor in whole.items()} == pointers
 
 
-def test_some_experts_may_change_and_the_others_stay(make_model, tmp_path):
+async def test_some_experts_may_change_and_the_others_stay(make_model, tmp_path):
     old, new = (make_model(family="qwen3_moe", seed=seed) for seed in (0, 1))
     changed = {
         name: tensor
@@ -119,17 +115,14 @@ def test_some_experts_may_change_and_the_others_stay(make_model, tmp_path):
     }
     assert len(changed) == 3
 
-    async def scenario():
-        engine = TransformersEngine(old)
-        await engine.stage(WeightUpdate(id="some", version=1, base_version=0), buckets(changed))
-        await check(engine, old)
-        await engine.pause()
-        await engine.commit("some")
-        await engine.resume()
-        await check(engine, merged(old, changed, tmp_path))
-        await engine.close()
-
-    run(scenario)
+    engine = TransformersEngine(old)
+    await engine.stage(WeightUpdate(id="some", version=1, base_version=0), buckets(changed))
+    await check(engine, old)
+    await engine.pause()
+    await engine.commit("some")
+    await engine.resume()
+    await check(engine, merged(old, changed, tmp_path))
+    await engine.close()
 
 
 def quantized(directory):
@@ -148,29 +141,28 @@ def quantized(directory):
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("nbytes", [1, 1 << 20])
-def test_matrices_in_fp8_are_served_as_what_they_stand_for(make_model, tmp_path, family, nbytes):
+async def test_matrices_in_fp8_are_served_as_what_they_stand_for(
+    make_model, tmp_path, family, nbytes
+):
     # More than one block in each direction, and blocks that the edge cuts.
     old, new = (make_model(family=family, hidden=96, seed=seed) for seed in (0, 1))
     weights, meant = quantized(new)
 
-    async def scenario():
-        engine = TransformersEngine(old)
-        update = await next_update(engine)
-        await engine.stage(update, buckets(weights, nbytes=nbytes))
-        await engine.pause()
-        await engine.commit(update.id)
-        await engine.resume()
-        await check(engine, merged(old, meant, tmp_path))
-        await contract.switch(engine, new)  # and in full precision again
-        await check(engine, new)
-        await engine.close()
-
-    run(scenario)
+    engine = TransformersEngine(old)
+    update = await next_update(engine)
+    await engine.stage(update, buckets(weights, nbytes=nbytes))
+    await engine.pause()
+    await engine.commit(update.id)
+    await engine.resume()
+    await check(engine, merged(old, meant, tmp_path))
+    await contract.switch(engine, new)  # and in full precision again
+    await check(engine, new)
+    await engine.close()
 
 
 @pytest.mark.parametrize("based", [False, True])
 @pytest.mark.parametrize("wrong", ["no scales", "shape", "type", "no codes", "embedding's scales"])
-def test_fp8_that_does_not_fit_is_refused(make_model, wrong, based):
+async def test_fp8_that_does_not_fit_is_refused(make_model, wrong, based):
     old = make_model(family="qwen3", hidden=96)
     weights, _ = quantized(old)
     name = "model.layers.1.mlp.down_proj.weight"
@@ -188,18 +180,15 @@ def test_fp8_that_does_not_fit_is_refused(make_model, wrong, based):
     else:
         weights["model.norm.weight_scale_inv"] = torch.ones(1)
 
-    async def scenario():
-        engine = TransformersEngine(old)
-        update = dataclasses.replace(await next_update(engine), base_version=0 if based else None)
-        with pytest.raises(error, match="scale_inv"):
-            await engine.stage(update, buckets(weights))
-        await check(engine, old)
-        await engine.close()
-
-    run(scenario)
+    engine = TransformersEngine(old)
+    update = dataclasses.replace(await next_update(engine), base_version=0 if based else None)
+    with pytest.raises(error, match="scale_inv"):
+        await engine.stage(update, buckets(weights))
+    await check(engine, old)
+    await engine.close()
 
 
-def test_a_damaged_scale_is_noticed(make_model):
+async def test_a_damaged_scale_is_noticed(make_model):
     old = make_model(family="qwen3", hidden=96)
     weights, _ = quantized(old)
     name = "model.layers.1.mlp.down_proj.weight_scale_inv"
@@ -209,28 +198,21 @@ def test_a_damaged_scale_is_noticed(make_model):
             changed = {**bucket.tensors, name: bucket.tensors[name] * 2}
             given[place] = Bucket(index=place, tensors=changed, checksums=bucket.checksums)
 
-    async def scenario():
-        engine = TransformersEngine(old)
-        with pytest.raises(UpdateDamaged, match="scale_inv"):
-            await engine.stage(await next_update(engine), listed(given))
-        await engine.close()
-
-    run(scenario)
+    engine = TransformersEngine(old)
+    with pytest.raises(UpdateDamaged, match="scale_inv"):
+        await engine.stage(await next_update(engine), listed(given))
+    await engine.close()
 
 
-def test_one_id_for_two_versions_is_refused(make_model):
+async def test_one_id_for_two_versions_is_refused(make_model):
     old, new = make_model(), make_model(seed=1)
-
-    async def scenario():
-        engine = TransformersEngine(old)
-        update = await contract.update(engine, new)
-        await engine.pause()
-        await engine.commit(update.id)
-        await engine.resume()
-        other = dataclasses.replace(update, version=update.version + 1)
-        with pytest.raises(UpdateRefused, match="another id"):
-            await engine.stage(other, buckets(read_weights(old)))
-        await check(engine, new)
-        await engine.close()
-
-    run(scenario)
+    engine = TransformersEngine(old)
+    update = await contract.update(engine, new)
+    await engine.pause()
+    await engine.commit(update.id)
+    await engine.resume()
+    other = dataclasses.replace(update, version=update.version + 1)
+    with pytest.raises(UpdateRefused, match="another id"):
+        await engine.stage(other, buckets(read_weights(old)))
+    await check(engine, new)
+    await engine.close()

@@ -107,113 +107,95 @@ async def connected(server: Server, timeouts: Timeouts | None = None) -> AsyncIt
         await runner.cleanup()
 
 
-def test_what_a_server_was_not_started_with_is_named_with_its_remedy() -> None:
-    async def scenario() -> None:
-        missing = ("/pause", "/inference/v1/generate")
-        async with connected(Server(without=missing)) as engine:
-            with pytest.raises(EngineUnsupported, match=r"lacks /inference.*--enable-scale-out"):
-                await engine.generate(ASKED)
-            with pytest.raises(EngineUnsupported, match=r"lacks /pause;.*VLLM_SERVER_DEV_MODE=1"):
-                await engine.pause()
-            health = await engine.health()
-            assert health.status == "DEAD"
-            assert "VLLM_SERVER_DEV_MODE=1" in health.detail
-        async with connected(Server(stamps=False)) as engine:
-            with pytest.raises(EngineUnsupported, match="weight_versions"):
-                await engine.generate(ASKED)
-        server = Server()
-        async with connected(server) as engine:
-            with pytest.raises(EngineUnsupported, match="--worker-extension-cls megatron_idem"):
-                await engine.commit("u")
-            server.refusal = (403, "Scale-out endpoints are disabled.")
-            with pytest.raises(EngineUnsupported, match=r"disabled.*--enable-scale-out"):
-                await engine.generate(ASKED)
-        async with connected(server) as there:
-            engine = VllmEngine(there._control.url, model="other")
-            with pytest.raises(EngineUnsupported, match="serves m, not other"):
-                await engine.generate(ASKED)
-            await engine.close()
-
-    asyncio.run(scenario())
+async def test_what_a_server_was_not_started_with_is_named_with_its_remedy() -> None:
+    missing = ("/pause", "/inference/v1/generate")
+    async with connected(Server(without=missing)) as engine:
+        with pytest.raises(EngineUnsupported, match=r"lacks /inference.*--enable-scale-out"):
+            await engine.generate(ASKED)
+        with pytest.raises(EngineUnsupported, match=r"lacks /pause;.*VLLM_SERVER_DEV_MODE=1"):
+            await engine.pause()
+        health = await engine.health()
+        assert health.status == "DEAD"
+        assert "VLLM_SERVER_DEV_MODE=1" in health.detail
+    async with connected(Server(stamps=False)) as engine:
+        with pytest.raises(EngineUnsupported, match="weight_versions"):
+            await engine.generate(ASKED)
+    server = Server()
+    async with connected(server) as engine:
+        with pytest.raises(EngineUnsupported, match="--worker-extension-cls megatron_idem"):
+            await engine.commit("u")
+        server.refusal = (403, "Scale-out endpoints are disabled.")
+        with pytest.raises(EngineUnsupported, match=r"disabled.*--enable-scale-out"):
+            await engine.generate(ASKED)
+    async with connected(server) as there:
+        engine = VllmEngine(there._control.url, model="other")
+        with pytest.raises(EngineUnsupported, match="serves m, not other"):
+            await engine.generate(ASKED)
+        await engine.close()
 
 
-def test_logprobs_before_temperature_are_refused_unless_it_is_one() -> None:
-    async def scenario() -> None:
-        hot = Request(id="hot", prompt=(5, 6), max_tokens=2, temperature=0.7)
-        async with connected(Server()) as engine:
-            assert (await engine.generate(ASKED)).versions == (3, 4)
-            with pytest.raises(EngineUnsupported, match="processed_logprobs"):
-                await engine.generate(hot)
-        server = Server()
-        server.likeliest = [-0.5, -0.9]
-        async with connected(server) as engine:
-            assert (await engine.generate(hot)).logprobs == (-1.0, -2.0)
-
-    asyncio.run(scenario())
+async def test_logprobs_before_temperature_are_refused_unless_it_is_one() -> None:
+    hot = Request(id="hot", prompt=(5, 6), max_tokens=2, temperature=0.7)
+    async with connected(Server()) as engine:
+        assert (await engine.generate(ASKED)).versions == (3, 4)
+        with pytest.raises(EngineUnsupported, match="processed_logprobs"):
+            await engine.generate(hot)
+    server = Server()
+    server.likeliest = [-0.5, -0.9]
+    async with connected(server) as engine:
+        assert (await engine.generate(hot)).logprobs == (-1.0, -2.0)
 
 
-def test_requests_that_vllm_refuses_or_would_change_silently_are_refused() -> None:
-    async def scenario() -> None:
-        async with connected(Server()) as engine:
-            with pytest.raises(ValueError, match="64 positions"):
-                await engine.generate(Request(id="long", prompt=(5,) * 60, max_tokens=5))
-            with pytest.raises(ValueError, match="temperature"):
-                await engine.generate(
-                    Request(id="cold", prompt=(5,), max_tokens=2, temperature=0.009)
-                )
-        server = Server()
-        server.refusal = (400, "Token id 700 is out of vocabulary")
-        async with connected(server) as engine:
-            with pytest.raises(ValueError, match=r"request 'q'.*out of vocabulary"):
-                await engine.generate(ASKED)
-            server.refusal = (500, "out of luck")
-            with pytest.raises(EngineError, match="500: out of luck") as found:
-                await engine.generate(ASKED)
-            assert not isinstance(found.value, EngineDead)
-            server.refusal = (503, "")
-            with pytest.raises(EngineDead):
-                await engine.generate(ASKED)
-
-    asyncio.run(scenario())
+async def test_requests_that_vllm_refuses_or_would_change_silently_are_refused() -> None:
+    async with connected(Server()) as engine:
+        with pytest.raises(ValueError, match="64 positions"):
+            await engine.generate(Request(id="long", prompt=(5,) * 60, max_tokens=5))
+        with pytest.raises(ValueError, match="temperature"):
+            await engine.generate(Request(id="cold", prompt=(5,), max_tokens=2, temperature=0.009))
+    server = Server()
+    server.refusal = (400, "Token id 700 is out of vocabulary")
+    async with connected(server) as engine:
+        with pytest.raises(ValueError, match=r"request 'q'.*out of vocabulary"):
+            await engine.generate(ASKED)
+        server.refusal = (500, "out of luck")
+        with pytest.raises(EngineError, match="500: out of luck") as found:
+            await engine.generate(ASKED)
+        assert not isinstance(found.value, EngineDead)
+        server.refusal = (503, "")
+        with pytest.raises(EngineDead):
+            await engine.generate(ASKED)
 
 
-def test_a_server_that_hangs_is_dead_in_its_health_and_late_elsewhere() -> None:
-    async def scenario() -> None:
-        server = Server()
-        timeouts = Timeouts(generate_s=1, control_s=1, health_s=1)
-        async with connected(server, timeouts) as engine:
-            server.hangs = "/is_paused"
-            with pytest.raises(EngineTimeout, match="/is_paused"):
-                await engine.pause()
-            server.hangs = "/health"
-            assert (await engine.health()).detail
-            server.hangs = "/inference/v1/generate"
-            with pytest.raises(EngineTimeout, match="generate"):
-                await engine.generate(ASKED)
-            assert (await engine.health()).running == 0
-
-    asyncio.run(scenario())
+async def test_a_server_that_hangs_is_dead_in_its_health_and_late_elsewhere() -> None:
+    server = Server()
+    timeouts = Timeouts(generate_s=1, control_s=1, health_s=1)
+    async with connected(server, timeouts) as engine:
+        server.hangs = "/is_paused"
+        with pytest.raises(EngineTimeout, match="/is_paused"):
+            await engine.pause()
+        server.hangs = "/health"
+        assert (await engine.health()).detail
+        server.hangs = "/inference/v1/generate"
+        with pytest.raises(EngineTimeout, match="generate"):
+            await engine.generate(ASKED)
+        assert (await engine.health()).running == 0
 
 
 @pytest.mark.parametrize("aborts", [2, None])
-def test_closing_gives_back_what_there_is(aborts: int | None) -> None:
+async def test_closing_gives_back_what_there_is(aborts: int | None) -> None:
     """vLLM overlooks the abort of a request that is still on its way, and may fail at any."""
-
-    async def scenario() -> None:
-        server = Server()
-        server.aborts = aborts
-        async with connected(server) as engine:
-            asked = Request(id="q", prompt=(5, 6), max_tokens=3)
-            calls = [asyncio.ensure_future(engine.generate(asked)) for _ in range(2)]
-            while len(server.ids) < 2:
-                await asyncio.sleep(0)
-            assert len(set(server.ids)) == 2
-            await engine.close()
-            for sample in await asyncio.gather(*calls):
-                assert sample.finish_reason == "abort"
-                assert sample.tokens == (() if aborts is None else (7, 8))
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    server = Server()
+    server.aborts = aborts
+    async with connected(server) as engine:
+        asked = Request(id="q", prompt=(5, 6), max_tokens=3)
+        calls = [asyncio.ensure_future(engine.generate(asked)) for _ in range(2)]
+        while len(server.ids) < 2:
+            await asyncio.sleep(0)
+        assert len(set(server.ids)) == 2
+        await engine.close()
+        for sample in await asyncio.gather(*calls):
+            assert sample.finish_reason == "abort"
+            assert sample.tokens == (() if aborts is None else (7, 8))
 
 
 def test_nobody_at_the_address_is_a_dead_engine() -> None:

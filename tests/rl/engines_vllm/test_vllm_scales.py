@@ -34,6 +34,7 @@ class TestVllmWithAnFp8Cache(ContractBase):
             environment=CPU_ENVIRONMENT
             | {"PYTHONPATH": os.pathsep.join([str(HERE), *inherited()])},
             extension="scales_worker.ScalesWorker",
+            log=os.environ.get("VLLM_TEST_LOG"),
         ) as server:
             asyncio.run(asyncio.wait_for(self.scenario(server, old, new), 480))
 

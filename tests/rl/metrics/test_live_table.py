@@ -93,28 +93,24 @@ def test_in_a_file_there_is_a_line_now_and_then_and_one_at_the_end():
     assert last.endswith("ended  (4 serve)")
 
 
-def test_it_is_shown_until_it_is_cancelled():
+async def test_it_is_shown_until_it_is_cancelled():
     output = io.StringIO()
+    seen, enough = [], asyncio.Event()
 
-    async def scenario():
-        seen, enough = [], asyncio.Event()
+    async def ping():
+        seen.append(len(seen))
+        if len(seen) == 3:
+            enough.set()
+        return status(trainer_version=len(seen))
 
-        async def ping():
-            seen.append(len(seen))
-            if len(seen) == 3:
-                enough.set()
-            return status(trainer_version=len(seen))
-
-        table = StatusLines(output, every_s=0.0)
-        showing = asyncio.ensure_future(
-            keep_showing(table, ping, every_s=0.0, engines=lambda: "4 serve")
-        )
-        await asyncio.wait_for(enough.wait(), 30)
-        showing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await showing
-
-    asyncio.run(scenario())
+    table = StatusLines(output, every_s=0.0)
+    showing = asyncio.ensure_future(
+        keep_showing(table, ping, every_s=0.0, engines=lambda: "4 serve")
+    )
+    await asyncio.wait_for(enough.wait(), 30)
+    showing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await showing
     shown = output.getvalue().splitlines()
     assert [row.split(" ")[1] for row in shown[:2]] == ["1", "2"]
     assert shown[0].endswith("(4 serve)")

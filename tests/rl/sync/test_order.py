@@ -196,16 +196,13 @@ def test_the_export_runs_to_its_end_where_no_engine_wants_it() -> None:
     assert source.made == len(NAMES)
 
 
-def test_two_updates_at_once_are_refused() -> None:
-    async def both() -> None:
-        sync = WeightSync([MemoryEngine("a")], settings=QUICK)
-        first = asyncio.ensure_future(sync.update(Source(1), 1))
-        await asyncio.sleep(0)
-        with pytest.raises(SyncError, match="update to version 2 while that to version 1"):
-            await sync.update(Source(2), 2)
-        assert (await first).named("committed") == ("a",)
-
-    asyncio.run(both())
+async def test_two_updates_at_once_are_refused() -> None:
+    sync = WeightSync([MemoryEngine("a")], settings=QUICK)
+    first = asyncio.ensure_future(sync.update(Source(1), 1))
+    await asyncio.sleep(0)
+    with pytest.raises(SyncError, match="update to version 2 while that to version 1"):
+        await sync.update(Source(2), 2)
+    assert (await first).named("committed") == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -271,22 +268,18 @@ def test_an_update_that_is_cancelled_anywhere_strands_no_engine(at: int) -> None
         assert [engine.version for engine in engines] == [1, 1, 1]
 
 
-def test_a_cancelled_update_lets_the_export_come_out_of_its_collective() -> None:
+async def test_a_cancelled_update_lets_the_export_come_out_of_its_collective() -> None:
     source = Source(1)
     source.may_go_on.clear()
-
-    async def cancelled() -> None:
-        sync = WeightSync(three(), settings=QUICK)
-        running = asyncio.ensure_future(sync.update(source, 1))
-        await asyncio.to_thread(source.being_made.wait, 20)
-        running.cancel()
-        await asyncio.sleep(0.01)
-        assert not running.done()
-        source.may_go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(cancelled())
+    sync = WeightSync(three(), settings=QUICK)
+    running = asyncio.ensure_future(sync.update(source, 1))
+    await asyncio.to_thread(source.being_made.wait, 20)
+    running.cancel()
+    await asyncio.sleep(0.01)
+    assert not running.done()
+    source.may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert source.closed
     assert source.made == 1
 

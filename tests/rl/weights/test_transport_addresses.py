@@ -35,17 +35,13 @@ def test_the_processes_own_groups_are_left_alone() -> None:
     assert not dist.is_initialized()
 
 
-def test_only_the_given_address_is_listened_at() -> None:
+async def test_only_the_given_address_is_listened_at() -> None:
     sender = t.ProcessGroupSender("127.0.0.2")
-
-    async def scenario() -> None:
-        port = (await sender.open(UPDATE))["port"]
-        socket.create_connection(("127.0.0.2", port), 5).close()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), 5)
-        await sender.close()
-
-    asyncio.run(scenario())
+    port = (await sender.open(UPDATE))["port"]
+    socket.create_connection(("127.0.0.2", port), 5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5)
+    await sender.close()
 
 
 def test_an_address_that_cannot_be_listened_at_is_an_error_and_another_open_works() -> None:
@@ -78,14 +74,10 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict, message: str)
         t.ProcessGroupSender(**arguments)
 
 
-def test_a_rank_that_the_sender_does_not_have_is_refused() -> None:
+async def test_a_rank_that_the_sender_does_not_have_is_refused() -> None:
     sender = t.ProcessGroupSender(ranks=2)
-
-    async def scenario() -> None:
-        opening = await sender.open(UPDATE)
-        for rank in (0, 3):
-            with pytest.raises(ValueError, match=f"rank={rank}; this sender has workers 1 to 2"):
-                t.receiver(opening, rank=rank)
-        await sender.close()
-
-    asyncio.run(scenario())
+    opening = await sender.open(UPDATE)
+    for rank in (0, 3):
+        with pytest.raises(ValueError, match=f"rank={rank}; this sender has workers 1 to 2"):
+            t.receiver(opening, rank=rank)
+    await sender.close()

@@ -51,22 +51,18 @@ def test_a_file_that_is_absent_is_refused(tmp_path: pathlib.Path) -> None:
         receive_after(pathlib.Path.unlink, tmp_path)
 
 
-def test_files_outside_of_the_updates_folder_are_not_read(tmp_path: pathlib.Path) -> None:
+async def test_files_outside_of_the_updates_folder_are_not_read(tmp_path: pathlib.Path) -> None:
     sender = t.DiskSender(tmp_path)
-
-    async def scenario() -> None:
-        receiver = t.receiver(await sender.open(UPDATE))
-        announced = await sender.announce(BUCKET)
-        (folder,) = tmp_path.iterdir()
-        (folder / announced["file"]).rename(tmp_path / "outside")
-        for name in ("../outside", str(tmp_path / "outside")):
-            with pytest.raises(UpdateDamaged, match=f"{folder.name}/outside is absent"):
-                receiver.receive({**announced, "file": name})
-        with pytest.raises(UpdateDamaged, match="None is absent"):
-            receiver.receive({**announced, "file": None})
-        await sender.close()
-
-    asyncio.run(scenario())
+    receiver = t.receiver(await sender.open(UPDATE))
+    announced = await sender.announce(BUCKET)
+    (folder,) = tmp_path.iterdir()
+    (folder / announced["file"]).rename(tmp_path / "outside")
+    for name in ("../outside", str(tmp_path / "outside")):
+        with pytest.raises(UpdateDamaged, match=f"{folder.name}/outside is absent"):
+            receiver.receive({**announced, "file": name})
+    with pytest.raises(UpdateDamaged, match="None is absent"):
+        receiver.receive({**announced, "file": None})
+    await sender.close()
 
 
 def test_a_header_that_is_not_one_is_refused(tmp_path: pathlib.Path) -> None:
@@ -99,7 +95,7 @@ def test_tensors_that_end_behind_the_file_are_refused(tmp_path: pathlib.Path) ->
         receive_after(move, tmp_path)
 
 
-def test_a_file_has_its_name_only_once_it_is_whole(
+async def test_a_file_has_its_name_only_once_it_is_whole(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = t.DiskSender(tmp_path)
@@ -111,83 +107,64 @@ def test_a_file_has_its_name_only_once_it_is_whole(
 
     monkeypatch.setattr("os.replace", watched)
 
-    async def scenario() -> None:
-        await sender.open(UPDATE)
-        await sender.announce(BUCKET)
-        await sender.close()
-
-    asyncio.run(scenario())
+    await sender.open(UPDATE)
+    await sender.announce(BUCKET)
+    await sender.close()
     assert before == [(False, BUCKET.tensors.keys())]
 
 
-def test_a_bucket_that_cannot_be_written_leaves_no_part_of_it(tmp_path: pathlib.Path) -> None:
+async def test_a_bucket_that_cannot_be_written_leaves_no_part_of_it(tmp_path: pathlib.Path) -> None:
     sender = t.DiskSender(tmp_path)
-
-    async def scenario() -> None:
-        await sender.open(UPDATE)
-        (folder,) = tmp_path.iterdir()
-        (folder / "model-00000.safetensors").mkdir()  # where the file is to go
-        with pytest.raises(t.TransportError, match=r"bucket 0 \(0\.0 MB\) cannot be written to"):
-            await sender.announce(BUCKET)
-        assert [path.name for path in folder.iterdir()] == ["model-00000.safetensors"]
-        await sender.announce(Bucket.of(1, {"w": torch.ones(3)}))
-        await sender.close()
-
-    asyncio.run(scenario())
+    await sender.open(UPDATE)
+    (folder,) = tmp_path.iterdir()
+    (folder / "model-00000.safetensors").mkdir()  # where the file is to go
+    with pytest.raises(t.TransportError, match=r"bucket 0 \(0\.0 MB\) cannot be written to"):
+        await sender.announce(BUCKET)
+    assert [path.name for path in folder.iterdir()] == ["model-00000.safetensors"]
+    await sender.announce(Bucket.of(1, {"w": torch.ones(3)}))
+    await sender.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_safetensors_library_reads_the_same_files(tmp_path: pathlib.Path) -> None:
+async def test_the_safetensors_library_reads_the_same_files(tmp_path: pathlib.Path) -> None:
     sender = t.DiskSender(tmp_path)
     tensors = every_kind_of_tensor()
-
-    async def scenario() -> None:
-        await sender.open(UPDATE)
-        announced = await sender.announce(Bucket.of(0, tensors))
-        (folder,) = tmp_path.iterdir()
-        loaded = load_file(folder / announced["file"])
-        assert loaded.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert loaded[name].dtype == tensor.dtype
-            assert torch.equal(
-                loaded[name].reshape(-1).view(torch.uint8),
-                tensor.detach().contiguous().reshape(-1).view(torch.uint8),
-            )
-        with safe_open(folder / announced["file"], "pt") as file:
-            metadata = file.metadata()
-        assert (metadata["format"], metadata["update"], metadata["bucket"]) == ("pt", "run/1", "0")
-        assert json.loads(metadata["checksums"]) == announced["tensors"]
-        await sender.close()
-
-    asyncio.run(scenario())
+    await sender.open(UPDATE)
+    announced = await sender.announce(Bucket.of(0, tensors))
+    (folder,) = tmp_path.iterdir()
+    loaded = load_file(folder / announced["file"])
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(
+            loaded[name].reshape(-1).view(torch.uint8),
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8),
+        )
+    with safe_open(folder / announced["file"], "pt") as file:
+        metadata = file.metadata()
+    assert (metadata["format"], metadata["update"], metadata["bucket"]) == ("pt", "run/1", "0")
+    assert json.loads(metadata["checksums"]) == announced["tensors"]
+    await sender.close()
 
 
-def test_a_released_bucket_takes_no_more_room(tmp_path: pathlib.Path) -> None:
+async def test_a_released_bucket_takes_no_more_room(tmp_path: pathlib.Path) -> None:
     sender = t.DiskSender(tmp_path)
-
-    async def scenario() -> None:
-        await sender.open(UPDATE)
-        await sender.announce(BUCKET)
-        await sender.release(BUCKET)
-        await sender.release(BUCKET)
-        (folder,) = tmp_path.iterdir()
-        assert list(folder.iterdir()) == []
-        await sender.close()
-
-    asyncio.run(scenario())
+    await sender.open(UPDATE)
+    await sender.announce(BUCKET)
+    await sender.release(BUCKET)
+    await sender.release(BUCKET)
+    (folder,) = tmp_path.iterdir()
+    assert list(folder.iterdir()) == []
+    await sender.close()
 
 
-def test_senders_to_two_engines_share_a_directory(tmp_path: pathlib.Path) -> None:
+async def test_senders_to_two_engines_share_a_directory(tmp_path: pathlib.Path) -> None:
     senders = [t.DiskSender(tmp_path), t.DiskSender(tmp_path)]
-
-    async def scenario() -> None:
-        receivers = [t.receiver(await sender.open(UPDATE)) for sender in senders]
-        announced = [await sender.announce(BUCKET) for sender in senders]
-        await senders[0].close()
-        assert torch.equal(receivers[1].receive(announced[1]).tensors["w"], BUCKET.tensors["w"])
-        await senders[1].close()
-
-    asyncio.run(scenario())
+    receivers = [t.receiver(await sender.open(UPDATE)) for sender in senders]
+    announced = [await sender.announce(BUCKET) for sender in senders]
+    await senders[0].close()
+    assert torch.equal(receivers[1].receive(announced[1]).tensors["w"], BUCKET.tensors["w"])
+    await senders[1].close()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -68,17 +68,14 @@ def test_a_finished_folder_goes_with_the_update_unless_it_is_kept(
     assert not folder.exists()
 
 
-def test_a_folder_that_was_not_finished_is_not_kept(
+async def test_a_folder_that_was_not_finished_is_not_kept(
     tmp_path: pathlib.Path, checkpoint: pathlib.Path
 ) -> None:
     sender = t.DiskSender(tmp_path / "weights", like=checkpoint, keep=True)
 
-    async def scenario() -> None:
-        await sender.open(UPDATE)
-        await sender.announce(BUCKET)
-        await sender.close()
-
-    asyncio.run(scenario())
+    await sender.open(UPDATE)
+    await sender.announce(BUCKET)
+    await sender.close()
     assert list((tmp_path / "weights").iterdir()) == []
 
 
@@ -89,15 +86,11 @@ def test_a_checkpoint_without_config_is_refused(tmp_path: pathlib.Path) -> None:
         t.DiskSender(tmp_path, keep=True)
 
 
-def test_finish_without_a_checkpoint_is_an_error(tmp_path: pathlib.Path) -> None:
+async def test_finish_without_a_checkpoint_is_an_error(tmp_path: pathlib.Path) -> None:
     sender = t.DiskSender(tmp_path)
-
-    async def scenario() -> None:
-        with pytest.raises(t.TransportError, match=r"finish\(\) has no update"):
-            await sender.finish()
-        await sender.open(UPDATE)
-        with pytest.raises(t.TransportError, match="like=a checkpoint's folder"):
-            await sender.finish()
-        await sender.close()
-
-    asyncio.run(scenario())
+    with pytest.raises(t.TransportError, match=r"finish\(\) has no update"):
+        await sender.finish()
+    await sender.open(UPDATE)
+    with pytest.raises(t.TransportError, match="like=a checkpoint's folder"):
+        await sender.finish()
+    await sender.close()

@@ -28,98 +28,78 @@ def mine() -> list[pathlib.Path]:
     return list(shared_memory.DIRECTORY.glob(f"{shared_memory.PREFIX}.*.{os.getpid()}.*"))
 
 
-def test_two_segments_serve_any_number_of_buckets_of_any_size() -> None:
+async def test_two_segments_serve_any_number_of_buckets_of_any_size() -> None:
     sender = t.SharedMemorySender()
-
-    async def scenario() -> None:
-        receiver = t.receiver(await sender.open(UPDATE))
-        names = set()
-        for index, megabytes in enumerate((2, 1, 2, 2, 1, 2)):  # MB; two at a time
-            announced = await sender.announce(bucket(index, megabytes))
-            if index:
-                await sender.release(bucket(index - 1))
-            names.add(announced["segment"])
-            assert receiver.receive(announced).tensors["w"][0] == index
-            assert len(mine()) <= 2
-        assert len(names) == 2
-        larger = await sender.announce(bucket(6, 6))
-        assert larger["segment"] not in names
-        assert len(mine()) == 2
-        await sender.release(bucket(6))
-        assert (await sender.announce(bucket(7, 5)))["segment"] == larger["segment"]
-        await sender.close()
-
-    asyncio.run(scenario())
+    receiver = t.receiver(await sender.open(UPDATE))
+    names = set()
+    for index, megabytes in enumerate((2, 1, 2, 2, 1, 2)):  # MB; two at a time
+        announced = await sender.announce(bucket(index, megabytes))
+        if index:
+            await sender.release(bucket(index - 1))
+        names.add(announced["segment"])
+        assert receiver.receive(announced).tensors["w"][0] == index
+        assert len(mine()) <= 2
+    assert len(names) == 2
+    larger = await sender.announce(bucket(6, 6))
+    assert larger["segment"] not in names
+    assert len(mine()) == 2
+    await sender.release(bucket(6))
+    assert (await sender.announce(bucket(7, 5)))["segment"] == larger["segment"]
+    await sender.close()
     assert mine() == []
 
 
-def test_a_third_bucket_at_once_is_an_error_that_names_the_two() -> None:
+async def test_a_third_bucket_at_once_is_an_error_that_names_the_two() -> None:
     sender = t.SharedMemorySender()
-
-    async def scenario() -> None:
-        await sender.open(UPDATE)
-        await sender.announce(bucket(0))
-        await sender.announce(bucket(1))
-        with pytest.raises(t.TransportError, match=r"buckets \[0, 1\] hold both segments; release"):
-            await sender.announce(bucket(2))
-        assert len(mine()) == 2
-        await sender.close()
-
-    asyncio.run(scenario())
+    await sender.open(UPDATE)
+    await sender.announce(bucket(0))
+    await sender.announce(bucket(1))
+    with pytest.raises(t.TransportError, match=r"buckets \[0, 1\] hold both segments; release"):
+        await sender.announce(bucket(2))
+    assert len(mine()) == 2
+    await sender.close()
     assert mine() == []
 
 
-def test_a_bucket_that_is_announced_again_takes_its_own_segment() -> None:
+async def test_a_bucket_that_is_announced_again_takes_its_own_segment() -> None:
     sender = t.SharedMemorySender()
-
-    async def scenario() -> None:
-        receiver = t.receiver(await sender.open(UPDATE))
-        await sender.announce(bucket(0))
-        await sender.announce(bucket(1))
-        again = await sender.announce(bucket(1))
-        assert receiver.receive(again).tensors["w"][0] == 1
-        await sender.close()
-
-    asyncio.run(scenario())
+    receiver = t.receiver(await sender.open(UPDATE))
+    await sender.announce(bucket(0))
+    await sender.announce(bucket(1))
+    again = await sender.announce(bucket(1))
+    assert receiver.receive(again).tensors["w"][0] == 1
+    await sender.close()
 
 
-def test_a_segment_of_the_wrong_size_is_refused() -> None:
+async def test_a_segment_of_the_wrong_size_is_refused() -> None:
     sender = t.SharedMemorySender()
-
-    async def scenario() -> None:
-        receiver = t.receiver(await sender.open(UPDATE))
-        announced = dict(await sender.announce(bucket(0)))
-        path = shared_memory.DIRECTORY / announced["segment"]
-        with pytest.raises(UpdateDamaged, match=f"it has {GRAIN} bytes, {GRAIN + 1} were announ"):
-            receiver.receive({**announced, "segment_bytes": GRAIN + 1})
-        os.truncate(path, 1000)
-        with pytest.raises(UpdateDamaged, match=f"it has 1000 bytes, {GRAIN} were announced"):
-            receiver.receive(announced)
-        with pytest.raises(UpdateDamaged, match=f"1000 were announced for {1 << 20}; send the up"):
-            receiver.receive({**announced, "segment_bytes": 1000})
-        path.unlink()
-        with pytest.raises(UpdateDamaged, match=r"there is no segment .* is the update still open"):
-            receiver.receive(announced)
-        await sender.close()  # though its segment is gone
-
-    asyncio.run(scenario())
+    receiver = t.receiver(await sender.open(UPDATE))
+    announced = dict(await sender.announce(bucket(0)))
+    path = shared_memory.DIRECTORY / announced["segment"]
+    with pytest.raises(UpdateDamaged, match=f"it has {GRAIN} bytes, {GRAIN + 1} were announ"):
+        receiver.receive({**announced, "segment_bytes": GRAIN + 1})
+    os.truncate(path, 1000)
+    with pytest.raises(UpdateDamaged, match=f"it has 1000 bytes, {GRAIN} were announced"):
+        receiver.receive(announced)
+    with pytest.raises(UpdateDamaged, match=f"1000 were announced for {1 << 20}; send the up"):
+        receiver.receive({**announced, "segment_bytes": 1000})
+    path.unlink()
+    with pytest.raises(UpdateDamaged, match=r"there is no segment .* is the update still open"):
+        receiver.receive(announced)
+    await sender.close()  # though its segment is gone
 
 
-def test_nothing_but_a_segment_is_read() -> None:
+async def test_nothing_but_a_segment_is_read() -> None:
     sender = t.SharedMemorySender()
-
-    async def scenario() -> None:
-        receiver = t.receiver(await sender.open(UPDATE))
-        announced = await sender.announce(bucket(0))
-        for name in ("/etc/passwd", "other", f"{shared_memory.PREFIX}./../../etc/passwd", None):
-            with pytest.raises(UpdateDamaged, match="is not a trainer's segment"):
-                receiver.receive({**announced, "segment": name})
-        await sender.close()
-
-    asyncio.run(scenario())
+    receiver = t.receiver(await sender.open(UPDATE))
+    announced = await sender.announce(bucket(0))
+    for name in ("/etc/passwd", "other", f"{shared_memory.PREFIX}./../../etc/passwd", None):
+        with pytest.raises(UpdateDamaged, match="is not a trainer's segment"):
+            receiver.receive({**announced, "segment": name})
+    await sender.close()
 
 
-def test_memory_that_is_not_there_is_an_error_and_not_a_signal() -> None:
+async def test_memory_that_is_not_there_is_an_error_and_not_a_signal() -> None:
     sender = t.SharedMemorySender()
     room = os.statvfs(shared_memory.DIRECTORY)
     nbytes = room.f_blocks * room.f_frsize * 2
@@ -128,36 +108,29 @@ def test_memory_that_is_not_there_is_an_error_and_not_a_signal() -> None:
     # One byte that is expanded takes no memory here.
     too_much = Bucket(index=0, tensors={"w": torch.zeros(1).bool().expand(nbytes)}, checksums={})
 
-    async def scenario() -> None:
-        await sender.open(UPDATE)
-        with pytest.raises(t.TransportError, match=r"no room for a segment of \d+ MB in /dev/shm"):
-            await sender.announce(too_much)
-        assert mine() == []
-        assert (await sender.announce(bucket(0)))["index"] == 0
-        await sender.close()
-
-    asyncio.run(scenario())
+    await sender.open(UPDATE)
+    with pytest.raises(t.TransportError, match=r"no room for a segment of \d+ MB in /dev/shm"):
+        await sender.announce(too_much)
+    assert mine() == []
+    assert (await sender.announce(bucket(0)))["index"] == 0
+    await sender.close()
 
 
-def test_a_worker_that_ends_unlinks_nothing_and_complains_of_nothing(peers: Peers) -> None:
+async def test_a_worker_that_ends_unlinks_nothing_and_complains_of_nothing(peers: Peers) -> None:
     sender, worker = t.SharedMemorySender(), peers[0]
-
-    async def scenario() -> None:
-        opened = await sender.open(UPDATE)
-        worker.ask("open", name="r", opened=opened, rank=1)
-        announced = await sender.announce(bucket(0))
-        worker.ask("receive", name="r", announced=announced)
-        said = worker.end()
-        assert "resource_tracker" not in said
-        assert "shared_memory" not in said
-        assert len(mine()) == 1
-        assert t.receiver(opened).receive(announced).index == 0
-        await sender.close()
-
-    asyncio.run(scenario())
+    opened = await sender.open(UPDATE)
+    worker.ask("open", name="r", opened=opened, rank=1)
+    announced = await sender.announce(bucket(0))
+    worker.ask("receive", name="r", announced=announced)
+    said = worker.end()
+    assert "resource_tracker" not in said
+    assert "shared_memory" not in said
+    assert len(mine()) == 1
+    assert t.receiver(opened).receive(announced).index == 0
+    await sender.close()
 
 
-def test_segments_of_a_killed_trainer_are_removed_by_the_next_one(peers: Peers) -> None:
+async def test_segments_of_a_killed_trainer_are_removed_by_the_next_one(peers: Peers) -> None:
     made = peers[1].ask("send", kind="shared_memory", arguments={})
     name = made["announced"]["segment"]
     receiver = t.receiver(made["opened"])
@@ -166,12 +139,9 @@ def test_segments_of_a_killed_trainer_are_removed_by_the_next_one(peers: Peers) 
     peers[1].kill(group=True)  # its resource tracker, which would clean up, as well
     assert (shared_memory.DIRECTORY / name).exists()
 
-    async def scenario() -> None:
-        sender = t.SharedMemorySender()
-        await sender.open(UPDATE)
-        await sender.close()
-
-    asyncio.run(scenario())
+    sender = t.SharedMemorySender()
+    await sender.open(UPDATE)
+    await sender.close()
     assert not (shared_memory.DIRECTORY / name).exists()
     with pytest.raises(UpdateDamaged, match="there is no segment"):
         receiver.receive(made["announced"])

@@ -87,22 +87,19 @@ def owned(bucket: Bucket) -> dict:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_updates_of_every_kind_of_tensor_arrive_in_another_process_bit_for_bit(
+async def test_two_updates_of_every_kind_of_tensor_arrive_in_another_process_bit_for_bit(
     kind: str, make: Make, peers: Peers, tmp_path: pathlib.Path
 ) -> None:
     sender = make(kind)
 
-    async def scenario() -> None:
-        for version in (1, 2):
-            buckets = buckets_of(version)
-            update = WeightUpdate(id=f"{kind}/{version}", version=version)
-            received = await send_update(sender, update, buckets, peers)
-            for bucket, answers in zip(buckets, received, strict=True):
-                for answer in answers:
-                    assert answer.pop("seconds") > 0
-                    assert answer == owned(bucket)
-
-    asyncio.run(scenario())
+    for version in (1, 2):
+        buckets = buckets_of(version)
+        update = WeightUpdate(id=f"{kind}/{version}", version=version)
+        received = await send_update(sender, update, buckets, peers)
+        for bucket, answers in zip(buckets, received, strict=True):
+            for answer in answers:
+                assert answer.pop("seconds") > 0
+                assert answer == owned(bucket)
     assert left_behind(tmp_path) == []
 
 
@@ -157,59 +154,49 @@ def test_a_byte_that_changes_on_the_way_is_found_by_staging(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_open_is_an_error_and_the_first_goes_on(
+async def test_a_second_open_is_an_error_and_the_first_goes_on(
     kind: str, make: Make, tmp_path: pathlib.Path
 ) -> None:
     sender = make(kind)
 
-    async def scenario() -> None:
-        await sender.open(UPDATE)
-        with pytest.raises(t.TransportError, match="'run/1' open, so 'run/2' cannot begin; close"):
-            await sender.open(WeightUpdate(id="run/2", version=2))
-        assert (await sender.announce(Bucket.of(0, {"w": torch.ones(3)})))["index"] == 0
-        await sender.close()
-        await sender.close()
-
-    asyncio.run(scenario())
+    await sender.open(UPDATE)
+    with pytest.raises(t.TransportError, match="'run/1' open, so 'run/2' cannot begin; close"):
+        await sender.open(WeightUpdate(id="run/2", version=2))
+    assert (await sender.announce(Bucket.of(0, {"w": torch.ones(3)})))["index"] == 0
+    await sender.close()
+    await sender.close()
     assert left_behind(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_buckets_of_no_update_are_an_error(kind: str, make: Make) -> None:
+async def test_buckets_of_no_update_are_an_error(kind: str, make: Make) -> None:
     sender = make(kind)
     bucket = Bucket.of(0, {"w": torch.ones(3)})
-
-    async def scenario() -> None:
-        for call in (sender.announce, sender.transmit, sender.release):
-            with pytest.raises(t.TransportError, match="has no update; call open"):
-                await call(bucket)
-        await sender.close()
-        await sender.open(UPDATE)
-        await sender.close()
-        with pytest.raises(t.TransportError, match=r"announce\(\) has no update"):
-            await sender.announce(bucket)
-
-    asyncio.run(scenario())
+    for call in (sender.announce, sender.transmit, sender.release):
+        with pytest.raises(t.TransportError, match="has no update; call open"):
+            await call(bucket)
+    await sender.close()
+    await sender.open(UPDATE)
+    await sender.close()
+    with pytest.raises(t.TransportError, match=r"announce\(\) has no update"):
+        await sender.announce(bucket)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_update_that_is_left_half_way_leaves_nothing_behind(
+async def test_an_update_that_is_left_half_way_leaves_nothing_behind(
     kind: str, make: Make, tmp_path: pathlib.Path
 ) -> None:
     sender = make(kind)
 
-    async def scenario() -> None:
-        await sender.open(UPDATE)
-        for index in range(2):
-            await sender.announce(Bucket.of(index, {"w": torch.ones(3)}))
-        await sender.close()
-
-    asyncio.run(scenario())
+    await sender.open(UPDATE)
+    for index in range(2):
+        await sender.announce(Bucket.of(index, {"w": torch.ones(3)}))
+    await sender.close()
     assert left_behind(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_open_and_a_close_that_are_cancelled_leave_nothing_behind(
+async def test_an_open_and_a_close_that_are_cancelled_leave_nothing_behind(
     kind: str, make: Make, tmp_path: pathlib.Path
 ) -> None:
     sender = make(kind)
@@ -223,33 +210,26 @@ def test_an_open_and_a_close_that_are_cancelled_leave_nothing_behind(
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    async def scenario() -> None:
-        await cancelled(sender.open(UPDATE))
-        opened = await sender.open(UPDATE)
-        await sender.announce(Bucket.of(0, {"w": torch.ones(3)}))
-        threads.append(sender._thread)
-        await cancelled(sender.close())
-        # What was begun is discarded on the sender's threads, each in its own time.
-        for thread in filter(None, threads):
-            await asyncio.to_thread(thread.shutdown)
-        assert opened["update"] == UPDATE.id
-
-    asyncio.run(scenario())
+    await cancelled(sender.open(UPDATE))
+    opened = await sender.open(UPDATE)
+    await sender.announce(Bucket.of(0, {"w": torch.ones(3)}))
+    threads.append(sender._thread)
+    await cancelled(sender.close())
+    # What was begun is discarded on the sender's threads, each in its own time.
+    for thread in filter(None, threads):
+        await asyncio.to_thread(thread.shutdown)
+    assert opened["update"] == UPDATE.id
     assert left_behind(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bucket_of_another_update_is_refused(kind: str, make: Make) -> None:
+async def test_a_bucket_of_another_update_is_refused(kind: str, make: Make) -> None:
     sender = make(kind)
-
-    async def scenario() -> None:
-        receiver = t.receiver(await sender.open(UPDATE))
-        announced = dict(await sender.announce(Bucket.of(0, {"w": torch.ones(3)})))
-        with pytest.raises(UpdateDamaged, match="is of update 'run/9'; open a receiver for that"):
-            receiver.receive({**announced, "update": "run/9"})
-        await sender.close()
-
-    asyncio.run(scenario())
+    receiver = t.receiver(await sender.open(UPDATE))
+    announced = dict(await sender.announce(Bucket.of(0, {"w": torch.ones(3)})))
+    with pytest.raises(UpdateDamaged, match="is of update 'run/9'; open a receiver for that"):
+        receiver.receive({**announced, "update": "run/9"})
+    await sender.close()
 
 
 def test_an_unknown_kind_and_another_format_are_refused_by_name() -> None:

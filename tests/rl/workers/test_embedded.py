@@ -42,116 +42,99 @@ def test_a_group_that_the_launchers_pool_cannot_hold_is_refused(megatron_rank_po
         EmbeddedRanks(SPEC, 0)
 
 
-def test_what_ranks_print_goes_to_a_file_of_each(megatron_rank_pool, tmp_path) -> None:
-    async def scenario() -> None:
-        ranks = EmbeddedRanks(SPEC, 2, log_dir=tmp_path / "logs", pool=megatron_rank_pool)
-        for life in ("first", "second"):
-            await ranks.start()
-            await ranks.call("say", per_rank=[f"{life} of 0", f"{life} of 1"])
-            await ranks.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_what_ranks_print_goes_to_a_file_of_each(megatron_rank_pool, tmp_path) -> None:
+    ranks = EmbeddedRanks(SPEC, 2, log_dir=tmp_path / "logs", pool=megatron_rank_pool)
+    for life in ("first", "second"):
+        await ranks.start()
+        await ranks.call("say", per_rank=[f"{life} of 0", f"{life} of 1"])
+        await ranks.close()
     for rank in range(2):
         log = (tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines()
         assert log == [f"first of {rank}", f"second of {rank}"]
 
 
-def test_how_a_rank_ended_is_told(megatron_rank_pool) -> None:
-    async def scenario() -> None:
-        ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
-        await ranks.start()
-        with pytest.raises(RanksLost, match=r"rank 1 was lost in die\(\).*signal SIGKILL"):
-            await ranks.call("die", [1])
-        await ranks.start()
-        with pytest.raises(RanksLost, match=r"rank 0 was lost in exit_at_once\(\).*exit code 9"):
-            await ranks.call("exit_at_once", [0], 9)
-        await ranks.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_how_a_rank_ended_is_told(megatron_rank_pool) -> None:
+    ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
+    await ranks.start()
+    with pytest.raises(RanksLost, match=r"rank 1 was lost in die\(\).*signal SIGKILL"):
+        await ranks.call("die", [1])
+    await ranks.start()
+    with pytest.raises(RanksLost, match=r"rank 0 was lost in exit_at_once\(\).*exit code 9"):
+        await ranks.call("exit_at_once", [0], 9)
+    await ranks.close()
 
 
-def test_ranks_that_are_stopped_are_killed(megatron_rank_pool, monkeypatch) -> None:
+async def test_ranks_that_are_stopped_are_killed(megatron_rank_pool, monkeypatch) -> None:
     monkeypatch.setattr(embedded, "_END_S", 0.2)
-
-    async def scenario() -> None:
-        ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
-        await ranks.start()
-        launcher = megatron_rank_pool._launcher
-        found = await pids(ranks)
-        for pid in found:
-            os.kill(pid, signal.SIGSTOP)
-        await ranks.close()
-        for pid in found:
-            await gone(pid)
-        assert megatron_rank_pool._launcher is launcher  # which would cost the imports again
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
+    await ranks.start()
+    launcher = megatron_rank_pool._launcher
+    found = await pids(ranks)
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)
+    await ranks.close()
+    for pid in found:
+        await gone(pid)
+    assert megatron_rank_pool._launcher is launcher  # which would cost the imports again
 
 
-def test_a_process_group_that_cannot_be_made_is_an_error_of_the_start(
+async def test_a_process_group_that_cannot_be_made_is_an_error_of_the_start(
     megatron_rank_pool, monkeypatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
 
-    async def scenario() -> None:
-        ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
-        with pytest.raises(RanksLost, match=r"could not be started: (?s:.*)no-such-interface"):
-            await ranks.start()
-        await ranks.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
+    with pytest.raises(RanksLost, match=r"could not be started: (?s:.*)no-such-interface"):
+        await ranks.start()
+    await ranks.close()
 
 
-def test_a_start_that_is_cancelled_as_the_last_rank_comes_leaves_nobody(
+async def test_a_start_that_is_cancelled_as_the_last_rank_comes_leaves_nobody(
     megatron_rank_pool, monkeypatch
 ) -> None:
     complete = embedded.Server.complete
 
-    async def scenario() -> None:
-        ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
-        await ranks.start()
-        await ranks.close()
-        launcher = megatron_rank_pool._launcher
+    ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
+    await ranks.start()
+    await ranks.close()
+    launcher = megatron_rank_pool._launcher
 
-        async def cancelled_then(server: embedded.Server, timeout_s: float) -> object:
-            found = await complete(server, timeout_s)
-            asyncio.get_running_loop().call_soon(starting.cancel)  # before the start hears of it
-            return found
+    async def cancelled_then(server: embedded.Server, timeout_s: float) -> object:
+        found = await complete(server, timeout_s)
+        asyncio.get_running_loop().call_soon(starting.cancel)  # before the start hears of it
+        return found
 
-        with monkeypatch.context() as patch:
-            patch.setattr(embedded.Server, "complete", cancelled_then)
-            starting = asyncio.ensure_future(ranks.start())
-            with pytest.raises(asyncio.CancelledError):
-                await starting
-        await ranks.start()
-        assert megatron_rank_pool._launcher is launcher, "it was ended, for its ranks lived on"
-        await ranks.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    with monkeypatch.context() as patch:
+        patch.setattr(embedded.Server, "complete", cancelled_then)
+        starting = asyncio.ensure_future(ranks.start())
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    await ranks.start()
+    assert megatron_rank_pool._launcher is launcher, "it was ended, for its ranks lived on"
+    await ranks.close()
 
 
-def test_a_start_that_is_cancelled_leaves_nobody_and_another_works(megatron_rank_pool) -> None:
-    async def scenario() -> None:
-        ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
-        await ranks.start()
-        await ranks.close()
-        launcher = megatron_rank_pool._launcher
-        for rounds in (1, 3, 10):
-            starting = asyncio.ensure_future(ranks.start())
-            for _ in range(rounds):
-                await asyncio.sleep(0.002)
-            starting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await starting
-            with pytest.raises(RanksLost, match=r"start\(\)"):
-                await ranks.call("echo")
-        await ranks.start()
-        assert megatron_rank_pool._launcher is launcher
-        assert await ranks.call("add_up", 0.0) == [1.0, 1.0]
-        await ranks.close()
-        assert len(asyncio.all_tasks()) <= 2  # wait_for may run this in a task of its own
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_start_that_is_cancelled_leaves_nobody_and_another_works(
+    megatron_rank_pool,
+) -> None:
+    ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
+    await ranks.start()
+    await ranks.close()
+    launcher = megatron_rank_pool._launcher
+    for rounds in (1, 3, 10):
+        starting = asyncio.ensure_future(ranks.start())
+        for _ in range(rounds):
+            await asyncio.sleep(0.002)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        with pytest.raises(RanksLost, match=r"start\(\)"):
+            await ranks.call("echo")
+    await ranks.start()
+    assert megatron_rank_pool._launcher is launcher
+    assert await ranks.call("add_up", 0.0) == [1.0, 1.0]
+    await ranks.close()
+    assert len(asyncio.all_tasks()) <= 2  # wait_for may run this in a task of its own
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted", "without close"])

@@ -79,19 +79,16 @@ def test_an_exit_code_is_of_one_run_id(tmp_path) -> None:
     assert json.loads((tmp_path / rendezvous.EXIT_FILE).read_text())["code"] == 3
 
 
-def test_a_controller_answers_only_where_it_is_and_knows_the_token() -> None:
-    async def scenario() -> None:
-        token = wire.new_token()
-        server = Server(1, token)
-        address = server.listen("tcp:127.0.0.1:0")
-        good = an_address(address, token=token.hex())
-        other = an_address(address, token=wire.new_token().hex())
-        assert await asyncio.to_thread(good.answers)
-        assert not await asyncio.to_thread(other.answers)
-        await server.close()
-        assert not await asyncio.to_thread(good.answers)
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+async def test_a_controller_answers_only_where_it_is_and_knows_the_token() -> None:
+    token = wire.new_token()
+    server = Server(1, token)
+    address = server.listen("tcp:127.0.0.1:0")
+    good = an_address(address, token=token.hex())
+    other = an_address(address, token=wire.new_token().hex())
+    assert await asyncio.to_thread(good.answers)
+    assert not await asyncio.to_thread(other.answers)
+    await server.close()
+    assert not await asyncio.to_thread(good.answers)
 
 
 def test_a_controller_that_lives_and_is_silent_is_not_given_a_second_one(monkeypatch) -> None:

@@ -189,7 +189,7 @@ class Scheduler:
             slot.finish("abort")
 
     def recompute(self) -> None:
-        """Makes running requests compute their cache again. The gate must be shut."""
+        """Make running requests compute their cache again. The gate must be shut."""
         running = {slot.order: slot for slot in self._rows}
         self._rows.clear()
         self._batch.clear()
@@ -244,7 +244,7 @@ class Scheduler:
             self._rows = [self._rows[before] for before in self._batch.leave(gone)]
 
     def _next_sequences(self) -> dict[tuple[int, ...], list[RequestSlot]]:
-        """Returns the sequences to prefill in one forward, each once, with their requests."""
+        """Return the sequences to prefill in one forward, each once, with their requests."""
         room = self._max_running - len(self._rows)
         found: dict[tuple[int, ...], list[RequestSlot]] = {}
         for slot in itertools.islice(self._waiting.values(), max(room, 0)):

@@ -47,7 +47,10 @@ class ServedWeights:
     """
 
     def __init__(self, model: Any) -> None:
-        self._tensors: dict[str, torch.Tensor] = _own_tensors(model)
+        # Those that a checkpoint has, each once; tied ones under their first name.
+        saved: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(saved.items())}
+        self._tensors = {name: each for name, each in saved.items() if first[id(each)] == name}
         self._infos = {name: TensorInfo.of(name, each) for name, each in self._tensors.items()}
         self._places = {
             place.info.name: place
@@ -119,15 +122,8 @@ class ServedWeights:
         return torch.empty(info.shape, dtype=info.dtype, device=self.device)  # freed: all come
 
 
-def _own_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Returns the tensors that a checkpoint has, each once; tied ones under their first name."""
-    saved = model.state_dict(keep_vars=True)
-    unique = {id(tensor): name for name, tensor in reversed(saved.items())}
-    return {name: tensor for name, tensor in saved.items() if unique[id(tensor)] == name}
-
-
 def _checkpoint_places(info: TensorInfo) -> list[_Place]:
-    """Returns the places of a checkpoint's tensors in one of the model's tensors."""
+    """Return the places of a checkpoint's tensors in one of the model's tensors."""
     found = _EXPERTS.fullmatch(info.name)
     if found is None or len(info.shape) != 3:
         return [_Place(info=info, whole=info.name)]

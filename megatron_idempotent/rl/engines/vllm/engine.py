@@ -325,7 +325,7 @@ _MASK = (1 << 64) - 1
 
 
 def sampling_params(request: Request) -> dict[str, Any]:
-    """Returns vLLM's SamplingParams by name, so that no default of server or checkpoint counts.
+    """Return vLLM's SamplingParams by name, so that no default of server or checkpoint counts.
 
     Only the request's stop tokens end a response: the checkpoint's own end token does not.
     """

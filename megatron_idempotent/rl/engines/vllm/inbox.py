@@ -325,7 +325,7 @@ class Inbox:
         self._opened(command).complete(int(command["buckets"]))
 
     def _do_drop(self, command: Mapping[str, Any]) -> None:
-        """Drops an update; an unknown id is a no-op."""
+        """Drop an update; an unknown id is a no-op."""
         if self._arrival is not None and self._arrival.update.id == command["id"]:
             self.forget()
 

@@ -88,12 +88,13 @@ class WorkersState:
         if not answers:
             raise EngineError("no worker answered; is collective_rpc supported by its executor?")
         versions = {answer["version"] for answer in answers}
+        committed = {str(answer["committed"]) for answer in answers}
         dirty = next((answer["dirty"] for answer in answers if answer["dirty"]), "")
         if not dirty and len(versions) > 1:
             dirty = f"its workers are at versions {sorted(versions, key=str)}"
         return cls(
             version=versions.pop() if len(versions) == 1 else None,
-            committed=_common(answers, "committed"),
+            committed=committed.pop() if len(committed) == 1 else "",
             holds={
                 held: version
                 for held, version in answers[0]["holds"].items()
@@ -114,11 +115,6 @@ def raised(error: Mapping[str, str], *, engine: str) -> Exception:
     if kind in _KINDS:
         return _KINDS[kind](f"engine {engine}: {message}")
     return EngineError(f"engine {engine}: {kind} in a worker: {message}")
-
-
-def _common(answers: Sequence[Mapping[str, Any]], field: str) -> str:
-    values = {str(answer[field]) for answer in answers}
-    return values.pop() if len(values) == 1 else ""
 
 
 UNSTAMPED = "default"
@@ -157,7 +153,7 @@ class UpdateStager:
         self._switching = asyncio.Lock()
 
     async def state(self) -> WorkersState:
-        """Returns the workers' state; before any commit, the version is that of vLLM's stamp."""
+        """Return the workers' state; before any commit, the version is that of vLLM's stamp."""
         found = await self._control.rpc({"do": "state"})
         state = WorkersState.whatever(found, engine=self._engine)
         if state.version is None and not state.dirty:
@@ -180,7 +176,7 @@ class UpdateStager:
         return int(stamp)
 
     async def must_not_serve(self, state: WorkersState) -> str:
-        """Returns the reason why the engine must not serve; empty if it may."""
+        """Return the reason why the engine must not serve; empty if it may."""
         if state.dirty:
             return state.dirty
         stamped = self.version_of(await self._control.stamp())
@@ -301,7 +297,7 @@ class UpdateStager:
             pause_s = min(1.5 * pause_s, _POLL_S[1])
 
     async def _load(self, info: Mapping[str, Any], state: WorkersState, stamp: str) -> None:
-        """Exchanges the weights. Running requests compute their caches again after it."""
+        """Exchange the weights. Running requests compute their caches again after it."""
         if state.updating:
             await self._tell({"do": "settle"})
         await self._control.load(info, stamp)

@@ -200,7 +200,7 @@ class SharedMemory(Protocol):
     """The whole memory as bytes, [nbytes] of uint8."""
 
     def announced(self) -> Mapping[str, Any]:
-        """Returns the JSON with which a receiver opens it."""
+        """Return the JSON with which a receiver opens it."""
         ...
 
     def unlink(self) -> None:
@@ -251,7 +251,7 @@ class TwoSegments:
         return self._make(nbytes)
 
     def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
-        """Does nothing: workers read the segment."""
+        """Do nothing: workers read the segment."""
 
     def release(self, index: int) -> None:
         """See `Session.release`."""

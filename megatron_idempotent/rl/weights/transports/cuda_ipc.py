@@ -146,7 +146,7 @@ class _Segment:
     """Holds memory of this process on a GPU, which torch does not manage."""
 
     def __init__(self, nbytes: int, gpu: Gpu) -> None:
-        """Allocates at least `nbytes`. Errors: `TransportError` if there is no room."""
+        """Allocate at least `nbytes`. Errors: `TransportError` if there is no room."""
         self.nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
         self._gpu = gpu
         self._pointer = gpu.allocate(self.nbytes)
@@ -228,7 +228,7 @@ class Gpu:
 
     @classmethod
     def current(cls) -> Gpu:
-        """Returns the calling thread's GPU. Errors: those of `Gpu`."""
+        """Return the calling thread's GPU. Errors: those of `Gpu`."""
         return cls(cls._current() if cls._seen() else 0)
 
     @classmethod
@@ -275,7 +275,7 @@ class Gpu:
         return torch.as_tensor(_Array(pointer, nbytes), device=self.device)
 
     def allocate(self, nbytes: int) -> int:
-        """Returns the address of `nbytes` new bytes. Errors: `TransportError` without room."""
+        """Return the address of `nbytes` new bytes. Errors: `TransportError` without room."""
         try:
             return self.driver.allocate(nbytes)
         except TransportError:

@@ -182,7 +182,7 @@ class DiskReceiver:
 
 
 def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> dict[str, int]:
-    """Returns the offset of each tensor in a safetensors file. Errors: `ValueError`, `EOFError`."""
+    """Return the offset of each tensor in a safetensors file. Errors: `ValueError`, `EOFError`."""
     length = int.from_bytes(_exactly(descriptor, 8, 0), "little")
     header = json.loads(_exactly(descriptor, length, 8))
     offsets = {}

@@ -36,7 +36,7 @@ class BucketLayout:
 
     @classmethod
     def of(cls, update_id: str, bucket: Bucket) -> BucketLayout:
-        """Places the tensors one after the other, in the bucket's order."""
+        """Place the tensors one after the other, in the bucket's order."""
         tensors = tuple(TensorInfo.of(name, tensor) for name, tensor in bucket.tensors.items())
         offsets, end = [], 0
         for info in tensors:
@@ -52,7 +52,7 @@ class BucketLayout:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the JSON that `from_json` reads.
+        """Return the JSON that `from_json` reads.
 
         Checksums are hexadecimal: JSON numbers lose bits above 2**53.
         """

@@ -60,7 +60,7 @@ class Rendezvous:
 
     @classmethod
     def reach(cls, host: str, port: int, *, token: str, timeout_s: float) -> Rendezvous:
-        """Connects to a trainer's store. Errors: `TransportTimeout` if it does not answer."""
+        """Connect to a trainer's store. Errors: `TransportTimeout` if it does not answer."""
         try:
             mine = _address_towards(host, port)
             store = _store(host, port, timeout_s, is_master=False, listening=None)
@@ -327,7 +327,7 @@ class _Broadcasts:
 
     @contextlib.contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
-        """Closes the group if the block raises, so that the other ends see it at once."""
+        """Close the group if the block raises, so that the other ends see it at once."""
         try:
             yield
         except BaseException:
@@ -346,7 +346,7 @@ class _Broadcasts:
         return self._group
 
     def _buffer(self, nbytes: int, group: TransferGroup) -> torch.Tensor:
-        """Returns `nbytes` of memory, the same memory for every bucket."""
+        """Return `nbytes` of memory, the same memory for every bucket."""
         if self._flat_N is None or len(self._flat_N) < nbytes:
             self._flat_N = None
             self._flat_N = torch.empty(max(1, nbytes), dtype=torch.uint8, device=group.device)

@@ -28,7 +28,7 @@ class Segment:
     """Holds shared memory of this process, under a name that says whose it is."""
 
     def __init__(self, nbytes: int) -> None:
-        """Allocates at least `nbytes`. Errors: `TransportError` if there is no room."""
+        """Allocate at least `nbytes`. Errors: `TransportError` if there is no room."""
         self.nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
         self.name = f"{PREFIX}.{_namespace()}.{os.getpid()}.{_started(os.getpid())}"
         self.name += f".{secrets.token_hex(4)}"
@@ -94,7 +94,7 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """Returns when a process began, in clock ticks since boot; None if it is gone or a zombie.
+    """Return when a process began, in clock ticks since boot; None if it is gone or a zombie.
 
     A segment's name has it beside the PID, because PIDs are given out again.
     """
