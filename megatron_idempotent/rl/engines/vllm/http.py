@@ -14,12 +14,12 @@ from megatron_idempotent.rl.engines.protocol import (
     Request,
     Sample,
 )
+from megatron_idempotent.rl.vllm_plugin import EXTENSION
 from megatron_idempotent.rl.weights.transports.base import Sender
 
 from .calls import BadRequest, Calls
 from .control import Timeouts
 from .engine import StagedEngine, check_request, sampling_params, to_sample
-from .plugin import EXTENSION
 
 _PATHS = (
     "/abort_requests",

@@ -17,11 +17,11 @@ from megatron_idempotent.rl.engines.protocol import (
     Request,
     Sample,
 )
+from megatron_idempotent.rl.vllm_plugin import BACKEND, EXTENSION
 from megatron_idempotent.rl.weights.transports.base import Sender
 
 from .control import Timeouts
 from .engine import StagedEngine, check_request, sampling_params, to_sample
-from .plugin import BACKEND, EXTENSION
 
 _T = TypeVar("_T")
 
