@@ -52,8 +52,7 @@ def run() -> list[str]:
     megatron_idempotent.apply()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = AutoConfig.for_model("qwen3", **MODEL)
-    arch = hf.Architecture.of(config.to_dict())
+    arch = hf.Architecture.of((config := AutoConfig.for_model("qwen3", **MODEL)).to_dict())
     model = hf.build_gpt(arch, arch.transformer_config(tensor_model_parallel_size=2)).cuda()
     source, held, said = hf.MegatronWeights([model], arch), [{}], []
     if torch.distributed.get_rank() == 0:

@@ -52,7 +52,7 @@ def _finish(main: Coroutine[Any, Any, Any]) -> None:
 
 def _helpers(*folders: str) -> None:
     """Let what other tests serve with be imported here."""
-    sys.path[:0] = [str(TESTS / folder) for folder in folders]
+    sys.path[:0] = [str(TESTS / "rl" / folder) for folder in folders]
 
 
 def on_one_rank(folder: Path) -> None:
