@@ -6,8 +6,8 @@ Fresh interpreters, taken in turn with two yardsticks: an interpreter that does 
 that imports asyncio from the standard library. CPU time, because that is what is repeatable. Once
 with compiled files, and once without, as in containers where none may be written.
 
-So with the entry points, which pytest and vLLM load in processes that use nothing of this package.
-Whoever loads them has imported pytest or torch before.
+The same for the entry points, which pytest and vLLM load in processes that use nothing of this
+package: pytest, or torch, is imported before the clock starts.
 """
 
 from __future__ import annotations
