@@ -5,8 +5,7 @@
 
 Importing the package changes nothing, and imports neither torch nor Megatron. `apply()` imports
 neither too: its patches land when Megatron is imported, or at once if it already is. The stub
-`__init__.pyi` names all that is here, and where: what this file does not import is imported at its
-first use.
+`__init__.pyi` names all that is here; each name is imported at its first use.
 """
 
 from __future__ import annotations
@@ -19,23 +18,11 @@ if not os.path.isdir(os.path.join(__path__[0], "patches")):
 
     load_case_files(__path__)
 
-from megatron_idempotent.patching.api import apply, report, revert
-from megatron_idempotent.patching.base import PatchError, UnknownPatchError, VerificationError
-from megatron_idempotent.patching.report import Report, Row
+from megatron_idempotent.lazy import attributes
 
 __version__ = "0.1.0"
 
-
-def __getattr__(name: str) -> object:
-    from .lazy import attributes  # not before it is needed: `apply()` does without
-
-    return attributes(__name__)[0](name)
-
-
-def __dir__() -> list[str]:
-    from .lazy import attributes
-
-    return attributes(__name__)[1]()
+__getattr__, __dir__ = attributes(__name__)
 
 
 class _Package(type(sys)):  # the type of modules, without importing types

@@ -6,14 +6,13 @@ missing. This module imports neither.
 
 from __future__ import annotations
 
-import functools
-import pkgutil
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import resolve_name
-from typing import Any
+
+TYPE_CHECKING = False  # `import megatron_idempotent; apply()` comes by, and typing takes time
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 _TRAINER = "pip install 'megatron-idempotent[trainer]'"
 
@@ -67,8 +66,7 @@ def untried_torch(version: str | None = None) -> str | None:
     return None
 
 
-@contextmanager
-def naming_the_remedy(what: str) -> Iterator[None]:
+class naming_the_remedy:
     """Say in the error, if a package of `REMEDIES` is missing within the block, how to install it.
 
     Args:
@@ -78,27 +76,41 @@ def naming_the_remedy(what: str) -> Iterator[None]:
         ModuleNotFoundError: a module is missing, whose name is the error's `name`; an error for a
             module that is not in `REMEDIES` is raised unchanged.
     """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in REMEDIES:
-            raise
-        raise ModuleNotFoundError(
-            f"{what} needs {error.name}, which is not installed: {REMEDIES[error.name]}",
-            name=error.name,
-        ) from (error.__cause__ or error)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ModuleNotFoundError) and error.name in REMEDIES:
+            raise ModuleNotFoundError(
+                f"{self._what} needs {error.name}, which is not installed: {REMEDIES[error.name]}",
+                name=error.name,
+            ) from (error.__cause__ or error)
 
 
-@functools.cache
+_homes: dict[str, dict[str, str]] = {}
+
+
 def homes(package: str) -> Mapping[str, str]:
     """Return the module that has each name of a package, as the package's `__init__.pyi` says.
 
     The stub is the one place of these names. It has an import a line,
     `from .module import name as name`, as type checkers ask of a stub and ruff writes it.
     """
-    stub = (pkgutil.get_data(package, "__init__.pyi") or b"").decode()
-    imports = [line.split() for line in stub.splitlines() if line.startswith("from ")]
-    return {name: resolve_name(module, package) for _, module, _, name, *_ in imports}
+    if package not in _homes:
+        __import__(package)
+        found: Any = sys.modules[package]
+        path = os.path.join(found.__path__[0], "__init__.pyi")
+        stub = found.__spec__.loader.get_data(path).decode()  # out of a wheel on the path, too
+        imports = [line.split() for line in stub.splitlines() if line.startswith("from ")]
+        _homes[package] = {
+            name: f"{package}{module}".rstrip(".") if module.startswith(".") else module
+            for _, module, _, name, *_ in imports
+        }
+    return _homes[package]
 
 
 def attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -117,8 +129,10 @@ def attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if module == package:
-            return import_module(f"{package}.{name}")
+            __import__(f"{package}.{name}")
+            return sys.modules[f"{package}.{name}"]
         with naming_the_remedy(f"{package}.{name}"):
-            return getattr(import_module(module), name)
+            __import__(module)
+            return getattr(sys.modules[module], name)
 
     return find, lambda: sorted({*vars(sys.modules[package]), *homes(package)})

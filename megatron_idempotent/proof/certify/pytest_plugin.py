@@ -5,7 +5,6 @@ Every pytest run loads this where the package is installed, so it imports nothin
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,6 +34,8 @@ def pytest_collection_modifyitems(
     adapter = config.getoption("--certify")
     if adapter is None:
         return
+    import secrets
+
     from megatron_idempotent.proof.cpu import RankPool
 
     from .checks import CHECKS

@@ -4,7 +4,7 @@ A CUDA context does not survive a fork, and neither does the driver once a proce
 So the launcher imports torch and Megatron, and leaves the driver alone: NVML, for which torch has
 an option, answers the one question that Megatron asks while it is imported,
 `torch.cuda.is_available()`. A rank starts the driver for itself. Functions here import torch, the
-module does not.
+module does not, nor anything else that takes time: every pytest run imports it, by the plugin.
 
 On "cpu" the runtime answers for CUDA. On "cuda" nothing is emulated: ranks compute on the GPUs of
 this machine, over NCCL where each has a GPU of its own, and else over gloo and host memory, since
@@ -14,14 +14,11 @@ NCCL refuses two ranks on one GPU. "checked" is the CPU, where ranks refuse what
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
-
-from .errors import NoDeviceError
 
 Device = Literal["cpu", "cuda", "checked"]
 DEVICES: tuple[Device, ...] = ("cpu", "cuda", "checked")
@@ -72,6 +69,8 @@ def require() -> None:
     """Raises NoDeviceError if torch finds no GPU; leaves the driver alone in a launcher."""
     import torch
 
+    from .errors import NoDeviceError
+
     if torch.version.cuda is None:
         raise NoDeviceError(
             f"no NVIDIA GPU here: torch {torch.__version__} is built without CUDA; install a build "
@@ -107,6 +106,8 @@ def driver_started(maps: Path = Path("/proc/self/maps")) -> bool:
     """Returns whether this process has called `cuInit`; asks the library only if it is loaded."""
     if "libcuda.so" not in maps.read_text(encoding="utf-8"):
         return False
+    import ctypes
+
     count = ctypes.c_int()
     answer: int = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count))
     return answer != _NOT_INITIALIZED

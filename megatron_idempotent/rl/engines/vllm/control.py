@@ -15,8 +15,7 @@ from megatron_idempotent.rl.engines.protocol import (
     EngineUnsupported,
     PauseMode,
 )
-
-from .plugin import EXTENSION
+from megatron_idempotent.rl.vllm_plugin import EXTENSION
 
 SERVER_HELP = (
     "start the server with VLLM_SERVER_DEV_MODE=1, --enable-scale-out, --weight-transfer-config "

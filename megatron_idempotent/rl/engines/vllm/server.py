@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .plugin import BACKEND, EXTENSION
+from megatron_idempotent.rl.vllm_plugin import BACKEND, EXTENSION
 
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -1,0 +1,117 @@
+"""README says how large the shim is, and the entry points bring in nothing that is not used."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_idempotent"
+ROOMS = ("patching", "megatron", "window", "step", "logprobs", "fp8")
+README = (ROOT / "README.md").read_text("utf-8")
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+    tokenize.INDENT,
+    tokenize.NEWLINE,
+    tokenize.NL,
+}
+
+
+def code_lines(path: Path) -> int:
+    """The lines of a file without blanks, docstrings and comments."""
+    with tokenize.open(path) as source:
+        lines = {
+            line
+            for token in tokenize.generate_tokens(source.readline)
+            if token.type not in NO_CODE
+            for line in range(token.start[0], token.end[0] + 1)
+        }
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= {*range(node.lineno, (node.end_lineno or 0) + 1)}
+    return len(lines)
+
+
+def parts() -> dict[str, list[Path]]:
+    """The modules of each part, as README calls them."""
+    shim = [*PACKAGE.glob("*.py"), *(ROOT / "patches").rglob("*.py")]
+    shim += [path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")]
+    return {
+        "the shim": [path for path in shim if path.name not in ("__main__.py", "settings.py")],
+        "`proof/`": [*(PACKAGE / "proof").rglob("*.py")],
+        "`rl/`": [*(PACKAGE / "rl").rglob("*.py")],
+    }
+
+
+@pytest.mark.parametrize("part", parts())
+def test_readme_says_how_large_a_part_is(part):
+    paths = parts()[part]
+    found = len(paths), sum(map(code_lines, paths))
+    row = re.search(rf"(?m)^\| {re.escape(part)} \|.*\| ([\d,]+) \| ([\d,]+) \|$", README)
+    assert row, f"{part} is not in the table of README.md: {found}"
+    said = [int(number.replace(",", "")) for number in row.groups()]
+    off = [abs(mine - its) / its for mine, its in zip(said, found, strict=True)]
+    assert max(off) < 0.1, f"README.md says {said} files and lines of {part}, there are {found}"
+
+
+#: What each entry point brings into a process, beside what has loaded it.
+BROUGHT = {
+    "megatron_idempotent.proof.cpu.pytest_plugin": {
+        "proof", "proof.cpu", "proof.cpu.gpu", "proof.cpu.table",
+    },
+    "megatron_idempotent.proof.certify.pytest_plugin": {"proof", "proof.certify"},
+    "megatron_idempotent.rl.vllm_plugin": {"rl"},
+}  # fmt: skip
+FOUND = """
+import importlib, json, sys
+{before}
+loaded = set(sys.modules)
+importlib.import_module({module!r})
+print(json.dumps(sorted(set(sys.modules) - loaded)))
+"""
+
+
+def entry_points() -> list[importlib.metadata.EntryPoint]:
+    found = importlib.metadata.distribution("megatron-idempotent").entry_points
+    return [point for point in found if point.group != "console_scripts"]
+
+
+def run(*command: str, cwd: Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=True).stdout
+
+
+def test_an_entry_point_brings_in_its_own_modules_and_no_other(tmp_path):
+    assert {point.module for point in entry_points()} == BROUGHT.keys()
+    for module, rooms in BROUGHT.items():
+        # vLLM's processes have imported torch, which brings in more than this needs.
+        before = "import pytest" if module.startswith("megatron_idempotent.proof") else ""
+        program = FOUND.format(before=before, module=module)
+        found = json.loads(run(sys.executable, "-c", program, cwd=tmp_path))
+        own = {f"megatron_idempotent.{room}" for room in rooms | {"lazy"}}
+        # A checkout looks for its case files.
+        assert {*found} - {"megatron_idempotent.checkout"} == {"megatron_idempotent", module} | own
+
+
+def test_a_suite_that_uses_nothing_of_the_plugins_loads_nothing_else(tmp_path):
+    (tmp_path / "test_mine.py").write_text("def test_mine():\n    assert True\n")
+    (tmp_path / "conftest.py").write_text(
+        "import sys\n\n\ndef pytest_unconfigure():\n"
+        "    print(*(m for m in sys.modules if m.startswith('megatron_idempotent.')))\n"
+    )
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path))
+    *_, last = run(*command, cwd=tmp_path).splitlines()
+    plugins = [module for module in BROUGHT if module.startswith("megatron_idempotent.proof")]
+    rooms = {f"megatron_idempotent.{room}" for module in plugins for room in BROUGHT[module]}
+    assert {*last.split()} - {"megatron_idempotent.checkout"} == {
+        *plugins, *rooms, "megatron_idempotent.lazy",
+    }  # fmt: skip
