@@ -46,13 +46,13 @@ def run() -> list[str]:
     from megatron.core import parallel_state, tensor_parallel
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from megatron_idempotent import hf, model_logprobs, shift_targets, sync
+    from megatron_idempotent import model_logprobs, shift_targets
+    from megatron_idempotent.rl import hf, sync
 
     megatron_idempotent.apply()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = AutoConfig.for_model("qwen3", **MODEL)
-    arch = hf.Architecture.of(config.to_dict())
+    arch = hf.Architecture.of((config := AutoConfig.for_model("qwen3", **MODEL)).to_dict())
     model = hf.build_gpt(arch, arch.transformer_config(tensor_model_parallel_size=2)).cuda()
     source, held, said = hf.MegatronWeights([model], arch), [{}], []
     if torch.distributed.get_rank() == 0:

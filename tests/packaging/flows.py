@@ -87,7 +87,7 @@ def stepped() -> list[str]:
 
 def sampled(folder: str) -> list[str]:
     """A group of one sample: started by the controller, drawn by the engine, put away."""
-    sys.path[:0] = [str(TESTS / "controller")]
+    sys.path[:0] = [str(TESTS / "rl" / "controller")]
     from toy import Toy
     from transformers import AutoModelForCausalLM
 
@@ -134,7 +134,7 @@ def sampled(folder: str) -> list[str]:
 
 def published(folder: str) -> list[str]:
     """An update of the transformers engine from Megatron's weights."""
-    sys.path[:0] = [str(TESTS / "hf")]
+    sys.path[:0] = [str(TESTS / "rl" / "hf")]
     import hf_programs
     import torch
     from transformers import AutoModelForCausalLM
@@ -162,7 +162,7 @@ def published(folder: str) -> list[str]:
 
 def streamed() -> list[str]:
     """An asynchronous step in the controller: log-probs, microbatch, finish, publish."""
-    sys.path[:0] = [str(TESTS / "controller")]
+    sys.path[:0] = [str(TESTS / "rl" / "controller")]
     from toy import Toy, run_virtually
 
     toy = Toy(groups=2)

@@ -23,7 +23,7 @@ LIMITS = {"applied": 12, "sampled": 14, "stepped": 31, "streamed": 15, "publishe
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint that Megatron and the engine both read."""
-    sys.path.insert(0, str(flows.TESTS / "engines"))
+    sys.path.insert(0, str(flows.TESTS / "rl" / "engines"))
     from tiny import make_checkpoint
 
     return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), family="qwen3"))

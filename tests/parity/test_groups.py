@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from megatron_idempotent.cli import proof
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.record import GROUPS
 from megatron_idempotent.patching.report import Report, Row
+from megatron_idempotent.proof import prove
 
-AFFECTED = [each for each in proof.affected() if each in patches()]
+AFFECTED = [each for each in prove.affected() if each in patches()]
 BESIDE = [name for name in AFFECTED if hazards()[name].neighbour is not None]
 #: Of groups of two that every release has, by default.
 SHORT = ("loss-scale", "offload")
@@ -35,7 +35,7 @@ def pairs() -> list:
 @pytest.mark.parametrize(("without", "hazard"), pairs())
 def test_the_others_repair_their_hazards_without_it(without, hazard, megatron_ranks):
     rest = set(patches()) - {without}
-    assert proof.outcome(megatron_ranks, hazard, applied=rest, repaired=True) == "ok"
+    assert prove.outcome(megatron_ranks, hazard, applied=rest, repaired=True) == "ok"
 
 
 @pytest.mark.exhaustive
@@ -44,8 +44,8 @@ def test_the_others_leave_right_programs_as_they_are_without_it(without, megatro
     rest = tuple(set(patches()) - {without})
     mates = {name for group in patches()[without].groups for name in members(group)} - {without}
     for hazard in sorted(mates & set(BESIDE)):
-        stock = proof._ended(megatron_ranks, proof._neighbour, hazard, (), False)
-        assert proof._ended(megatron_ranks, proof._neighbour, hazard, rest, True) == stock, hazard
+        stock = prove._ended(megatron_ranks, prove._neighbour, hazard, (), False)
+        assert prove._ended(megatron_ranks, prove._neighbour, hazard, rest, True) == stock, hazard
 
 
 def report_with(**statuses: tuple[str, str]) -> Report:

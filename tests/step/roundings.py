@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+sys.path.append(str(Path(__file__).parents[1] / "proof" / "cpu"))
 
 #: Operations on single elements between two layers: a bias, two residuals, the mask of a dropout,
 #: and an activation or its derivative, which is a product of four and a polynomial.

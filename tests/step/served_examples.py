@@ -52,7 +52,7 @@ def _finish(main: Coroutine[Any, Any, Any]) -> None:
 
 def _helpers(*folders: str) -> None:
     """Let what other tests serve with be imported here."""
-    sys.path[:0] = [str(TESTS / folder) for folder in folders]
+    sys.path[:0] = [str(TESTS / "rl" / folder) for folder in folders]
 
 
 def on_one_rank(folder: Path) -> None:
@@ -224,7 +224,7 @@ def on_two_ranks(folder: Path) -> set[str]:
     import hf_programs
     import test_hf_fsdp
 
-    from megatron_idempotent import hf
+    from megatron_idempotent.rl import hf
 
     directory, done = folder / CHECKPOINT, set()
 

@@ -192,7 +192,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "TensorInfo": TensorInfo,
             "a": mask_BT,
         },
-        "cli/proof.py": {},
+        "proof/prove.py": {},
         "patching/record.py:Reviewed": {},
         "lazy.py": {},
         "step/loss.py": {"torch": torch},

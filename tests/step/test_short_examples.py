@@ -44,7 +44,7 @@ def test_examples_of_one_line_fit_what_they_show(megatron_ranks, tmp_path):
     assert not wrong, "\n".join(wrong)
     held = {place: each for place, each in found if each is not None}
     out_of_reach = [place.split(":")[0] for place, each in found if each is None]
-    assert set(out_of_reach) <= {"engines/vllm/worker.py"}, "it imports vLLM"
+    assert set(out_of_reach) <= {"rl/engines/vllm/worker.py"}, "it imports vLLM"
     nothing = {place.split(": ", 1)[1] for place, each in held.items() if not any(each)}
     # A builtin without a signature, and what is no Python.
     assert {each for each in nothing if not each.startswith(tuple(OTHER))} == {"next(buckets)"}
@@ -65,10 +65,10 @@ WRONG = {
 
 def check_wrong() -> list[tuple[str, Checked | str | None]]:
     """Runs on a rank: what is told of examples that are wrong."""
-    wrong = [Short("sync/records.py", 18, code, None, "SyncSettings") for code in WRONG]
+    wrong = [Short("rl/sync/records.py", 18, code, None, "SyncSettings") for code in WRONG]
     # Engines have a method of that name too, which takes that much.
     of_its_class = Short(
-        "sync/weight_sync.py", 23, "await one.stage(buckets, 3)", None, "UpdateAttempt"
+        "rl/sync/weight_sync.py", 23, "await one.stage(buckets, 3)", None, "UpdateAttempt"
     )
     return told([*wrong, of_its_class])
 
@@ -77,12 +77,12 @@ def test_a_wrong_example_is_told_with_its_place(megatron_ranks):
     (found,) = megatron_ranks(1, check_wrong)
     *found, (_, of_its_class) = found
     assert of_its_class == (
-        "sync/weight_sync.py:23: await one.stage(buckets, 3): TypeError: "
+        "rl/sync/weight_sync.py:23: await one.stage(buckets, 3): TypeError: "
         "too many positional arguments"
     )
     for (place, error), message in zip(found, WRONG.values(), strict=True):
         assert isinstance(error, str), place
-        assert error.startswith("sync/records.py:18: ")
+        assert error.startswith("rl/sync/records.py:18: ")
         assert message in error
 
 

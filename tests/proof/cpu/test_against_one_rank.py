@@ -36,7 +36,7 @@ def gradients(dispatcher="alltoall", adapted=None, **layout):
 
     torch.set_default_dtype(torch.float64)  # the norms' too
     if adapted is not None:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
+        sys.path.insert(0, str(Path(__file__).parents[2] / "step"))
         from lora import Lora
 
         layout["before_ddp"] = Lora(**adapted)

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import logging
 import random
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -239,7 +240,7 @@ class Teller:
             await self._nothing_is_left(controller)
             if not leg.cut and leg.steps == scenario.steps and self.ends[-1] == "there":
                 break
-            if leg.fresh or self.ends[-1] in ("Stalled", "StepFailed"):
+            if leg.fresh or self.ends[-1] in ("Stalled", "StepFailed", "InjectedError"):
                 controller = await self._fresh(weights, resume=True)
         else:
             raise AssertionError(f"not at its end after {len(legs)} runs: {self.ends}")
@@ -301,7 +302,7 @@ class Teller:
         if running.cancelled():
             self.ends.append("cancelled")
         elif (error := running.exception()) is not None:
-            if not isinstance(error, ENDS):
+            if not isinstance(error, ENDS) and not self._put_failed_in_a_restore(error):
                 raise error
             cause: BaseException | None = error
             while cause is not None:
@@ -318,6 +319,11 @@ class Teller:
             assert there or leg.cut == "drain", status
             assert status.trainer_version == self.simulation.policy.version
             self.ends.append("there" if there else "drained")
+
+    def _put_failed_in_a_restore(self, error: BaseException) -> bool:
+        """A checkpoint whose groups cannot be put back, as often as that is tried, ends the run."""
+        places = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        return isinstance(error, InjectedError) and {"restore", "put_back"} <= set(places)
 
     async def _cut(self, controller: Controller, leg: Leg, running: asyncio.Task[Status]) -> None:
         if not leg.cut:
