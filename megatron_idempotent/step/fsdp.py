@@ -34,7 +34,6 @@ from .lifecycle import (
     Options,
     SplitStep,
     check_made_with,
-    checked_options,
     skipped_for,
 )
 from .loss import Reported, StepLoss, Totals, Update
@@ -47,8 +46,6 @@ from .snapshot import (
     TorchSnapshot,
     evaluating,
     first_not_finite,
-    lr_and_weight_decay,
-    set_learning_rate,
     size_of,
 )
 
@@ -70,7 +67,7 @@ class FSDPBackend:
     ) -> None:
         self.shards = shards
         self._model = shards.model
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._scheduler = scheduler
         self._forward = forward
         self._clip_grad = clip_grad
@@ -113,7 +110,7 @@ class FSDPBackend:
         self._snapshot = [
             ModuleSnapshot([self._model]),
             TorchSnapshot(),
-            GroupSnapshot(self._optimizer.param_groups),
+            GroupSnapshot(self.optimizer.param_groups),
             SyncSnapshot(self.shards),
         ]
         if self._scheduler is not None:
@@ -175,7 +172,7 @@ class FSDPBackend:
         return found
 
     def check_ready(self, increment: int | None) -> None:
-        strangers = stranger_shapes(self.shards, self._optimizer)
+        strangers = stranger_shapes(self.shards, self.optimizer)
         if strangers:
             raise RuntimeError(
                 f"finish(): {len(strangers)} of the optimizer's parameters are not the model's any "
@@ -211,13 +208,13 @@ class FSDPBackend:
         if skipped is not None:
             return Update(skipped=skipped, grad_norm=grad_norm)
         if self._keeps_undo:
-            self._undo = StateUndo([], [self._optimizer])
+            self._undo = StateUndo([], [self.optimizer])
         self._updating = True
         if self._scaler is None or not math.isfinite(grad_norm or 0.0):
             # The scaler has been updated for such gradients already, and would unscale them again.
-            self._optimizer.step()
+            self.optimizer.step()
         else:
-            self._scaler.step(self._optimizer)
+            self._scaler.step(self.optimizer)
             self._scaler.update()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -234,7 +231,7 @@ class FSDPBackend:
         """
         scale = None if self._scaler is None else self._scaler.get_scale()
         if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
+            self._scaler.unscale_(self.optimizer)
         # This reshards: an evaluation may have left whole copies, which the update makes old.
         parameters = [p for p in self.shards.parameters() if p.grad is not None]
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
@@ -254,12 +251,6 @@ class FSDPBackend:
         if self._clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
         return grad_norm, None
-
-    def set_lr(self, lr: float) -> None:
-        set_learning_rate(self._optimizer, lr)
-
-    def rates(self) -> tuple[float, float] | None:
-        return lr_and_weight_decay(self._optimizer)
 
     def skip(self) -> None:
         self.shards.drop()
@@ -284,7 +275,7 @@ class FSDPBackend:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the 2-norm of all gradients on all ranks, a scalar. All ranks take part.
+    """Return the 2-norm of all gradients on all ranks, a scalar. All ranks take part.
 
     It is the norm of one norm per device mesh, each computed as `clip_grad_norm_` does.
     """
@@ -301,7 +292,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def stranger_shapes(shards: Shards, optimizer: Any) -> list[tuple[int, ...]]:
-    """Returns the shapes of those parameters of the optimizer that are not the model's."""
+    """Return the shapes of those parameters of the optimizer that are not the model's."""
     known = {id(parameter) for parameter in shards.parameters()}
     return [
         tuple(parameter.shape)
@@ -312,7 +303,7 @@ def stranger_shapes(shards: Shards, optimizer: Any) -> list[tuple[int, ...]]:
 
 
 def tokens_forward(model: Any, microbatch: Batch) -> torch.Tensor:
-    """Calls a model with `input_ids` [B, T]; returns its output."""
+    """Call a model with `input_ids` [B, T]; return its output."""
     output: torch.Tensor = model(microbatch[TOKENS])
     return output
 
@@ -389,8 +380,14 @@ class FSDPTrainStep(SplitStep):
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
         _check_scheduler(scheduler)
-        options = checked_options(
-            deadline_s, non_finite, shared, shape, counts, nothing_valid, alignment
+        options = Options(
+            deadline_s=deadline_s,
+            non_finite=non_finite,
+            shared=shared,
+            shape=shape,
+            counts=counts,
+            nothing_valid=nothing_valid,
+            alignment=alignment,
         )
         backend = FSDPBackend(
             self._shards,
@@ -406,7 +403,7 @@ class FSDPTrainStep(SplitStep):
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:
-        """Yields the model for log-probs, evaluation or export, whether or not a step is open.
+        """Yield the model for log-probs, evaluation or export, whether or not a step is open.
 
         It comes in a list, as `TrainStep` gives its chunks. Inside, parameters are DTensors with
         the values of the last update; modules are in eval mode and no gradient is recorded.

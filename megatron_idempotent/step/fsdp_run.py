@@ -74,7 +74,7 @@ class Shards:
         return self._root._is_root is False
 
     def process_groups(self) -> list[Any]:
-        """Returns the groups that gather parameters, reduce gradients and sum their norms.
+        """Return the groups that gather parameters, reduce gradients and sum their norms.
 
         DTensor caches by mesh, and meshes of the same ranks are equal: it sums norms in the group
         of the mesh that came first.
@@ -96,13 +96,13 @@ class Shards:
         return list(self.model.parameters())
 
     def trained(self) -> list[torch.Tensor]:
-        """Returns this rank's shards of the parameters that need gradients; reshards nothing."""
+        """Return this rank's shards of the parameters that need gradients; reshard nothing."""
         sharded = (param.sharded_param for group in self._groups for param in group.fsdp_params)
         with torch.no_grad():  # else each is a call of autograd's, which takes longer than the look
             return [each.to_local() for each in sharded if each.requires_grad]
 
     def place(self) -> str:
-        """Describes this rank's progress in the model's collectives, to be compared with others."""
+        """Describe this rank's progress in the model's collectives, to be compared with others."""
         order = len(getattr(self._root._comm_ctx, "post_forward_order", ()))
         groups = (
             f"{group._training_state.name} {group._sharded_state.name} "
@@ -157,7 +157,7 @@ class Shards:
 
 
 def token_table_of(model: nn.Module) -> Tables:
-    """Returns the size of the vocabulary: that of the input embeddings of models that name them."""
+    """Return the size of the vocabulary: that of the input embeddings of models that name them."""
     found: list[Any] = list(model.modules())
     if callable(named := getattr(model, "get_input_embeddings", None)):
         with contextlib.suppress(NotImplementedError):  # of a model that names none after all
@@ -246,7 +246,7 @@ class Watch:
         self.zeros: Zeros = []
 
     def is_taken(self) -> bool:
-        """Returns whether another open step watches the model."""
+        """Return whether another open step watches the model."""
         hooks = self._model._forward_pre_hooks.values()
         return any(isinstance(getattr(hook, "__self__", None), Watch) for hook in hooks)
 
@@ -406,7 +406,7 @@ class FSDPCall:
 
 
 def zeros_for(output: Any) -> Zeros:
-    """Returns the edges of the output's graph, each with zeros that can go backwards from it."""
+    """Return the edges of the output's graph, each with zeros that can go backwards from it."""
     return [
         (get_gradient_edge(leaf), leaf.detach().new_zeros(()).expand(leaf.shape))
         for leaf in _pytree.tree_leaves(output)
@@ -502,7 +502,7 @@ def check_internals() -> None:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Returns the parameter groups of a module's state; before torch 2.12 one, or none."""
+    """Return the parameter groups of a module's state; before torch 2.12 one, or none."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -567,7 +567,7 @@ def reset(model: Any) -> None:
 
 
 def _in_flight(talk: Any, groups: list[Any]) -> Iterator[Any]:
-    """Yields events after which nothing on the device uses what FSDP2 holds for collectives."""
+    """Yield events after which nothing on the device uses what FSDP2 holds for collectives."""
     held = [talk.all_gather_state, *(group._all_reduce_state for group in groups)]
     one = getattr(talk, "reduce_scatter_state", None)
     held += getattr(talk, "reduce_scatter_states", [one])
@@ -612,7 +612,7 @@ def _has(owner: type, known: set[str], name: str) -> bool:
 
 
 def _names(owner: type) -> set[str]:
-    """Returns the attributes that a class defines or its methods set, some in the first forward."""
+    """Return the attributes that a class defines or its methods set, some in the first forward."""
     names = set(dir(owner))
     for each in owner.__mro__:
         for method in vars(each).values():
@@ -623,7 +623,7 @@ def _names(owner: type) -> set[str]:
 
 
 def _found(path: str) -> Any:
-    """Returns FSDP2's class at "module.name"; None if there is none."""
+    """Return FSDP2's class at "module.name"; None if there is none."""
     module, _, name = path.partition(".")
     try:
         return getattr(import_module(f"{_PACKAGE}.{module}"), name, None)

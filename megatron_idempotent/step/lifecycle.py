@@ -53,14 +53,18 @@ Forward = Callable[[Any, Batch], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Holds the options that `TrainStep` and `FSDPTrainStep` share.
+    """Holds the options that `TrainStep` and `FSDPTrainStep` share, and checks them.
 
-    Example: `checked_options(20.0, "refuse", ())`.
+    `ValueError` says which is wrong: the deadline is no positive finite number, a choice is
+    unknown, `shared` is no collection of names or names tokens or masks, `shape` or `counts` cannot
+    be called, `alignment` is no `TokenAlignment`, or `tenant` is no name.
+
+    Example: `Options(deadline_s=20.0, non_finite="refuse", shared=())`.
     """
 
     deadline_s: float
     non_finite: NonFinite
-    shared: frozenset[str]
+    shared: Collection[str]
     """Names in batches that all rows share."""
     shape: Callable[[Any], tuple[int, int]] | None = None
     """A function that returns rows and positions of a ready microbatch; None for `input_ids`'."""
@@ -72,56 +76,33 @@ class Options:
     tenant: str | None = None
     """The name of a `TrainStep` beside which others are open over the same modules; else None."""
 
-
-def checked_options(
-    deadline_s: Any,
-    non_finite: Any,
-    shared: Any,
-    shape: Any = None,
-    counts: Any = None,
-    nothing_valid: Any = "skip",
-    alignment: Any = None,
-    tenant: Any = None,
-) -> Options:
-    """Check the options, and return them as one record.
-
-    Raises:
-        ValueError: the deadline is no positive finite number, a choice is unknown, `shared` is no
-            collection of names or names tokens or masks, `shape` or `counts` cannot be called,
-            `alignment` is no `TokenAlignment`, or `tenant` is no name.
-    """
-    if alignment is not None and not isinstance(alignment, TokenAlignment):
-        raise ValueError(f"alignment takes a TokenAlignment, got {alignment!r}")
-    if tenant is not None and (not isinstance(tenant, str) or not tenant):
-        raise ValueError(f"tenant takes a name, got {tenant!r}")
-    for name, function in (("shape", shape), ("counts", counts)):
-        if function is not None and not callable(function):
-            raise ValueError(f"{name} takes a function of a ready microbatch, got {function!r}")
-    for name, value, choices in (
-        ("non_finite", non_finite, get_args(NonFinite)),
-        ("nothing_valid", nothing_valid, get_args(NothingValid)),
-    ):
-        if value not in choices:
-            known = ", ".join(map(repr, choices))
-            raise ValueError(f"{name} must be one of {known}, got {value!r}")
-    names = not isinstance(shared, str) and isinstance(shared, Collection)
-    if not names or not all(isinstance(name, str) for name in shared):
-        raise ValueError(f"shared must be a collection of names in batches, got {shared!r}")
-    counted = {TOKENS, SAMPLE_MASK, TOKEN_MASK}.intersection(shared)
-    if counted:
-        raise ValueError(
-            f"shared names {sorted(counted)}, by whose rows a step counts: leave them out"
-        )
-    return Options(
-        deadline_s=checked_deadline(deadline_s),
-        non_finite=non_finite,
-        shared=frozenset(shared),
-        shape=shape,
-        counts=counts,
-        nothing_valid=nothing_valid,
-        alignment=alignment,
-        tenant=tenant,
-    )
+    def __post_init__(self) -> None:
+        checked_deadline(self.deadline_s)
+        if self.alignment is not None and not isinstance(self.alignment, TokenAlignment):
+            raise ValueError(f"alignment takes a TokenAlignment, got {self.alignment!r}")
+        if self.tenant is not None and (not isinstance(self.tenant, str) or not self.tenant):
+            raise ValueError(f"tenant takes a name, got {self.tenant!r}")
+        for name in ("shape", "counts"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise ValueError(f"{name} takes a function of a ready microbatch, got {function!r}")
+        for name, choices in (
+            ("non_finite", get_args(NonFinite)),
+            ("nothing_valid", get_args(NothingValid)),
+        ):
+            value, known = getattr(self, name), ", ".join(map(repr, choices))
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        names = not isinstance(self.shared, str) and isinstance(self.shared, Collection)
+        if not names or not all(isinstance(name, str) for name in self.shared):
+            raise ValueError(
+                f"shared must be a collection of names in batches, got {self.shared!r}"
+            )
+        counted = {TOKENS, SAMPLE_MASK, TOKEN_MASK}.intersection(self.shared)
+        if counted:
+            raise ValueError(
+                f"shared names {sorted(counted)}, by whose rows a step counts: leave them out"
+            )
 
 
 def check_made_with(what: str, forward: Any, **switches: Any) -> None:
@@ -139,6 +120,8 @@ def check_made_with(what: str, forward: Any, **switches: Any) -> None:
 class Backend(Protocol):
     """Runs a model, its optimizer and its scheduler on this rank; a step calls it in this order."""
 
+    optimizer: Any
+    """None if the step cannot finish."""
     replica: int
     """The data-parallel rank of this process; ranks of one replica get the same batches."""
     replicas: int
@@ -245,12 +228,6 @@ class Backend(Protocol):
         timeouts. Raises `RuntimeError` on all ranks if the norm is not finite and the step refuses
         that; then nothing is updated.
         """
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the update; `restore` puts back what it was."""
-
-    def rates(self) -> tuple[float, float] | None:
-        """Return learning rate and weight decay; None if this rank trains no parameter."""
 
     def skip(self) -> None:
         """Drop the gradients of a step that is not to update; parameters stay."""
@@ -632,7 +609,7 @@ def _given(step: OpenStep, name: str, value: Any) -> Any:
 
 
 def _no_way_back(step_id: str, what: str) -> RuntimeError:
-    """Makes the error for a call other than `finish` after all ranks have updated."""
+    """Make the error for a call other than `finish` after all ranks have updated."""
     return RuntimeError(
         f"{what}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
     )

@@ -163,7 +163,7 @@ class StepLoss(Protocol):
 
 
 def returned_by(loss: StepLoss) -> Returned:
-    """Returns the loss's `context_parallel`, "part" if it has none."""
+    """Return the loss's `context_parallel`, "part" if it has none."""
     found: Returned = getattr(loss, "context_parallel", "part")
     return found
 
@@ -233,18 +233,18 @@ def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
 
 
 def needs_groups(loss: StepLoss) -> bool:
-    """Returns whether groups have to be counted for the loss or one of its metrics."""
+    """Return whether groups have to be counted for the loss or one of its metrics."""
     return loss.kind == "group" or "groups" in loss.normalizers.values()
 
 
 def needs_weight(loss: StepLoss) -> bool:
-    """Returns whether the loss needs an `auxiliary_weight` for auxiliary losses, and has none."""
+    """Return whether the loss needs an `auxiliary_weight` for auxiliary losses, and has none."""
     given = getattr(loss, "auxiliary_weight", None) is not None
     return loss.kind in ("group", "none") and not given
 
 
 def auxiliary_weight(loss: StepLoss, piece: Piece, number: int) -> float:
-    """Returns the number that a microbatch's auxiliary losses are multiplied by.
+    """Return the number that a microbatch's auxiliary losses are multiplied by.
 
     They are means over `number` positions, or over its tokens if padding is left out.
     """
@@ -273,7 +273,7 @@ def check_divisor(what: str, divisor: Any) -> None:
 
 
 def divided_by(divisor: Callable[[StepCounts], float], counts: StepCounts) -> float:
-    """Returns what a divisor's function returns for the counts; 0 says that nothing is valid.
+    """Return what a divisor's function returns for the counts; 0 says that nothing is valid.
 
     Raises:
         ValueError: it returned no finite number from 0 on.
@@ -368,7 +368,7 @@ def _kind(value: Any) -> str:
 
 
 def has_graph(total: Any) -> bool:
-    """Returns whether a backward can start at the total; a constant has no graph."""
+    """Return whether a backward can start at the total; a constant has no graph."""
     return isinstance(total, Tensor) and total.requires_grad
 
 
@@ -433,7 +433,7 @@ def _by_sample(name: str, value: Any, piece: Piece) -> tuple[Tensor, ...]:
 
 
 def as_numbers(rows: Sequence[Row]) -> tuple[dict[str, float], ...]:
-    """Returns the rows with floats as values; all come from the device in one transfer."""
+    """Return the rows with floats as values; all come from the device in one transfer."""
     found = [(index, name, value) for index, row in enumerate(rows) for name, value in row.items()]
     tensors = [
         value.detach().reshape(()).to(torch.float64)
@@ -448,12 +448,12 @@ def as_numbers(rows: Sequence[Row]) -> tuple[dict[str, float], ...]:
 
 
 def is_extremum(name: str) -> bool:
-    """Returns whether a metric is a minimum or maximum by its name."""
+    """Return whether a metric is a minimum or maximum by its name."""
     return "_min" in name or "_max" in name
 
 
 def over_all(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the rows' metrics as one row: minima and maxima by name, everything else summed."""
+    """Return the rows' metrics as one row: minima and maxima by name, everything else summed."""
     found: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -544,7 +544,7 @@ class Totals:
         return found
 
     def rows(self, **also: float) -> tuple[dict[str, float], ...]:
-        """Returns each microbatch's metrics, divided by their normalizers, and the step's counts.
+        """Return each microbatch's metrics, divided by their normalizers, and the step's counts.
 
         Each row also has the items of `also`, its rank and its replica.
         """
@@ -564,7 +564,7 @@ class Totals:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics over the whole step: extrema by name, all else summed and divided."""
+        """Return metrics over the whole step: extrema by name, all else summed and divided."""
         return {name: value * self._scale(name) for name, value in self.counts.reported.items()}
 
     def _scale(self, name: str) -> float:
@@ -622,7 +622,7 @@ class Receipt:
     """The sum and the metrics that the loss returned for each microbatch, on ranks that have it."""
 
     def metrics(self) -> dict[str, float]:
-        """Returns sums over this rank's microbatches, not divided by anything, and extrema by name.
+        """Return sums over this rank's microbatches, not divided by anything, and extrema by name.
 
         It waits for the device, as `finish()` does once for the whole step. Empty on ranks that do
         not have the loss.
@@ -686,7 +686,7 @@ def result_of(
     own_microbatches: int,
     replica: int,
 ) -> StepResult:
-    """Makes the result of a step from its update, or from the reason for which it has none.
+    """Make the result of a step from its update, or from the reason for which it has none.
 
     `rates` are the learning rate and weight decay of the update, made or not.
     """

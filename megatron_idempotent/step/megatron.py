@@ -49,7 +49,6 @@ from .lifecycle import (
     Options,
     SplitStep,
     check_made_with,
-    checked_options,
 )
 from .loss import Reported, StepLoss, Totals, Update, needs_weight
 from .megatron_run import CheckedUpdate, forget_inference, run_schedule
@@ -69,15 +68,13 @@ from .snapshot import (
     MegatronSnapshot,
     evaluating,
     first_not_finite,
-    lr_and_weight_decay,
-    set_learning_rate,
     size_of,
 )
 from .tenants import TenantState, check_neighbours
 
 
 def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
-    """Calls a `GPTModel` with `gpt_inputs`, and returns its output.
+    """Call a `GPTModel` with `gpt_inputs`, and return its output.
 
     That is logits [B, T, V] on the last pipeline stage ([1, T, V] for a pack), hidden states on
     the others.
@@ -87,7 +84,7 @@ def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
 
 
 def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
-    """Returns the arguments that a `GPTModel` is called with for a microbatch.
+    """Return the arguments that a `GPTModel` is called with for a microbatch.
 
     Rows are `input_ids` [B, T], with `position_ids` (0..T-1 if there are none) and an
     `attention_mask`. A pack is `input_ids` [1, T] or [T] with a `Pack`, Megatron's
@@ -125,7 +122,7 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
 
 
 def tables_of(chunks: Sequence[Any]) -> Tables:
-    """Returns the sizes of a `GPTModel`'s vocabulary and of its learned positions, if it has them.
+    """Return the sizes of a `GPTModel`'s vocabulary and of its learned positions, if it has them.
 
     All stages of a pipeline know them.
     """
@@ -428,12 +425,6 @@ class MegatronBackend:
             for chunk in self.chunks:
                 chunk.scale_gradients(size * 2.0**self.shift / totals.normalizer)
 
-    def set_lr(self, lr: float) -> None:
-        set_learning_rate(self.optimizer, lr)
-
-    def rates(self) -> tuple[float, float] | None:
-        return lr_and_weight_decay(self.optimizer)
-
     def skip(self) -> None:
         with self.in_force():
             abort_window(self.chunks, self.optimizer)
@@ -626,8 +617,15 @@ class TrainStep(SplitStep):
         order_stable: bool = False,
     ) -> None:
         check_made_with("TrainStep", forward, undo=undo, order_stable=order_stable)
-        options = checked_options(
-            deadline_s, non_finite, shared, shape, counts, nothing_valid, alignment, tenant
+        options = Options(
+            deadline_s=deadline_s,
+            non_finite=non_finite,
+            shared=shared,
+            shape=shape,
+            counts=counts,
+            nothing_valid=nothing_valid,
+            alignment=alignment,
+            tenant=tenant,
         )
         backend = MegatronBackend(
             model_chunks,
@@ -645,7 +643,7 @@ class TrainStep(SplitStep):
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:
-        """Yields the chunks for log-probs, evaluation or export, whether or not a step is open.
+        """Yield the chunks for log-probs, evaluation or export, whether or not a step is open.
 
         Inside, parameters are those of the last update on all ranks, also under
         overlap_param_gather; modules are in eval mode and no gradient is recorded. Afterwards

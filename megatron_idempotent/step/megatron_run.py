@@ -309,7 +309,7 @@ def _times(factor: float, scale: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _nobody(failure: str | None) -> dict[int, str]:
-    """Tells no rank of a failure, because the others learn of it in `finish` or `abort`."""
+    """Tell no rank of a failure, because the others learn of it in `finish` or `abort`."""
     return {}
 
 
@@ -338,7 +338,7 @@ def _use_own_functions(stack: ExitStack, backend: MegatronBackend) -> None:
 
 
 def _is_of_others(functions: Any, chunks: Sequence[Any]) -> bool:
-    """Returns whether one of the functions is the method of a DDP that is not among the chunks."""
+    """Return whether one of the functions is the method of a DDP that is not among the chunks."""
     for function in functions if isinstance(functions, list) else [functions]:
         owner = getattr(function, "__self__", None)
         if hasattr(owner, "bucket_groups") and all(owner is not chunk for chunk in chunks):
@@ -347,7 +347,7 @@ def _is_of_others(functions: Any, chunks: Sequence[Any]) -> bool:
 
 
 def _scaling(function: Any) -> Any:
-    """Returns the optimizer whose loss scale the function applies; None if that is not known."""
+    """Return the optimizer whose loss scale the function applies; None if that is not known."""
     if isinstance(function, LossScale):
         return function.optimizer
     owner = getattr(function, "__self__", None)
@@ -457,7 +457,7 @@ class CheckedUpdate:
 
 
 def _overflow(scales: Sequence[tuple[Any, Any]]) -> str:
-    """Returns the reason for a skip after an overflow, with what became of the loss scale."""
+    """Return the reason for a skip after an overflow, with what became of the loss scale."""
     found = [(scaler, float(before), float(scaler.scale)) for scaler, before in scales]
     lowered = [each for each in found if each[2] < each[1]]
     scaler, before, now = (lowered or found)[0]

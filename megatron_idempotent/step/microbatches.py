@@ -345,7 +345,7 @@ def _shape(batch: Any, ask: Callable[[Any], Shape] | None) -> Shape:
 
 
 def field_of(batch: Any, name: str) -> Any:
-    """Returns an item of a mapping or a TensorDict, or an attribute; None if there is none."""
+    """Return an item of a mapping or a TensorDict, or an attribute; None if there is none."""
     get = getattr(batch, "get", None)
     if callable(get):
         return get(name, None)  # a TensorDict raises without a default
@@ -403,7 +403,7 @@ def values_of(batch: Any) -> list[Any]:
 
 
 def on_host(values: Tensor) -> bool:
-    """Returns whether the host can look at the values without a wait for a device."""
+    """Return whether the host can look at the values without a wait for a device."""
     return values.device.type == "cpu"
 
 
@@ -579,7 +579,7 @@ def outside(tables: Tables, microbatch: Any, *, read: bool) -> str | None:
 def groups_of_rows(
     batch: Batch, rows: int, shared: Collection[str]
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Returns the group ids of all rows, and which rows are valid.
+    """Return the group ids of all rows, and which rows are valid.
 
     Raises:
         ValueError: the batch has not one id for each row.
@@ -604,7 +604,7 @@ def _groups_of(index: int, piece: Piece) -> tuple[Tensor, Tensor | None]:
 
 
 def group_ids(batch: Any, sequences: int) -> tuple[Tensor, Tensor | None]:
-    """Returns each sequence's group id [n], and which sequences are valid [n]; None if all are.
+    """Return each sequence's group id [n], and which sequences are valid [n]; None if all are.
 
     Raises:
         ValueError: `group_ids` is missing, or is not one integer for each sequence.
@@ -773,7 +773,7 @@ def _zeros(described: tuple[Any, ...], device: Any) -> Tensor:
 def calls(
     lists: Sequence[Sequence[Piece]], said: Sequence[RankStatus], device: object
 ) -> Iterator[tuple[list[Piece], bool]]:
-    """Yields the calls that this rank makes, and whether their microbatches are dummies.
+    """Yield the calls that this rank makes, and whether their microbatches are dummies.
 
     Ranks that share a model's collectives make calls of the same sizes in the same order: up to
     the fewest microbatches that a rank has, up to the second fewest, and so on. A rank that ran
@@ -805,7 +805,7 @@ def calls(
 
 
 def differing_replicas(said: Sequence[RankStatus]) -> str | None:
-    """Describes the difference if ranks of one replica were given different batches; else None."""
+    """Describe the difference if ranks of one replica were given different batches; else None."""
     first: dict[int, RankStatus] = {}
     for say in said:
         other = first.setdefault(say.replica, say)

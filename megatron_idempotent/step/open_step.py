@@ -54,6 +54,7 @@ from .microbatches import (
     told_leaf,
 )
 from .packs import PackedRows
+from .snapshot import lr_and_weight_decay, set_learning_rate
 
 if TYPE_CHECKING:
     from .lifecycle import Backend, Options
@@ -117,7 +118,7 @@ class LocalFailure(Exception):
 
 
 def all_gather_status(say: RankStatus, deadline_s: float, group: Any = None) -> list[RankStatus]:
-    """Returns the status of all ranks of the group, by rank. A collective: one gather on the host.
+    """Return the status of all ranks of the group, by rank. A collective: one gather on the host.
 
     A second gather follows if any status is longer than a few kilobytes. `group` is a gloo group
     whose operations end after `deadline_s`, in seconds; None for that of all ranks.
@@ -150,7 +151,7 @@ def all_gather_status(say: RankStatus, deadline_s: float, group: Any = None) -> 
 
 
 def _gathered(message: bytes, group: Any) -> list[bytes]:
-    """Returns each rank's message, whatever their lengths. A collective."""
+    """Return each rank's message, whatever their lengths. A collective."""
     start = len(message).to_bytes(_LENGTH, "little") + message[: _ROOM - _LENGTH]
     everybody = _gathered_evenly(start, _ROOM, group)
     lengths = [int.from_bytes(each[:_LENGTH], "little") for each in everybody]
@@ -171,7 +172,7 @@ def _gathered_evenly(message: bytes, size: int, group: Any) -> list[bytes]:
 
 
 def failures(said: Sequence[RankStatus], group: Any = None) -> dict[int, str]:
-    """Returns what stops the step, by global rank: failures, aborts, ranks in another step.
+    """Return what stops the step, by global rank: failures, aborts, ranks in another step.
 
     `group` is the group whose ranks said it, None for all ranks.
     """
@@ -505,7 +506,7 @@ class OpenStep:
             counts=local if reports else (0.0, 0.0),
             groups=groups if reports else (),
             rows=rows if has_losses else (),
-            rates=self._backend.rates(),
+            rates=lr_and_weight_decay(self._backend.optimizer),
             bad_parameter=bad_parameter,
         )
         everybody_meets = coupled and group is None
@@ -589,7 +590,7 @@ class OpenStep:
         self._updating = True
         try:
             if lr is not None:
-                self._backend.set_lr(lr)
+                set_learning_rate(self._backend.optimizer, lr)
             # Half, so that a rank whose peer has failed still meets it below.
             update = self._backend.update(totals, local, increment, self._deadline_s / 2)
         except BaseException as caught:  # noqa: BLE001  told to all ranks, and raised on all

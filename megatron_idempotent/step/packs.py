@@ -114,7 +114,7 @@ def bin_sequences(
 
 
 def capacity_of(max_tokens: int, alignment: TokenAlignment) -> int:
-    """Returns the tokens that a pack of at most `max_tokens` can have.
+    """Return the tokens that a pack of at most `max_tokens` can have.
 
     Raises:
         ValueError: `max_tokens` is less than the smallest pack takes.
@@ -146,7 +146,7 @@ def _evenly(
     number: int,
     capacity: int,
 ) -> list[list[int]] | None:
-    """Puts each sequence into the bin with least work that has room; None if no bin has room."""
+    """Put each sequence into the bin with least work that has room; None if no bin has room."""
     bins: list[list[int]] = [[] for _ in range(number)]
     rooms = [capacity] * number
     heap = [(0.0, place) for place in range(number)]
@@ -166,7 +166,7 @@ def _evenly(
 
 
 def _tightly(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Puts each sequence into the fullest bin that has room for it: close to the fewest bins."""
+    """Put each sequence into the fullest bin that has room for it: close to the fewest bins."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for index in order:
@@ -401,7 +401,7 @@ class _Chosen:
 
 
 def _real(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
-    """Returns the place of each row's first token, in its row or in a nested batch, and its length.
+    """Return the place of each row's first token, in its row or in a nested batch, and its length.
 
     The host reads once from the device.
 
@@ -457,13 +457,13 @@ def _nested(batch: Batch, tokens: Tensor) -> tuple[list[int], list[int]]:
 
 
 def _jagged(nested: Any) -> tuple[list[int], list[int]]:
-    """Returns where each row begins among all of a nested tensor's, and the lengths."""
+    """Return where each row begins among all of a nested tensor's, and the lengths."""
     ends = nested.offsets().tolist()
     return ends[:-1], [end - start for start, end in itertools.pairwise(ends)]
 
 
 def _runs(real_BT: Tensor, width: int) -> tuple[list[int], list[int]]:
-    """Returns first place and number of the real tokens of each row, which lie side by side."""
+    """Return first place and number of the real tokens of each row, which lie side by side."""
     if not real_BT.numel():
         return [0] * len(real_BT), [0] * len(real_BT)
     place_T = torch.arange(width, device=real_BT.device)
@@ -501,7 +501,7 @@ def _as_numbers(lengths: Any, rows: int, width: int) -> list[int]:
 
 
 def segments_of(batch: Any) -> Segments | None:
-    """Returns the sequences of a microbatch that holds a pack; None if its sequences are rows.
+    """Return the sequences of a microbatch that holds a pack; None if its sequences are rows.
 
     A pack is a `Pack`, Megatron's `PackedSeqParams`, or a tensor `cu_seqlens`, with
     `cu_seqlens_padded` where sequences are padded. A tensor on a device is read by the host.
@@ -524,7 +524,7 @@ def segments_of(batch: Any) -> Segments | None:
 
 
 def segments_of_pack(pack: Pack) -> Segments:
-    """Returns the sequences of a pack, which the host knows."""
+    """Return the sequences of a pack, which the host knows."""
     starts = itertools.accumulate(pack.segments, initial=0)
     return Segments(starts=tuple(starts)[: len(pack.lengths)], lengths=pack.lengths)
 
@@ -574,7 +574,7 @@ def _checked(borders: Any, padded: Any, batch: Any) -> Segments:
 
 
 def packed_counts(batch: Any, segments: Segments) -> Tensor:
-    """Returns valid sequences and tokens of a pack, float64 [2], as `valid_counts` does of rows.
+    """Return valid sequences and tokens of a pack, float64 [2], as `valid_counts` does of rows.
 
     `sample_mask` is [n], one for each sequence; `token_mask` has an entry for each of the pack's
     tokens, and the first of each sequence does not count. Empty sequences do not count.
@@ -665,7 +665,7 @@ def _packed_seq_params(microbatch: Batch, pack: Pack | None) -> Any:
 
 
 def _positions(packed: Any, tokens_1T: Tensor) -> Tensor:
-    """Counts positions [T] from 0 in each sequence, and in the padding after the last one."""
+    """Count positions [T] from 0 in each sequence, and in the padding after the last one."""
     given = packed.cu_seqlens_q_padded
     given = packed.cu_seqlens_q if given is None else given
     borders: Tensor = given.to(tokens_1T.device, torch.int64)
@@ -691,7 +691,7 @@ def _padding(config: Any, pack: Pack) -> dict[str, Tensor]:
 
 
 def context_parallel_ranks() -> tuple[int, int]:
-    """Returns this rank's place in its context-parallel group, and its size; (0, 1) without one."""
+    """Return this rank's place in its context-parallel group, and its size; (0, 1) without one."""
     from megatron.core import parallel_state  # FSDPTrainStep packs without Megatron
 
     if not parallel_state.model_parallel_is_initialized():

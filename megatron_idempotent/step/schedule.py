@@ -201,7 +201,7 @@ class _Loss:
 
 
 def _tokens(counts: StepCounts) -> float:
-    """Returns what a schedule divides by: 1 where no loss function has counted, or nothing."""
+    """Return what a schedule divides by: 1 where no loss function has counted, or nothing."""
     return max(counts.reported.get("num_tokens", 0.0), 1.0)
 
 

@@ -173,7 +173,7 @@ class SharedSnapshot:
     """Keeps what a step changes in the modules and the process, as it is now."""
 
     def __init__(self, chunks: list[Any], *, auxiliary: bool = True) -> None:
-        """With `auxiliary`, layers may have losses of their own, which they scale and log."""
+        """Keep with `auxiliary` what layers log, and scale their own losses by, too."""
         from megatron.core.pipeline_parallel import schedules
 
         from megatron_idempotent.window.accumulation import configs_of
@@ -317,7 +317,7 @@ class StateUndo:
 
 @contextmanager
 def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Puts modules in eval mode without gradients; then restores modes, buffers, random states."""
+    """Put modules in eval mode without gradients; then restore modes, buffers, random states."""
     kept, random = ModuleSnapshot(modules), TorchSnapshot()
     for module in modules:
         module.eval()
@@ -333,7 +333,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def size_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns a float64 scalar that is finite unless an element is not, or the tensors are huge."""
+    """Return a float64 scalar that is finite unless an element is not, or the tensors are huge."""
     by_kind: dict[Any, list[Tensor]] = {}
     for each in tensors:
         # Quantized parameters are no plain tensors, and have no NaN of their own.
@@ -346,7 +346,7 @@ def size_of(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Names the first element that is NaN or infinite; None without one. Reads from the device."""
+    """Name the first element that is NaN or infinite; None without one. Reads from the device."""
     for name, value in named:
         wrong = ~value.detach().isfinite()
         if wrong.any():
@@ -369,7 +369,7 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
 
 
 def lr_and_weight_decay(optimizer: Any) -> tuple[float, float] | None:
-    """Returns learning rate and weight decay of a group without multipliers; None without groups.
+    """Return learning rate and weight decay of a group without multipliers; None without groups.
 
     Before 0.14 the optimizer of a pipeline stage with only frozen parameters has no groups.
     """
@@ -393,7 +393,7 @@ def _state_copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def undo_of(chunks: list[Any], optimizer: Any) -> StateUndo:
-    """Copies the trained parameters and the optimizer's state, to go back to."""
+    """Copy the trained parameters and the optimizer's state, to go back to."""
     inner = [one.optimizer for one in _optimizers(optimizer)]
     return StateUndo(
         [param for chunk in chunks for param in chunk.param_to_bucket_group],

@@ -164,6 +164,6 @@ def _modules(chunks: Sequence[Any]) -> set[int]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors have the same bits."""
+    """Return whether two tensors have the same bits."""
     as_bytes = [each.reshape(-1).view(torch.uint8) for each in (one, other)]
     return torch.equal(*as_bytes)

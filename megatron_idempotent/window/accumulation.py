@@ -177,17 +177,14 @@ _DOOR = Need(
 class AccumulationWindow:
     """Runs the schedule calls of one optimizer step; `accumulation_window()` makes it."""
 
-    def __init__(self, chunks: list[Any], total: int | None, expected: int | None) -> None:
+    def __init__(self, chunks: list[Any], total: int | None) -> None:
         self._chunks = chunks
         self._configs = configs_of(chunks)
-        self.total: int | None = total
-        """The number of microbatches of the step on this rank; None while it is not known."""
-        self.done = 0
-        """The number of microbatches that have run forward and backward so far."""
-        self.divisor: int = total or expected or 1
-        """The number that the losses of the next call are divided by."""
-        self.num_tokens: Any = None
-        """The sum of the calls' token counts, for finalizing under `calculate_per_token_loss`."""
+        self._total = total
+        # Microbatches that have run forward and backward so far.
+        self._done = 0
+        # The sum of the calls' token counts, for finalizing under `calculate_per_token_loss`.
+        self._num_tokens: Any = None
         self._finalize_call: tuple[Any, dict[str, Any]] = (chunks, {})
         self._finalized = False
         self._broken = False
@@ -195,32 +192,6 @@ class AccumulationWindow:
     def holds(self, chunk: Any) -> bool:
         """Returns whether the chunk is one of this window's."""
         return any(chunk is mine for mine in self._chunks)
-
-    def set_total(self, total: int) -> None:
-        """Say how many microbatches the step has, once that is known.
-
-        The gradients so far are rescaled from the old divisor to `total`, exactly if their ratio is
-        a power of two. The call that completes the total overlaps its reductions again.
-
-        Raises:
-            ValueError: `total` is not a positive integer, or fewer than have run.
-            RuntimeError: the gradients are finalized already.
-        """
-        _check("set_total()", total=total)
-        if total < self.done:
-            raise ValueError(
-                f"set_total({total}): {self.done} microbatches of this step have run already; give "
-                "the number of the whole step"
-            )
-        if self._finalized and total != self.total:
-            raise RuntimeError(
-                f"set_total({total}): the step was finalized with {self.total} microbatches; "
-                "open a new accumulation_window() for the next one"
-            )
-        if self.done and total != self.divisor and not self._per_token:
-            for chunk in self._chunks:
-                chunk.scale_gradients(self.divisor / total)
-        self.total = self.divisor = total
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
         """Run one call of a schedule, and return what it returns; patched schedules call this.
@@ -231,28 +202,29 @@ class AccumulationWindow:
         """
         if call.get("forward_only", False):
             return schedule(**call)
-        after = self.done + call["num_microbatches"]
+        after = self._done + call["num_microbatches"]
         if self._broken:
             raise RuntimeError(
                 "an earlier schedule call of this accumulation_window() raised, so the gradients "
                 "are partial: leave the window, drop them and begin the step again"
             )
-        if self.total is not None and after > self.total:
+        if self._total is not None and after > self._total:
             raise ValueError(
-                f"accumulation_window() has {self.total} microbatches, {self.done} have run, and "
+                f"accumulation_window() has {self._total} microbatches, {self._done} have run, and "
                 f"this call brings {call['num_microbatches']}: pass the total of the whole step"
             )
         self._broken = True
         with ExitStack() as stack:
-            if self.divisor != call["num_microbatches"]:
-                stack.enter_context(dividing_by(self.divisor))
-            if after == self.total:
+            divisor = self._total or 1  # without a total they are divided at the end
+            if divisor != call["num_microbatches"]:
+                stack.enter_context(dividing_by(divisor))
+            if after == self._total:
                 self._let_finalize(stack)
             else:
                 suppress_grad_sync(stack, self._chunks, self._configs, self._count_tokens)
             result = schedule(**call)
-        self.done = after
-        self._finalized = after == self.total
+        self._done = after
+        self._finalized = after == self._total
         self._broken = False
         return result
 
@@ -262,13 +234,16 @@ class AccumulationWindow:
         Raises:
             RuntimeError: fewer microbatches ran than the total says, or none at all.
         """
-        if self.total is None and self.done:
-            self.set_total(self.done)
-        if self.done != self.total:
+        if self._total is None and self._done:
+            self._total = self._done
+            if not self._configs[0].calculate_per_token_loss:
+                for chunk in self._chunks:
+                    chunk.scale_gradients(1 / self._done)
+        if self._done != self._total:
             raise RuntimeError(
-                f"accumulation_window() ends after {self.done} of {self.total or 'its'} "
-                "microbatches: gradients are neither reduced nor finalized. Run the rest, or call "
-                "set_total(); schedule calls under a full-iteration CUDA graph cannot be seen"
+                f"accumulation_window() ends after {self._done} of {self._total or 'its'} "
+                "microbatches: gradients are neither reduced nor finalized. Run the rest; "
+                "schedule calls under a full-iteration CUDA graph cannot be seen"
             )
         if self._finalized:
             return
@@ -279,11 +254,7 @@ class AccumulationWindow:
         finalize = self._configs[0].finalize_model_grads_func
         if finalize is not None:
             model, options = self._finalize_call
-            finalize(model, self.num_tokens, **options)
-
-    @property
-    def _per_token(self) -> bool:
-        return bool(self._configs[0].calculate_per_token_loss)
+            finalize(model, self._num_tokens, **options)
 
     def _let_finalize(self, stack: ExitStack) -> None:
         """Have the caller's finalize function called with the tokens of all calls."""
@@ -299,24 +270,22 @@ class AccumulationWindow:
             ) -> None:
                 self._count_tokens(model, num_tokens, **options)
                 if finalize is not None:
-                    finalize(model, self.num_tokens, **options)
+                    finalize(model, self._num_tokens, **options)
 
             set_for(stack, config, "finalize_model_grads_func", with_all_tokens)
 
     def _count_tokens(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
         self._finalize_call = model, options
         if num_tokens is not None:
-            both = self.num_tokens is not None
-            self.num_tokens = self.num_tokens + num_tokens if both else num_tokens
+            both = self._num_tokens is not None
+            self._num_tokens = self._num_tokens + num_tokens if both else num_tokens
 
 
 @contextmanager
 def accumulation_window(
     model_chunks: Any,
     total_microbatches: int | None = None,
-    *,
-    expected_microbatches: int | None = None,
-) -> Iterator[AccumulationWindow]:
+) -> Iterator[None]:
     """Make the schedule calls inside one optimizer step: their gradient is that of one call.
 
     Inside, every division by the number of microbatches in Megatron's schedules (the loss, the MoE
@@ -327,24 +296,20 @@ def accumulation_window(
     calls for other models. The config's functions are those of the caller again after each call.
 
     A loss function that undoes Megatron's division, by multiplying by the number of microbatches of
-    its call, must multiply by `window.divisor` instead, and the total has to be known at the start.
+    its call, must multiply by the total instead, which has to be known at the start.
 
-    Without a total, no call reduces, and the gradients are reduced at the end of the block, without
-    overlap. The divisor is then `expected_microbatches`, or 1, and the gradients are rescaled as
-    soon as the total is known: exactly if their ratio is a power of two, else with a rounding. All
-    ranks enter with the same numbers. Zero the gradient buffers before, step after.
+    Without a total, no call reduces, and the gradients are divided and reduced at the end of the
+    block, without overlap: exactly if the total is a power of two, else with a rounding. All ranks
+    enter with the same number. Zero the gradient buffers before, step after.
 
     Args:
         model_chunks: this rank's chunks as the schedule gets them, or the only chunk.
-        total_microbatches: the number of the whole step, on this data-parallel rank.
-        expected_microbatches: a guess, if the total is not known yet.
-
-    Yields:
-        The window, for `set_total()`.
+        total_microbatches: the number of the whole step, on this data-parallel rank; None if it is
+            not known yet.
 
     Raises:
-        ValueError: there is no chunk, a number is not positive, or calls bring more microbatches
-            than the total.
+        ValueError: there is no chunk, the total is not positive, or calls bring more microbatches
+            than it has.
         RuntimeError: another window holds one of the chunks; the patch through which it reaches the
             schedules is not applied; or the block ends, without an exception, before the total.
 
@@ -359,15 +324,13 @@ def accumulation_window(
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
     if not chunks:
         raise ValueError("accumulation_window() got no model chunk: pass what the schedule gets")
-    _check("accumulation_window()", total_microbatches=total_microbatches)
-    _check("accumulation_window()", expected_microbatches=expected_microbatches)
-    if total_microbatches is not None and expected_microbatches is not None:
+    total = total_microbatches
+    if total is not None and (type(total) is not int or total < 1):
         raise ValueError(
-            f"accumulation_window() got both a total ({total_microbatches}) and a guess "
-            f"({expected_microbatches}): pass the total only"
+            f"accumulation_window() takes a positive int as total_microbatches, got {total!r}"
         )
     check_applied("accumulation_window()", (_DOOR,), chunks)
-    window = AccumulationWindow(chunks, total_microbatches, expected_microbatches)
+    window = AccumulationWindow(chunks, total)
     if are_held(chunks):
         raise RuntimeError(
             "accumulation_window() is open for these chunks already, and a step has one window: "
@@ -375,13 +338,7 @@ def accumulation_window(
         )
     open_windows.append(window)
     try:
-        yield window
+        yield
         window.finish()
     finally:
         open_windows.remove(window)
-
-
-def _check(what: str, **numbers: Any) -> None:
-    for name, value in numbers.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{what} takes a positive int as {name}, got {value!r}")

@@ -3,8 +3,8 @@
 They would end later, and do harm then: a suspended generator runs its `finally` when the traceback
 that holds it is freed, which may be in the middle of a later window.
 
-Nothing but a walk over all objects finds a generator that upstream enters by hand: no frame has it
-once the exception is handled, and whoever keeps the traceback keeps it suspended.
+Nothing but a walk over all objects finds a generator that upstream enters by hand: once the
+exception is handled no frame at hand has it, and a traceback that is kept keeps it suspended.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _suspended(name: str) -> list[Any]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields the exception, and those that it came from."""
+    """Yield the exception, and those that it came from."""
     seen: set[int] = set()
     queue = [error]
     while queue:

@@ -87,7 +87,7 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
 
 
 def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
-    """Returns every object that refers to an outdated one, except for frames of this module."""
+    """Return every object that refers to an outdated one, except for frames of this module."""
     wanted = substitutes.ids
     asked = tuple(substitutes.old)  # from Python 3.13 on the tuple of arguments is found, too
     found = gc.get_referrers(*asked)

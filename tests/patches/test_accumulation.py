@@ -129,23 +129,18 @@ def test_a_total_that_is_no_power_of_two_is_exact_as_well(megatron_ranks):
 
 
 @pytest.mark.parametrize(
-    ("how", "layout"),
+    "layout",
     [
-        ("expected_microbatches", "dp2"),
-        (None, "pp2 vpp2 dp2"),
+        "pp2 vpp2 dp2",
         *(
-            pytest.param(how, layout, marks=pytest.mark.exhaustive)
-            for how, layouts in (
-                ("expected_microbatches", ("dp2, all-reduce", "pp2 dp2", "pp2 vpp2 dp2")),
-                (None, ("dp2", "dp2, all-reduce", "pp2 dp2")),
-            )
-            for layout in layouts
+            pytest.param(layout, marks=pytest.mark.exhaustive)
+            for layout in ("dp2", "dp2, all-reduce", "pp2 dp2")
         ),
     ],
 )
-def test_without_a_total_the_gradients_are_reduced_at_the_end(megatron_ranks, how, layout):
+def test_without_a_total_the_gradients_are_reduced_at_the_end(megatron_ranks, layout):
     ranks, splits, options = LAYOUTS[layout]
-    for equal in megatron_ranks(ranks, compared, splits, how, options):
+    for equal in megatron_ranks(ranks, compared, splits, None, options):
         assert all(equal), equal
 
 
@@ -178,7 +173,7 @@ def per_token() -> list[bool]:
     want = _calls(model, [TOTAL], forward_step=forward_step())
     equal = []
     for sizes in SPLITS:
-        for told in ({"total_microbatches": TOTAL}, {"expected_microbatches": 3}, {}):
+        for told in ({"total_microbatches": TOTAL}, {}):
             window = accumulation_window(model.chunks, **told)
             got = _calls(model, sizes, window=window, forward_step=forward_step())
             equal.append(torch.equal(got, want))
@@ -219,33 +214,6 @@ def mtp_scales() -> list[float]:
 
 def test_mtp_is_weighed_by_the_step_and_its_scale_is_put_back(megatron_ranks):
     assert megatron_ranks(1, mtp_scales) == [[0.25] * 4 + [1.0]]
-
-
-def learned_later() -> list[bool]:
-    """Runs on a rank: guesses that are wrong by a power of two, set right at some point or
-    never."""
-    import torch
-
-    from megatron_idempotent.window import accumulation_window
-
-    model = _moe()
-    want = _calls(model, [6])
-
-    def told_after(microbatches):
-        return lambda window: window.done == microbatches and window.set_total(6)
-
-    equal = []
-    for expected in (3, 12):
-        for microbatches in (2, 5, 99):
-            window = accumulation_window(model.chunks, expected_microbatches=expected)
-            got = _calls(model, [2, 3, 1], window=window, between=told_after(microbatches))
-            equal.append(torch.equal(got, want))
-    return equal
-
-
-def test_a_total_may_become_known_at_any_time(megatron_ranks):
-    for equal in megatron_ranks(2, learned_later):
-        assert all(equal), equal
 
 
 def passed_through() -> tuple[bool, bool]:
