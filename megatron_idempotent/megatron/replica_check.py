@@ -136,7 +136,7 @@ def _all_gather(rows: Sequence[_Row], process_group: Any) -> list[list[_Row]]:
 
 
 def checksum(values: Tensor) -> Tensor:
-    """Returns a 64-bit sum over the bits of `values`, weighted by position; 0 if all bits are 0.
+    """Return a 64-bit sum over the bits of `values`, weighted by position; 0 if all bits are 0.
 
     It sums integers, so that it depends on the bits alone and not on the order of summation.
     """

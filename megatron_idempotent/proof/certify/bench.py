@@ -274,7 +274,7 @@ class Bench:
 
     @property
     def forwards(self) -> Forwards:
-        """Returns what watches the chunks' forwards; another one after another model was made."""
+        """Return what watches the chunks' forwards; another one after another model was made."""
         if self._forwards_of is None or self._forwards_of[0] is not self.subject:
             self._forwards_of = self.subject, Forwards(self.subject.chunks)
         return self._forwards_of[1]
@@ -427,7 +427,7 @@ class Bench:
         return half.rounded(self.known, self.subject.config.params_dtype)
 
     def tolerance(self, truth: Truth) -> float:
-        """Returns by what part of its norm a gradient may differ from the definition."""
+        """Return by what part of its norm a gradient may differ from the definition."""
         if self.half:
             bound = _HALF[self.layout.loss_kind, self.layout.auxiliary]
             return bound / _FINER[self.layout.dtype]
@@ -526,7 +526,7 @@ class Bench:
         raise Wrong(f"the gradient is off by {100 * error / size:.3g} % of its norm, {where}")
 
     def _clipped(self, finished: Finished, truth: Truth, factor: float) -> str:
-        """Returns what to say of a gradient that is too small, if its reported norm is right."""
+        """Return what to say of a gradient that is too small, if its reported norm is right."""
         norm = finished.grad_norm
         if not 0 < factor < 1 or norm is None:
             return ""
@@ -639,7 +639,7 @@ def forward(chunk: Any, rows: Rows) -> Tensor:
 
 
 def _auxiliary(layout: Layout) -> dict[str, Any]:
-    """Returns the fields of `TransformerConfig` of the layers that have a loss of their own."""
+    """Return the fields of `TransformerConfig` of the layers that have a loss of their own."""
     routers = {"moe_router_topk": experts.TOPK, "moe_aux_loss_coeff": experts.COEFFICIENT}
     heads = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": MTP_FACTOR}
     return {**(routers if layout.experts else {}), **(heads if "mtp" in layout.flags else {})}

@@ -279,7 +279,7 @@ def logprobs_in_mid_step(bench: Bench) -> None:
 
 
 def _hold_logprobs(bench: Bench, microbatches: int = 2) -> None:
-    """Raises `Wrong` unless the adapter's log-probs of some rows are right."""
+    """Raise `Wrong` unless the adapter's log-probs of some rows are right."""
     adapter: Any = bench.adapter
     rows = _some(bench, microbatches)
     _compare_logprobs(bench, rows, adapter.logprobs(rows))
@@ -339,7 +339,7 @@ def abort_and_retry(bench: Bench) -> None:
 
 
 def _or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None, Finished | None]:
-    """Returns what a step raised on this rank, which then aborts it, or what it returned."""
+    """Return what a step raised on this rank, which then aborts it, or what it returned."""
     from megatron_idempotent.window.agreement import describe
 
     try:

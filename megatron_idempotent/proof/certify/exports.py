@@ -59,7 +59,7 @@ def _tensors(exported: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _same(has: Tensor, right: Tensor) -> bool:
-    """Returns whether the values are the right ones, or these in the export's precision."""
+    """Return whether the values are the right ones, or these in the export's precision."""
     return torch.equal(has, right.detach().cpu().to(has.dtype))
 
 

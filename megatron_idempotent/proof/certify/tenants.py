@@ -24,7 +24,7 @@ from .protocol import Calls, Finished, Rows, Wrong
 
 
 def in_adapter(name: str) -> bool:
-    """Returns whether a parameter is in adapters: norms are, and biases.
+    """Return whether a parameter is in adapters: norms are, and biases.
 
     That of linear_qkv is not: stock Megatron computes no gradient of it where the weight is frozen
     (the patch frozen-weight-bias-untrained does).
@@ -150,7 +150,7 @@ class Tenant(Bench):
             raise Wrong(f"a step of {self._name} has moved {moved[0]} of the frozen base")
 
     def tolerance(self, truth: Truth) -> float:
-        """Returns the bound of the whole gradient's error, as a part of the adapter's norm."""
+        """Return the bound of the whole gradient's error, as a part of the adapter's norm."""
         return super().tolerance(truth) * self._ratio
 
     def _truth(self, everybody: Sequence[Rows]) -> Truth:

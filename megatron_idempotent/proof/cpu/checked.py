@@ -150,7 +150,7 @@ def _moved(tensor: torch.Tensor, place: str) -> torch.Tensor:
 
 
 def _asked(device: Any) -> str:
-    """Returns the place that `device` means; "unknown" for the CPU, which may be a tensor's own."""
+    """Return the place that `device` means; "unknown" for the CPU, which may be a tensor's own."""
     if isinstance(device, torch.Tensor):
         return where(device) or "unknown"
     return "device" if placement.on_cpu(device) is not device else "unknown"
