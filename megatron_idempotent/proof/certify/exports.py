@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .parameters import Part
+from .parameters import ParameterPart
 
 
 def compared(
-    exported: Any, own: Sequence[Part], whole: Mapping[str, Tensor]
+    exported: Any, own: Sequence[ParameterPart], whole: Mapping[str, Tensor]
 ) -> tuple[set[str], str | None]:
     """Return the names of parameters that a rank has exported, and how they differ from the model.
 

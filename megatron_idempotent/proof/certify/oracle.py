@@ -334,10 +334,10 @@ def after_the_next(
     return gpt.negative_logprobs(x_BTH, tokens_BT, 2) * after_BT, after_BT
 
 
-class Update:
+class TrueUpdate:
     """Predicts what an optimizer does with a gradient: SGD with momentum, or Adam.
 
-    Example: `Update("sgd", lr=0.5, momentum=0.5).next(parameters, gradient)`.
+    Example: `TrueUpdate("sgd", lr=0.5, momentum=0.5).next(parameters, gradient)`.
     """
 
     def __init__(self, kind: str, *, lr: float, **options: float) -> None:

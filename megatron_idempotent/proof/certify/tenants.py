@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .bench import Bench, forward
 from .oracle import Truth
-from .parameters import Part, parts, spread
+from .parameters import ParameterPart, parts, spread
 from .protocol import Calls, Finished, Rows, Wrong
 
 
@@ -164,7 +164,7 @@ class Tenant(Bench):
         self._ratio = max(self._ratio, truth.grad_norm / norm)
         return dataclasses.replace(truth, gradient=gradient, grad_norm=norm)
 
-    def _own_parts(self, **which: Any) -> list[Part]:
+    def _own_parts(self, **which: Any) -> list[ParameterPart]:
         self._base.swap(self._name)
         found = super()._own_parts(**which)
         return [part for part in found if not part.name.startswith("adapters.")]

@@ -45,13 +45,13 @@ _gloo_groups: dict[str, bool] = PerProcessDict(__name__, "_gloo_groups")
 _Reference: Any = StorageWeakRef
 
 
-class _State(PerProcess):
+class _NewTensors(PerProcess):
     #: The place of tensors that are made now: "host", "device", "unknown", or None for that of
     #: their inputs.
     making: str | None = None
 
 
-_state = _State(__name__, "_state")
+_state = _NewTensors(__name__, "_state")
 
 
 def where(tensor: torch.Tensor) -> str | None:

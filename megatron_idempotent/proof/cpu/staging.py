@@ -51,12 +51,12 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors that a collective writes to, each with the host's copy of it."""
 
 
-class _Staging(PerProcess):
+class _StagedDevice(PerProcess):
     #: The type of the device whose tensors are staged; None if nothing is staged.
     device: str | None = None
 
 
-_state = _Staging(__name__, "_state")
+_state = _StagedDevice(__name__, "_state")
 # Group → what the collectives of an open `_coalescing_manager` will have written.
 _coalesced: dict[Any, Copies] = {}
 
