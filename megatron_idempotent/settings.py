@@ -72,8 +72,9 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
                 raise error("\n".join(told)) from None
 
         made.__init__ = checked
-        # pydantic would build this schema into records that have this one as a field. Its parts refer
-        # to the whole, so that cloudpickle could not load a record of a package pickled by value.
+        # pydantic would build this schema into records that have this one as a field. Its parts
+        # refer to the whole, and cloudpickle could not load such a record of a package pickled by
+        # value.
         del made.__pydantic_core_schema__
         return cast("type[Record]", made)
 
