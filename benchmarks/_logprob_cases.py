@@ -117,7 +117,7 @@ class Inputs:
         return Given(inputs, self.targets_N, self.kept_N, self.group, self.case.entropy)
 
     def total(self, logprob_N: Any, entropy_N: Any) -> Any:
-        """Returns the sum that is differentiated."""
+        """Return the sum that is differentiated."""
         total = (logprob_N * self.of_logprob_N).sum()
         if self.case.entropy == "grad":
             total = total + (entropy_N * self.of_entropy_N).sum()
@@ -138,7 +138,7 @@ class Inputs:
 
 
 def as_output(values: Any) -> Any:
-    """Returns a copy that is the output of a layer."""
+    """Return a copy that is the output of a layer."""
     import torch
 
     class Output(torch.autograd.Function):

@@ -35,7 +35,7 @@ PUBLISHED = {"SkyRL, torch": (4.3, 3.7), "SkyRL, Triton": (9.9, 0.88)}
 
 
 def cases(options: Any) -> Iterator[Case]:
-    """Lists the cases: from logits as many as fit beside their gradients, then from hidden
+    """List the cases: from logits as many as fit beside their gradients, then from hidden
     states.
     """
     common: dict[str, Any] = {"ranks": 1, "vocabulary": COLUMNS, "features": FEATURES}
@@ -94,7 +94,7 @@ def _group() -> Any:
 
 
 def rows(case: Case, rounds: int, copied: float, multiplied: float) -> Iterator[dict[str, Any]]:
-    """Returns a row for each side, forward alone and with the backward."""
+    """Return a row for each side, forward alone and with the backward."""
     import torch
 
     group = _group()

@@ -66,7 +66,7 @@ def _verl(case: Case) -> list[Side]:
 
 
 def _verl_parallel() -> list[Side]:
-    """Calls them as verl's Megatron engine does, without the division by the temperature."""
+    """Call them as verl's Megatron engine does, without the division by the temperature."""
     from verl.utils.megatron.tensor_parallel import (
         vocab_parallel_entropy,
         vocab_parallel_log_probs_from_logits,
@@ -85,7 +85,7 @@ def _verl_parallel() -> list[Side]:
 
 
 def _verl_logits() -> list[Side]:
-    """Calls them as verl's FSDP engine does: the entropy is compiled unless switched off."""
+    """Call them as verl's FSDP engine does: the entropy is compiled unless switched off."""
     import torch
     from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 
@@ -144,7 +144,7 @@ def _liger(case: Case) -> list[Side]:
         return _negated(Scaled.apply(*arguments, return_entropy=wanted), wanted)
 
     def chunked(given: Given) -> tuple[Any, Any]:
-        """Computes the parts of Liger's GRPO loss on the whole batch."""
+        """Compute the parts of Liger's GRPO loss on the whole batch."""
         hidden_NH, weight_VH = given.inputs
         found = LigerFusedLinearPPOBase.chunk_forward(
             hidden_NH[None], weight_VH, given.targets[None]
@@ -181,7 +181,7 @@ def _trl(case: Case) -> list[Side]:
     from trl.trainer import utils
 
     def logits(given: Given) -> tuple[Any, Any]:
-        """Splits the tokens into four sequences."""
+        """Split the tokens into four sequences."""
         logits_BTV = given.inputs[0].unflatten(0, (4, -1))
         targets_BT = given.targets.unflatten(0, (4, -1))
         if given.entropy == "none":
@@ -192,7 +192,7 @@ def _trl(case: Case) -> list[Side]:
         return found[0].flatten(), found[1].flatten()
 
     def hidden(given: Given) -> tuple[Any, Any]:
-        """Calls it as TRL's output layer does without Triton: all tokens, masked afterwards."""
+        """Call it as TRL's output layer does without Triton: all tokens, masked afterwards."""
         chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE
         wanted = () if given.entropy == "none" else ("entropy",)
         arguments = (*given.inputs, None, given.targets, 1.0, chunk, None, 1.0, wanted)

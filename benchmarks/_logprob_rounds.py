@@ -38,7 +38,7 @@ Found = dict[str, "Measured | str"]
 
 
 def measured(case: Case, rounds: int, peers: Sequence[str]) -> Found:
-    """Measures one case on a fresh rank: what others had compiled would count towards torch's
+    """Measure one case on a fresh rank: what others had compiled would count towards torch's
     limit.
     """
     import torch

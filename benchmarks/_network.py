@@ -43,7 +43,7 @@ class Network:
         groups.start_grad_sync = start_grad_sync
 
     def _send(self, size: int) -> float:
-        """Returns the time at which the last of that number of bytes arrives."""
+        """Return the time at which the last of that number of bytes arrives."""
         self._free_at = max(self._free_at, time.perf_counter()) + size / self.bytes_per_s
         return self._free_at + self.latency_s
 

@@ -49,7 +49,7 @@ class Quick:
 
 
 def seconds_of_run(count: int) -> float:
-    """Measures processor seconds of a run that trains `count` groups."""
+    """Measure processor seconds of a run that trains `count` groups."""
     per_step = 50
     controller = Controller(
         settings=ControllerSettings(

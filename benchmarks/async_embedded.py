@@ -76,7 +76,7 @@ class CountingFleet(Fleet):
     drawn = 0
 
     async def sample(self, request: Any) -> Any:
-        """Draws as a fleet does."""
+        """Draw as a fleet does."""
         found = await super().sample(request)
         self.drawn += len(found.tokens)
         return found
@@ -124,7 +124,7 @@ async def measure(
         )
 
     async def generated(first: int) -> tuple[float, list[RolloutGroup]]:
-        """Draws the number of groups that the run trains, at most as many at once as it starts."""
+        """Draw the number of groups that the run trains, at most as many at once as it starts."""
         gate = asyncio.Semaphore(settings.groups_per_step * (STALENESS + 1))
 
         async def one(index: int) -> RolloutGroup:
@@ -180,7 +180,7 @@ async def measure(
 
 
 async def _lateness(taken: list[float], every_s: float = 0.1) -> None:
-    """Adds up how late the event loop wakes this coroutine, in seconds, until it is cancelled."""
+    """Add up how late the event loop wakes this coroutine, in seconds, until it is cancelled."""
     while True:
         started = time.perf_counter()
         await asyncio.sleep(every_s)

@@ -88,7 +88,7 @@ def programs(every_shape: bool) -> Iterator[Program]:
 
 
 def _of_tokens() -> Iterator[Program]:
-    """Computes from a few numbers per token, in float64."""
+    """Compute from a few numbers per token, in float64."""
     from megatron_idempotent.logprobs import triton_tokens
 
     common = {"PER_TOKEN": False, "BLOCK": 128}
@@ -181,7 +181,7 @@ def compile_one(program: Program, capability: int) -> Compiled:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of local memory and stack, by CUDA's own tool in Triton's wheel."""
+    """Register, and bytes of local memory and stack, by CUDA's own tool in Triton's wheel."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:

@@ -102,7 +102,7 @@ WHAT = ("K targets", "top-k", "KL, forward", "KL, reverse", "KL, top-k and a tai
 
 
 def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -> list[Row]:
-    """Measures all sides of one computation on a rank, in turns."""
+    """Measure all sides of one computation on a rank, in turns."""
     import torch
 
     from megatron_idempotent.logprobs import TopK, vocab_topk
@@ -194,7 +194,7 @@ def main() -> None:
 
 
 def show(rows: list[Row]) -> None:
-    """Prints a line for each side."""
+    """Print a line for each side."""
     for row in rows:
         of_gradient = "" if row.gradient_error is None else format(row.gradient_error, ".1e")
         print(

@@ -71,7 +71,7 @@ def each_rank(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list
 
 
 def measured(packer: Packer, lengths: Sequence[int], budget: int, ranks: int) -> dict[str, float]:
-    """Measures how full and alike a packer's microbatches are."""
+    """Measure how full and alike a packer's microbatches are."""
     start = time.perf_counter()
     found = packer(lengths, budget, ranks)
     took = time.perf_counter() - start
@@ -182,7 +182,7 @@ def steps(hidden: int, rounds: int, rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=8)

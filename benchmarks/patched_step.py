@@ -84,7 +84,7 @@ def measure(rounds: int, hidden: int, real: bool) -> tuple[Seconds, dict[str, An
 
 
 def _counts(bench: Any, sides: dict[str, Any]) -> dict[str, Any]:
-    """Counts what one step of each side asks of the device, and what patches add to it by name."""
+    """Count what one step of each side asks of the device, and what patches add to it by name."""
     seen = {}
     for name, side in sides.items():
         side()

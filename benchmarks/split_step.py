@@ -81,7 +81,7 @@ def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
 
 
 def _in_turn(rounds: int, sides: dict[str, Callable[[], None]], clocks: Any) -> Seconds:
-    """Returns by how much each clock advances in a step of each side, in each round."""
+    """Return by how much each clock advances in a step of each side, in each round."""
     import torch
 
     found: Seconds = {name: [] for name in sides}

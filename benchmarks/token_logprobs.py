@@ -50,7 +50,7 @@ _ENTROPIES: tuple[Entropy, ...] = ("none", "metric", "grad")
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Returns the cases that two ranks are shown first, and with peers those of one rank."""
+    """Return the cases that two ranks are shown first, and with peers those of one rank."""
     for ranks, dtype in itertools.product((2, 1) if options.peers else (2,), options.dtypes):
         common: dict[str, Any] = {
             "ranks": ranks,
@@ -67,7 +67,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def rows(case: Case, found: Found) -> Iterator[dict[str, Any]]:
-    """Returns the table's row for each side."""
+    """Return the table's row for each side."""
     references = [found[name] for name in case.references]
     for name, side in found.items():
         row: dict[str, Any] = {"side": name}

@@ -83,7 +83,7 @@ def _source(megabytes: int, layout: dict[str, int]) -> Any:
 
 
 def _fetch_only(source: Any, bucket_bytes: int) -> None:
-    """Does what `buckets` does, without the checksums."""
+    """Do what `buckets` does, without the checksums."""
     from megatron_idempotent.rl.hf.buckets import split
 
     for members in split([info.nbytes for info in source.tensors()], bucket_bytes):

@@ -44,7 +44,7 @@ class Worker:
         """A tensor, on both."""
 
     def process(self) -> int:
-        """Returns the id of this rank's process."""
+        """Return the id of this rank's process."""
         return os.getpid()
 
     def wait(self) -> None:

@@ -33,7 +33,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Offered here too: code that imports them from here is told which extra brings pydantic.
+# Field and BeforeValidator too: who imports them from here is told which extra brings pydantic.
 __all__ = ["BeforeValidator", "Field", "SettingsReader", "allowed", "schema", "settings"]
 
 Record = TypeVar("Record")
@@ -59,7 +59,7 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
     """
 
     def decorate(cls: type[Record]) -> type[Record]:
-        # Without kw_only, by which pydantic would sort the fields: `checked` takes only keywords.
+        # Without kw_only, which makes pydantic sort the fields: `checked` takes keywords only.
         made: Any = pydantic.dataclasses.dataclass(frozen=True, slots=True, config=_CHECKED)(cls)
         build = made.__init__
 
@@ -72,8 +72,9 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
                 raise error("\n".join(told)) from None
 
         made.__init__ = checked
-        # Records with this one among their fields would hold the same schema, whose parts could not
-        # be loaded by who pickles this package by value: each refers to the whole.
+        # pydantic would build this schema into records that have this one as a field. Its parts
+        # refer to the whole, and cloudpickle could not load such a record of a package pickled by
+        # value.
         del made.__pydantic_core_schema__
         return cast("type[Record]", made)
 

@@ -100,5 +100,5 @@ def step(model: Any, calls: tuple[int, ...], *, held: bool = False, data_seed: i
 
 
 def learns(model: Any) -> bool:
-    """Returns whether the bucket groups of this release learn from a first batch."""
+    """Return whether the bucket groups of this release learn from a first batch."""
     return hasattr(bucket_groups(model.chunks[0])[0], "is_first_batch")

@@ -42,7 +42,7 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 
 def apply_z_loss(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Does the same to the z-loss, which upstream logs ÷ its coefficient, too."""
+    """Do the same to the z-loss, which upstream logs ÷ its coefficient, too."""
     return _with_coefficient("moe_z_loss_coeff", original, self, *args, **kwargs)
 
 

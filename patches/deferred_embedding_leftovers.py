@@ -35,7 +35,7 @@ from . import _deferred_embedding
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a schedule; if it is forward-only or raises, drops what it added to the lists."""
+    """Run a schedule; if it is forward-only or raises, drops what it added to the lists."""
     from megatron.core.utils import get_model_config
 
     model, forward_only = kwargs["model"], kwargs.get("forward_only", False)

@@ -44,7 +44,7 @@ _ASKED = "embedding_module.shared_embedding_or_output_weight()"
 def finish(
     original: Callable[..., None], config: Any, embedding_module: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Gives upstream the weight that the output layer used."""
+    """Give upstream the weight that the output layer used."""
     if embedding_module is None or not getattr(config, "mtp_num_layers", None):
         original(config, embedding_module, *args, **kwargs)
         return
@@ -64,7 +64,7 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Turns the inputs of each microbatch round, to the order of their gradients."""
+    """Turn the inputs of each microbatch round, to the order of their gradients."""
     inputs = embedding_activation_buffer
     calls = 1 + (getattr(config, "mtp_num_layers", None) or 0)
     if calls > 1:
@@ -96,7 +96,7 @@ def neighbour() -> object:
 
 
 def _gradients(mtp_layers: int) -> tuple[Any, Any]:
-    """Returns the last stage's gradients, computed at once and deferred; None on other stages."""
+    """Return the last stage's gradients, computed at once and deferred; None on other stages."""
     import torch
 
     from megatron_idempotent.proof.cpu import tiny

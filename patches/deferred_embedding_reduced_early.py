@@ -39,7 +39,7 @@ _deferring: PerProcessWeakKeys[Any, bool] = PerProcessWeakKeys(__name__, "_defer
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a schedule with pipelining, and puts off its deferred gradient's reduction."""
+    """Run a schedule with pipelining, and puts off its deferred gradient's reduction."""
     group = None if kwargs.get("forward_only", False) else _group(kwargs["model"])
     if group is None:
         return original(*args, **kwargs)
@@ -71,7 +71,7 @@ def _group(model: Any) -> Any:
 
 
 def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Starts a bucket group's reduction, or puts it off while a deferred gradient is to come."""
+    """Start a bucket group's reduction, or puts it off while a deferred gradient is to come."""
     if self in _deferring:
         _deferring[self] = True
     else:
@@ -90,7 +90,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def reset(original: Callable[..., None], self: Any) -> None:
-    """Resets a bucket group for a window, which waits for no gradient of the window before."""
+    """Reset a bucket group for a window, which waits for no gradient of the window before."""
     _defer_no_more(self)
     original(self)
 
@@ -104,7 +104,7 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Computes the deferred gradient, then starts the reduction that waits for it."""
+    """Compute the deferred gradient, then starts the reduction that waits for it."""
     if embedding_activation_buffer or grad_output_buffer:
         original(config, embedding_activation_buffer, grad_output_buffer, weight, *args, **kwargs)
     # Else a failure that guarded_window() carries has dropped them; the peers reduce all the same.

@@ -35,7 +35,7 @@ _ASKED = "self.explicit_expert_comm = self.is_expert and (world_size > 1 or self
 
 
 def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Builds a linear layer that leaves all communication to others if it is an expert's."""
+    """Build a linear layer that leaves all communication to others if it is an expert's."""
     original(self, *args, **kwargs)
     self.explicit_expert_comm = self.is_expert
 

@@ -35,7 +35,7 @@ _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParal
 
 
 def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wraps a module in which experts' weights are marked, where they are split otherwise."""
+    """Wrap a module in which experts' weights are marked, where they are split otherwise."""
     given = arguments(original, (self, *args), kwargs)
     config = given["config"]
     split = getattr(config, "expert_tensor_parallel_size", None)

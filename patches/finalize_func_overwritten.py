@@ -33,7 +33,7 @@ from megatron_idempotent.patching import Patch, arguments
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs upstream's `train` so that it assigns the finalize function that the config holds."""
+    """Run upstream's `train` so that it assigns the finalize function that the config holds."""
     module: Any = sys.modules[training.MODULE]
     config = arguments(original, args, kwargs)["config"]
     custom = config.finalize_model_grads_func
@@ -50,7 +50,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_of_train(function: Any) -> bool:
-    """Returns whether `train()` has wrapped its module's finalize function in this one."""
+    """Return whether `train()` has wrapped its module's finalize function in this one."""
     return getattr(function, "__qualname__", "").startswith("train.<locals>.") and (
         getattr(function, "__module__", None) == training.MODULE
     )

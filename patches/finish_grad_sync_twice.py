@@ -47,7 +47,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Starts a chunk's reductions; without overlap that reduces, and is done once."""
+    """Start a chunk's reductions; without overlap that reduces, and is done once."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
     elif not ddp.is_idle(self):
@@ -56,7 +56,7 @@ def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
 
 
 def start(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Starts a bucket group's reduction, unless it is under way already."""
+    """Start a bucket group's reduction, unless it is under way already."""
     if self.ddp_config.overlap_grad_reduce and ddp.dispatched(self) and ddp.late(self) is None:
         return
     ddp.dispatching(original, self, *args, **kwargs)

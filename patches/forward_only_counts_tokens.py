@@ -31,7 +31,7 @@ from megatron_idempotent.patching import Patch
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a schedule; after a forward-only one with gradients enabled, puts the counts back."""
+    """Run a schedule; after a forward-only one with gradients enabled, puts the counts back."""
     import torch
     from megatron.core.utils import get_model_config
 

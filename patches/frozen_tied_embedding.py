@@ -30,13 +30,13 @@ from megatron_idempotent.patching import Patch, Target, a_body_has
 
 
 def add_up(original: Callable[..., None], model: list[Any], config: Any) -> None:
-    """Adds up the shared weight's gradients, unless it is frozen and has none."""
+    """Add up the shared weight's gradients, unless it is frozen and has none."""
     if not (_is_shared() and any(map(_is_frozen, model))):
         original(model, config)
 
 
 def _is_shared() -> bool:
-    """Returns whether upstream looks at the model; if not, the model may be any module."""
+    """Return whether upstream looks at the model; if not, the model may be any module."""
     import torch
     from megatron.core import parallel_state
 

@@ -52,7 +52,7 @@ _SCALE_THEMSELVES = {"areal.engine.megatron_engine": ("MegatronEngine", "train_b
 
 
 def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Builds an optimizer, and wires its loss scale into the configs of its chunks."""
+    """Build an optimizer, and wires its loss scale into the configs of its chunks."""
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.utils import get_model_config
 
@@ -71,7 +71,7 @@ def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _caller_scales() -> bool:
-    """Returns whether a framework that scales its losses itself builds this optimizer."""
+    """Return whether a framework that scales its losses itself builds this optimizer."""
     frame = sys._getframe(1)
     while frame is not None:
         where = frame.f_globals
@@ -93,7 +93,7 @@ def _of_an_optimizer(function: Any) -> bool:
 
 
 def scale_loss(original: Callable[..., Any], self: Any, loss: Tensor) -> Any:
-    """Scales a loss; notes that the program scales by hand, which then holds for its whole step."""
+    """Scale a loss; notes that the program scales by hand, which then holds for its whole step."""
     # Not one that asks for the scale of a number.
     if loss.requires_grad and OURS not in vars(self):
         setattr(self, SCALED, True)
@@ -101,7 +101,7 @@ def scale_loss(original: Callable[..., Any], self: Any, loss: Tensor) -> Any:
 
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes a step, after which no loss counts as scaled by hand."""
+    """Take a step, after which no loss counts as scaled by hand."""
     for part in parts(self):
         vars(part).pop(SCALED, None)
     return original(self, *args, **kwargs)

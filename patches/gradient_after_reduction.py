@@ -61,7 +61,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def _expected(group: Any) -> dict[Any, int]:
-    """Counts how often each parameter registers before its bucket group's hooks dispatch."""
+    """Count how often each parameter registers before its bucket group's hooks dispatch."""
     learned = getattr(group, "golden_per_param_grad_ready_counts", None)
     # Releases before 0.16 learn nothing; in a first batch nothing is learned yet.
     return learned or dict.fromkeys(group.params, 1)

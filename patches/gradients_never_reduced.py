@@ -36,7 +36,7 @@ def reproduce() -> None:
 
 
 def repaired() -> None:
-    """Runs the same after `wire_train_config`."""
+    """Run the same after `wire_train_config`."""
     from megatron_idempotent import wire_train_config
 
     model = _build()

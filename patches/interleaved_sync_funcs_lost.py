@@ -31,7 +31,7 @@ from megatron_idempotent.patching import Patch
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs the interleaved schedule; if a forward-only window raises, puts both functions back."""
+    """Run the interleaved schedule; if a forward-only window raises, puts both functions back."""
     if not kwargs.get("forward_only", False):
         return original(*args, **kwargs)
     from megatron.core.utils import get_model_config

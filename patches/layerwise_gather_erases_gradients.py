@@ -54,7 +54,7 @@ def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
-    """Waits for gathers into the gradients' memory, then zeroes the gradients."""
+    """Wait for gathers into the gradients' memory, then zeroes the gradients."""
     import torch
 
     for group in bucket_groups(self):
@@ -66,7 +66,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
-    """Notes that no gradient waits any more, then runs a chain's update."""
+    """Note that no gradient waits any more, then runs a chain's update."""
     for group in gather.deferred_groups(self):
         if gather.gathers_by_lists(group):
             gather.hold_gradients(group, False)
@@ -75,7 +75,7 @@ def step(original: Callable[..., Any], self: Any) -> Any:
 
 
 def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
-    """Starts a bucket group's gather, unless it would overwrite gradients that wait for a step."""
+    """Start a bucket group's gather, unless it would overwrite gradients that wait for a step."""
     if (
         gather.holds_gradients(self)
         and not gather.marked(self)

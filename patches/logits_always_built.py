@@ -93,7 +93,7 @@ def forward(
     output_processor_context: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs the model's forward; with a processor, hands it the hidden states instead of logits."""
+    """Run the model's forward; with a processor, hands it the hidden states instead of logits."""
     if output_processor is None or not self.post_process:
         return original(self, *args, **kwargs)
     call = arguments(original, (self, *args), kwargs)
@@ -136,7 +136,7 @@ _HANDED_ON = (
 
 @contextmanager
 def _without_logits(model: Any, labels: Any) -> Iterator[None]:
-    """Lets stand-ins take the hidden states where the model would make logits.
+    """Let stand-ins take the hidden states where the model would make logits.
 
     A loss of the very `labels` is the model's own; MTP heads compute losses of labels that are
     rolled on.

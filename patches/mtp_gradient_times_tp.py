@@ -36,7 +36,7 @@ _CALL = f"hidden_states = {_GATHER}(hidden_states)"
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs the layer with a gather whose backward gives each rank its part, and adds none up.
+    """Run the layer with a gather whose backward gives each rank its part, and adds none up.
 
     Takes part: all tensor-parallel ranks.
     """

@@ -87,7 +87,7 @@ def _called(original: Callable[..., Any], args: Any, kwargs: Any, **other: Any) 
 
 
 def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> Any:
-    """Returns the mask that upstream begins with; None where there is nothing to predict."""
+    """Return the mask that upstream begins with; None where there is nothing to predict."""
     import torch
 
     if labels is None and tokens is None:
@@ -99,7 +99,7 @@ def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> A
 
 
 def _factors(shift: Callable[[Any], Any], mask: Any, config: Any, group: Any) -> Iterator[Any]:
-    """Returns, for each MTP layer, what its loss is to be multiplied by on this rank."""
+    """Return, for each MTP layer, what its loss is to be multiplied by on this rank."""
     import torch
 
     numbers = [mask.sum()]

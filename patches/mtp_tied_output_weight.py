@@ -39,7 +39,7 @@ _MODULE = "megatron.core.models.common.language_module.language_module"
 
 
 def setup(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Sets up a model whose output layer owns a weight only if it uses it."""
+    """Set up a model whose output layer owns a weight only if it uses it."""
     if self.share_embeddings_and_output_weights and getattr(self, "mtp_process", False):
         layer = getattr(self, "output_layer", None)
         if layer is not None and getattr(layer, "weight", None) is not None:

@@ -32,7 +32,7 @@ _LAYERS = "megatron.core.tensor_parallel.inference_layers"
 
 
 def is_inference_linear(original: Callable[..., bool], module: Any) -> bool:
-    """Returns whether a layer is of a class for inference; no layer is of one that is a mock."""
+    """Return whether a layer is of a class for inference; no layer is of one that is a mock."""
     from megatron.core.tensor_parallel import inference_layers
 
     asked = inference_layers.InferenceColumnParallelLinear

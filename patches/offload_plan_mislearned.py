@@ -51,7 +51,7 @@ _running = {"forward_only": False}
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a schedule, notes whether it is forward-only, and drops what it leaves if it raises."""
+    """Run a schedule, notes whether it is forward-only, and drops what it leaves if it raises."""
     from megatron.core.utils import get_model_config
 
     config = get_model_config(schedules.chunks(kwargs["model"])[0])
@@ -88,7 +88,7 @@ def _abort() -> None:
 
 
 def begin_forward(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Begins a forward's chunk, unless no backward will follow."""
+    """Begin a forward's chunk, unless no backward will follow."""
     idle = _no_backward()
     setattr(self, _IDLE, idle)
     if idle:
@@ -98,7 +98,7 @@ def begin_forward(original: Callable[..., None], self: Any, *args: Any, **kwargs
 
 
 def next_chunk(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the next chunk; None if no backward will follow, so that nothing is offloaded."""
+    """Return the next chunk; None if no backward will follow, so that nothing is offloaded."""
     # Both: a recomputed layer's first forward has no gradients, and the capture of CUDA graphs
     # calls layers without beginning a forward.
     if getattr(self, _IDLE, False) and _no_backward():
@@ -140,7 +140,7 @@ def offloading(**layout: Any) -> Any:
 
 
 def offloaded() -> int:
-    """Counts the tensors that were copied to the host since the manager was made."""
+    """Count the tensors that were copied to the host since the manager was made."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         PipelineOffloadManager,
     )

@@ -44,7 +44,7 @@ from . import _scenarios
 def disable(
     original: Callable[..., None], self: Any, param_sync: bool = True, *args: Any, **kwargs: Any
 ) -> None:
-    """Runs `disable_forward_pre_hook`, and makes the gathers that the hooks still had to make."""
+    """Run `disable_forward_pre_hook`, and makes the gathers that the hooks still had to make."""
     original(self, param_sync, *args, **kwargs)
     if (
         not param_sync
@@ -55,7 +55,7 @@ def disable(
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gathers an update that came while the hooks were off, then runs a chunk's forward."""
+    """Gather an update that came while the hooks were off, then runs a chunk's forward."""
     # Megatron-FSDP shares the method and has no such hooks.
     if getattr(self, "use_forward_hook", False) and not self.remove_forward_pre_hook_handles:
         _gather_behind_hooks(self)
@@ -76,7 +76,7 @@ def _gather_behind_hooks(chunk: Any) -> None:
 
 
 def reproduce() -> None:
-    """Does what `train()` does on entry, right after a step; then a window and its step."""
+    """Do what `train()` does on entry, right after a step; then a window and its step."""
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)

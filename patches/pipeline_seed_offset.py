@@ -36,7 +36,7 @@ from megatron_idempotent.patching import Patch, Target, a_body_has
 
 
 def seed_all_stages(original: Callable[..., Any], seed: int, *args: Any, **kwargs: Any) -> Any:
-    """Seeds; if all pipeline stages have the same states then, seeds again with an offset."""
+    """Seed; if all pipeline stages have the same states then, seeds again with an offset."""
     result = original(seed, *args, **kwargs)
     offset = _missing_offset()
     if offset is not None:
@@ -135,7 +135,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def _drawn(seed: Callable[[int], object]) -> list[bytes]:
-    """Returns what one stage of two draws from each generator after each seed."""
+    """Return what one stage of two draws from each generator after each seed."""
     import random
 
     import numpy

@@ -34,7 +34,7 @@ _ADDRESS = "megatron.core.parallel_state:destroy_model_parallel"
 
 
 def destroy(original: Callable[[], None]) -> None:
-    """Lets upstream drop the groups, then destroys those that nothing else refers to."""
+    """Let upstream drop the groups, then destroys those that nothing else refers to."""
     import gc
 
     import torch.distributed as dist

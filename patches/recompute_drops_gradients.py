@@ -43,7 +43,7 @@ from megatron_idempotent.patching import Patch, Target
 def checkpoint(
     original: Callable[..., Any], function: Any, distribute_saved_activations: bool, *args: Any
 ) -> Any:
-    """Runs `tensor_parallel.checkpoint` so that a piece with trained parameters is recorded."""
+    """Run `tensor_parallel.checkpoint` so that a piece with trained parameters is recorded."""
     import torch
 
     tensors = [each for each in args if isinstance(each, torch.Tensor)]

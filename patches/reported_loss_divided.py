@@ -35,7 +35,7 @@ from megatron_idempotent.patching import Patch, Target
 def forward(
     original: Callable[..., Any], forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs `forward_step` with a loss function whose reports do not share memory with the loss."""
+    """Run `forward_step` with a loss function whose reports do not share memory with the loss."""
     return original(partial(_forward, forward_step_func), *args, **kwargs)
 
 

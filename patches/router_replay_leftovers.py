@@ -36,7 +36,7 @@ from megatron_idempotent.patching import Patch
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a schedule, then empties the replay lists of its routers."""
+    """Run a schedule, then empties the replay lists of its routers."""
     from megatron.core.utils import get_model_config
 
     chunks = schedules.chunks(kwargs["model"])

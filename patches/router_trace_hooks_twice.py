@@ -28,7 +28,7 @@ from megatron_idempotent.patching import Patch, Target
 
 
 def register(original: Callable[..., Any], self: Any, model: Any) -> None:
-    """Takes the tracer's hooks off the modules, then runs `RouterTracer.register_hooks`."""
+    """Take the tracer's hooks off the modules, then runs `RouterTracer.register_hooks`."""
     chunks = model if isinstance(model, (list, tuple)) else [model]
     here = {id(module._forward_hooks) for chunk in chunks for module in chunk.modules()}
     for handle in list(self._hook_handles):
@@ -40,7 +40,7 @@ def register(original: Callable[..., Any], self: Any, model: Any) -> None:
 
 
 def reproduce() -> None:
-    """Does what two calls of `train()` do with the tracer."""
+    """Do what two calls of `train()` do with the tracer."""
     import tempfile
 
     from megatron.core.transformer.moe import router_trace

@@ -63,7 +63,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Starts a chunk's reductions; without overlap that reduces, and raises as finishing does."""
+    """Start a chunk's reductions; without overlap that reduces, and raises as finishing does."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
         return
@@ -86,7 +86,7 @@ def _require_exact(chunk: Any) -> None:
 
 
 def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    """Runs `finalize_model_grads`; raises if it would apply sums to reduced gradients again."""
+    """Run `finalize_model_grads`; raises if it would apply sums to reduced gradients again."""
     chunks = list(model)
     if any(ddp.grown(chunk) and not getattr(chunk, _ZEROED, False) for chunk in chunks):
         num_tokens = args[0] if args else kwargs.get("num_tokens")
@@ -97,7 +97,7 @@ def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: An
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Notes if the caller has zeroed gradients without `zero_grad_buffer`, then runs a forward."""
+    """Note if the caller has zeroed gradients without `zero_grad_buffer`, then runs a forward."""
     reduced = ddp.reduced(self)
     if reduced is not None and not getattr(self, _ZEROED, False):
         _look_for_zeros(self, reduced)
@@ -137,7 +137,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
 
 
 def _inexact(group: Any) -> str | None:
-    """Says why reducing R + g again would not give R + (the reduced g); None if it does."""
+    """Say why reducing R + g again would not give R + (the reduced g); None if it does."""
     config = group.ddp_config
     if not config.use_distributed_optimizer:
         ranks = group.data_parallel_group.size()
@@ -153,7 +153,7 @@ def _inexact(group: Any) -> str | None:
 
 
 def _sums_elsewhere(chunks: Sequence[Any], num_tokens: Any) -> str | None:
-    """Lists what else `finalize_model_grads` would apply to reduced gradients a second time."""
+    """List what else `finalize_model_grads` would apply to reduced gradients a second time."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -241,7 +241,7 @@ def neighbour() -> object:
 
 
 def _shards(model: Any) -> bytes:
-    """Returns the part that a reduce-scatter leaves this rank."""
+    """Return the part that a reduce-scatter leaves this rank."""
     import torch
 
     shards = [

@@ -34,7 +34,7 @@ from megatron_idempotent.patching import Patch
 
 
 def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
-    """Starts a bucket group's gather, unless one that carries the same is in flight."""
+    """Start a bucket group's gather, unless one that carries the same is in flight."""
     if not force_sync and self.param_gather_handle is not None:
         current = self.param_gather_dispatched
         if current and not gather.marked(self):

@@ -35,7 +35,7 @@ _ended: dict[str, Any] = PerProcessDict(__name__, "_ended")
 
 
 def end_job_spans(original: Callable[[], None]) -> None:
-    """Runs `_end_otel_job_spans` so that it shuts a new handle down after an old one, too."""
+    """Run `_end_otel_job_spans` so that it shuts a new handle down after an old one, too."""
     from megatron.training import training
 
     handle = training.get_telemetry()

@@ -34,7 +34,7 @@ from megatron_idempotent.patching import Patch
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a schedule; if it raises, stops the timers that it started."""
+    """Run a schedule; if it raises, stops the timers that it started."""
     from megatron.core.utils import get_model_config
 
     original = schedules.around(original, kwargs["model"])
@@ -43,14 +43,14 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def finalize(original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs `finalize_model_grads`; if it raises, stops the timers that it started."""
+    """Run `finalize_model_grads`; if it raises, stops the timers that it started."""
     from megatron.core.utils import get_model_config
 
     return stopping(get_model_config(model[0]).timers, original, model, *args, **kwargs)
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
-    """Runs an optimizer's `step`; if it raises, stops the timers that it started."""
+    """Run an optimizer's `step`; if it raises, stops the timers that it started."""
     # A chain of no optimizers, on a rank whose parameters are frozen, has no config.
     return stopping(getattr(getattr(self, "config", None), "timers", None), original, self)
 

@@ -35,7 +35,7 @@ _TIMER = "interval-time"
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Resets the timer that an earlier call left running, then runs upstream's `train`."""
+    """Reset the timer that an earlier call left running, then runs upstream's `train`."""
     from megatron.training import get_timers
 
     timers = get_timers()
@@ -47,7 +47,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs upstream's `train_step`; if it raises, stops the timers that it started."""
+    """Run upstream's `train_step`; if it raises, stops the timers that it started."""
     from megatron.training import get_timers
 
     return stopping(get_timers(), original, *args, **kwargs)

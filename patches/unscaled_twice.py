@@ -42,7 +42,7 @@ _MEMORY = "megatron_idempotent_unscaled"
 
 
 def prepare_grads(original: Callable[..., bool], self: Any) -> bool:
-    """Runs `prepare_grads`, and unscales each gradient once."""
+    """Run `prepare_grads`, and unscales each gradient once."""
     # A stub holds no gradient to tell a new window by; Megatron-FSDP keeps its own.
     if self.grad_scaler is None or self.is_stub_optimizer or _is_fsdp(self):
         return original(self)
@@ -65,7 +65,7 @@ def clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 
 def step_with_ready_grads(original: Callable[..., bool], self: Any) -> bool:
-    """Runs the update, whose gradients count as unscaled, although its caller has clipped them."""
+    """Run the update, whose gradients count as unscaled, although its caller has clipped them."""
     if hasattr(self, _MEMORY):
         _remember(self)
     return original(self)
@@ -107,7 +107,7 @@ def _again(optimizer: Any, *, scale: Tensor, found_inf: bool) -> bool:
 
 
 def _versions(optimizer: Any) -> tuple[int, ...]:
-    """Returns version counters, which rise with every write to a gradient or its buffer."""
+    """Return version counters, which rise with every write to a gradient or its buffer."""
     if hasattr(optimizer, "buffers"):
         return tuple(buffer.grad_data._version for buffer in optimizer.buffers)
     return tuple(grad._version for grad in _model_grads(optimizer))

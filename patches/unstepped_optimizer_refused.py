@@ -31,7 +31,7 @@ from megatron_idempotent.patching import Patch
 
 
 def state_dict(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
-    """Fills the state if there is none at all, then has upstream read it."""
+    """Fill the state if there is none at all, then has upstream read it."""
     if not self.optimizer.state and optimizers.is_torch_adam(self):
         _fill(self.optimizer)
     return original(self)

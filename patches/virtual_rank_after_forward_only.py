@@ -30,7 +30,7 @@ from megatron_idempotent.patching import Patch
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs the interleaved schedule; if forward-only, or if it raises, puts the rank back."""
+    """Run the interleaved schedule; if forward-only, or if it raises, puts the rank back."""
     from megatron.core import parallel_state
 
     before = parallel_state.get_virtual_pipeline_model_parallel_rank()

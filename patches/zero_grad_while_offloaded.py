@@ -30,7 +30,7 @@ from megatron_idempotent.patching import Patch
 
 
 def reset(original: Callable[..., None], self: Any) -> None:
-    """Zeroes a buffer; while its gradients are offloaded, zeroes all but them."""
+    """Zero a buffer; while its gradients are offloaded, zeroes all but them."""
     if self.grad_data.untyped_storage().size() or not self.grad_data.numel():
         original(self)
         return

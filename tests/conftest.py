@@ -36,7 +36,7 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def kernel_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """Acts as `megatron_ranks`, with Triton and its interpreter imported, and nothing of Megatron.
+    """Act as `megatron_ranks`, with Triton and its interpreter imported, and nothing of Megatron.
 
     The interpreter rounds as a GPU does, and Triton's kernels are what is used.
     """

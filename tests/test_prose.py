@@ -47,7 +47,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def faults(path: Path) -> list[str]:
-    """Lists what is wrong with a file's docstrings."""
+    """List what is wrong with a file's docstrings."""
     found = []
     for line, text in docstrings(path):
         # A case file begins with what a user would say: "With overlap_param_gather, …".
@@ -61,7 +61,7 @@ def faults(path: Path) -> list[str]:
 
 
 def functions_without_a_verb(path: Path, noun: re.Pattern[str] = NOUN) -> list[str]:
-    """Lists the functions whose docstring begins with a noun, or as `noun` says."""
+    """List the functions whose docstring begins with a noun, or as `noun` says."""
     return [
         f"{path.name}:{node.lineno} {node.name}"
         for node in ast.walk(ast.parse(path.read_text("utf-8")))

@@ -63,7 +63,7 @@ class Read(Record):
     """True if the wrapper copes with its absence, so far as one can see."""
 
 
-class _Source:
+class _Module:
     """Holds the names that a module of this package binds at its top level."""
 
     def __init__(self, module: str) -> None:
@@ -106,8 +106,8 @@ def imports(
 
 
 @cache
-def _source(module: str) -> _Source:
-    return _Source(module)
+def _source(module: str) -> _Module:
+    return _Module(module)
 
 
 @cache
@@ -142,7 +142,7 @@ def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[
             continue
         source = _source(module)
         if name in source.definitions:
-            each = _Reader(source, source.definitions[name], owns)
+            each = _Definition(source, source.definitions[name], owns)
             found |= each.found
             keeps |= each.keeps
             own |= each.own | source.protocols
@@ -154,10 +154,10 @@ def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[
     return frozenset(each for each in found if each.module or each.name not in own), keeps
 
 
-class _Reader:
+class _Definition:
     """Reads one function, class or constant."""
 
-    def __init__(self, source: _Source, root: ast.AST, of_class: bool) -> None:
+    def __init__(self, source: _Module, root: ast.AST, of_class: bool) -> None:
         self._source = source
         self.found: set[Read] = set()
         self.uses: set[tuple[str, str]] = set()

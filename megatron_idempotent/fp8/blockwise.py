@@ -132,7 +132,7 @@ def dequantize_blockwise(
     dtype: torch.dtype = torch.bfloat16,
     slab_bytes: int = _SLAB_BYTES,
 ) -> Tensor:
-    """Returns the weight of codes and scales: their product in float32, rounded to `dtype`.
+    """Return the weight of codes and scales: their product in float32, rounded to `dtype`.
 
     Args:
         codes: [..., R, C] of float8_e4m3fn.
@@ -206,7 +206,7 @@ def _blocks(length: int) -> int:
 
 
 def _slabs(shape: torch.Size, slab_bytes: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yields the parts that are taken at a time, as slices of experts, of blocks and of rows."""
+    """Yield the parts that are taken at a time, as slices of experts, of blocks and of rows."""
     experts, rows, columns = shape
     row_bytes = BLOCK * max(1, _blocks(columns)) * BLOCK * 4
     at_a_time = max(1, slab_bytes // row_bytes)
@@ -242,7 +242,7 @@ def _scale(largest: Tensor, scales: Scales) -> Tensor:
 
 
 def _refuse_not_finite(name: str, weight: Tensor, dtype: torch.dtype, largest_Erc: Tensor) -> None:
-    """Raises `ValueError` with the place of the first value that is not finite.
+    """Raise `ValueError` with the place of the first value that is not finite.
 
     It is called when there is one, and reads its block alone.
     """

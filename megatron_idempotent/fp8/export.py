@@ -63,7 +63,7 @@ class Fp8Export:
             )
 
     def converts(self, name: str, weight: Tensor) -> bool:
-        """Returns whether the weight is quantized: a matrix of a linear layer, or of all
+        """Return whether the weight is quantized: a matrix of a linear layer, or of all
         experts, that is not left out.
         """
         module, _, last = name.rpartition(".")
@@ -125,7 +125,7 @@ class Fp8Export:
             )
 
     def quantization_config(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Returns the `quantization_config` for the engine's config.json.
+        """Return the `quantization_config` for the engine's config.json.
 
         Modules that are left out are named in full: vLLM compares whole names. Reads shapes and
         types only, so tensors may be on the meta device.

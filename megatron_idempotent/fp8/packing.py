@@ -47,16 +47,16 @@ class TokenAlignment:
             )
 
     def of_sequence(self, tokens: int) -> int:
-        """Returns the tokens that a sequence of this length takes in a pack, padding included."""
+        """Return the tokens that a sequence of this length takes in a pack, padding included."""
         return -(-tokens // self.sequence) * self.sequence
 
     def of_pack(self, lengths: Iterable[int]) -> int:
-        """Returns the tokens of a pack of these sequences; for one row, the width of its batch."""
+        """Return the tokens of a pack of these sequences; for one row, the width of its batch."""
         return -(-sum(map(self.of_sequence, lengths)) // self.pack) * self.pack
 
     @classmethod
     def of_config(cls, config: Any) -> TokenAlignment:
-        """Reads the multiples from a TransformerConfig, arguments, or a mapping with such names.
+        """Read the multiples from a TransformerConfig, arguments, or a mapping with such names.
 
         Reads `fp8`, `fp8_recipe`, `tensor_model_parallel_size`, `context_parallel_size` and
         `sequence_parallel`.
@@ -90,7 +90,7 @@ class TokenAlignment:
 def token_alignment(
     recipe: str | None, tp: int, cp: int, sequence_parallel: bool
 ) -> TokenAlignment:
-    """Returns the multiples that sequences and packs are padded to, in tokens over all ranks.
+    """Return the multiples that sequences and packs are padded to, in tokens over all ranks.
 
     Context parallelism cuts each sequence into 2 · cp pieces. Sequence parallelism cuts the tokens
     of a context-parallel rank into tp pieces, across sequences; without it kernels get no such
@@ -275,7 +275,7 @@ class Pack:
         )
 
     def join(self, sequences: Sequence[Tensor] | Tensor, *, fill: float = 0) -> Tensor:
-        """Puts values of each token into the pack, [T, ...]; differentiable.
+        """Put values of each token into the pack, [T, ...]; differentiable.
 
         Args:
             sequences: n tensors [length, ...], or one of all tokens, [N, ...]; for a padded batch
@@ -304,7 +304,7 @@ class Pack:
         return pack.index_copy(0, self.place_N, sequences)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Splits values of the pack into each sequence's, [length, ...]; differentiable.
+        """Split values of the pack into each sequence's, [length, ...]; differentiable.
 
         Args:
             values: [T, ...], or [1, T, ...] as a model returns it.
@@ -317,7 +317,7 @@ class Pack:
         return torch.split(values.index_select(0, self.place_N), [*self.lengths])
 
     def sums(self, values: Tensor, *, rank: int = 0, size: int = 1) -> Tensor:
-        """Adds up each sequence's values; differentiable, and padding takes no part.
+        """Add up each sequence's values; differentiable, and padding takes no part.
 
         It adds in float64, from each sequence's first token to its last, so that a sequence has the
         same sum in every pack. Nothing loops over sequences or waits for the device.
@@ -350,7 +350,7 @@ class Pack:
         return summed[: len(self.lengths)].to(values.dtype if exact else torch.float32)
 
     def expand(self, values: Tensor, *, fill: float = 0, rank: int = 0, size: int = 1) -> Tensor:
-        """Gives each token the value of its sequence, such as an advantage; differentiable.
+        """Give each token the value of its sequence, such as an advantage; differentiable.
 
         Args:
             values: [n, ...]
@@ -378,7 +378,7 @@ class Pack:
         return torch.where(mask.view(-1, *[1] * (values.dim() - 1)), spread, fill)
 
     def _flat(self, what: str, values: Tensor, size: int) -> Tensor:
-        """Returns values [T / size, ...], without the dimension of rows of a model's output."""
+        """Return values [T / size, ...], without the dimension of rows of a model's output."""
         wanted = self.tokens // size
         if values.dim() > 1 and tuple(values.shape[:2]) == (1, wanted):
             values = values[0]

@@ -125,7 +125,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Cuts this rank's piece out of the gradient, which all ranks have: no collective."""
+        """Cut this rank's piece out of the gradient, which all ranks have: no collective."""
         return gradient.narrow(1, dist.get_rank(ctx.group) * ctx.size, ctx.size), None
 
 
@@ -138,7 +138,7 @@ def _one_shape(what: str, values: Tensor, mask: Tensor) -> None:
 
 
 def _runs(what: str, mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Returns the first token of each row [B], the number of its tokens [B], and the largest."""
+    """Return the first token of each row [B], the number of its tokens [B], and the largest."""
     if mask.dim() != 2:
         raise ValueError(f"{what}() got mask of shape {tuple(mask.shape)}: [rows, positions]")
     real_BT = mask > 0
@@ -162,7 +162,7 @@ def _runs(what: str, mask: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _taken(values: Tensor, from_BX: Tensor, real_BX: Tensor, fill: float) -> Tensor:
-    """Returns each row's values at these positions, [B, X, ...], and `fill` in padding."""
+    """Return each row's values at these positions, [B, X, ...], and `fill` in padding."""
     rows, width = values.shape[:2]
     trailing = values.shape[2:]
     if not from_BX.numel() or not width:

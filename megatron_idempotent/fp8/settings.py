@@ -55,7 +55,7 @@ def fp8_settings(
     fp8_param: bool = False,
     features: Mapping[str, int] | None = None,
 ) -> Fp8Settings:
-    """Returns the fields to set in Megatron's configurations, if all that FP8 needs is there.
+    """Return the fields to set in Megatron's configurations, if all that FP8 needs is there.
 
     Args:
         recipe: Megatron's `fp8_recipe`.

@@ -38,7 +38,7 @@ def quantize_kernel(
     EXPORTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Writes the codes [E, R, C], scale and largest magnitude [E, r, c] of block `program_id`."""
+    """Write the codes [E, R, C], scale and largest magnitude [E, r, c] of block `program_id`."""
     row_blocks, column_blocks = tl.cdiv(rows, BLOCK), tl.cdiv(columns, BLOCK)
     program = tl.program_id(0)
     in_row = program % column_blocks
@@ -86,7 +86,7 @@ def launch_quantize(
     block: int,
     warps: int = WARPS[0],
 ) -> None:
-    """Quantizes a weight into codes, scales and largest magnitudes, all without gaps in memory."""
+    """Quantize a weight into codes, scales and largest magnitudes, all without gaps in memory."""
     on_device = (
         torch.cuda.device(weight_ERC.device) if weight_ERC.is_cuda else contextlib.nullcontext()
     )

@@ -63,7 +63,7 @@ def token_logprobs(
     triton: bool | None = None,
     workspace_bytes: int | None = None,
 ) -> TokenStats:
-    """Computes log-probs of the targets, and entropies, over a vocabulary that ranks may share.
+    """Compute log-probs of the targets, and entropies, over a vocabulary that ranks may share.
 
     Given logits, it reads them once; the backward reads them again and writes the gradient. Besides
     that gradient it takes O(tokens) memory and the workspace. Given hidden states and the output
@@ -170,7 +170,7 @@ def _backend(
     compiled: bool,
     triton: bool | None,
 ) -> Backend:
-    """Chooses what computes a call; PyTorch computes K targets, on any device.
+    """Choose what computes a call; PyTorch computes K targets, on any device.
 
     Raises:
         ValueError: K targets with an option that knows one target per token.
@@ -190,7 +190,7 @@ def _backend(
 
 
 def _of_each(stats: TokenStats, targets: Targets) -> TokenStats:
-    """Moves the last log-prob, that of all other tokens, into `rest`.
+    """Move the last log-prob, that of all other tokens, into `rest`.
 
     A repeated id gets the log-prob of its first mention, an ignored one 0.
     """

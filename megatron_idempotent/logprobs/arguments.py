@@ -19,13 +19,13 @@ from .sources import ProductParts, SequenceParallel
 
 
 def one_of(who: str, name: str, value: Any, known: tuple[str, ...]) -> None:
-    """Raises `ValueError` unless an option has one of its known values."""
+    """Raise `ValueError` unless an option has one of its known values."""
     if value not in known:
         raise ValueError(f"{who}() got {name}={value!r}: pass one of {', '.join(known)}")
 
 
 def floating(who: str, name: str, tensor: Tensor) -> None:
-    """Raises `ValueError` unless the tensor has rows of floating point numbers."""
+    """Raise `ValueError` unless the tensor has rows of floating point numbers."""
     if not tensor.is_floating_point() or tensor.dim() < 1:
         raise ValueError(
             f"{who}() got {name} of {tensor.dtype} and shape {tuple(tensor.shape)}: "
@@ -36,7 +36,7 @@ def floating(who: str, name: str, tensor: Tensor) -> None:
 def one_form(
     who: str, logits: Any, hidden: Any, weight: Any, ownership: str, hidden_layout: str
 ) -> None:
-    """Raises `ValueError` unless there are logits, or hidden states and a weight that fit.
+    """Raise `ValueError` unless there are logits, or hidden states and a weight that fit.
 
     `ownership` and `hidden_layout` must go with what is given.
     """
@@ -78,12 +78,12 @@ class Tokens(NamedTuple):
     """The number of tokens that are computed."""
 
     def others(self, per_token: Tensor, value: float) -> Tensor:
-        """Returns a copy of `per_token` with `value` at the tokens that are left out."""
+        """Return a copy of `per_token` with `value` at the tokens that are left out."""
         return per_token if self.kept is None else torch.where(self.kept, per_token, value)
 
 
 def mask_of(who: str, token_mask: Tensor | None, shape: torch.Size) -> None:
-    """Raises `ValueError` unless the mask has a bool for each token, [...], or is None."""
+    """Raise `ValueError` unless the mask has a bool for each token, [...], or is None."""
     if token_mask is not None and (token_mask.dtype != torch.bool or token_mask.shape != shape):
         raise ValueError(
             f"{who}() got token_mask of {token_mask.dtype} and shape "
@@ -92,7 +92,7 @@ def mask_of(who: str, token_mask: Tensor | None, shape: torch.Size) -> None:
 
 
 def masked_tokens(who: str, shape: torch.Size, token_mask: Tensor | None) -> Tokens:
-    """Returns the tokens that are not masked, for a call without targets.
+    """Return the tokens that are not masked, for a call without targets.
 
     The host reads their number from the device, once.
     """
@@ -127,7 +127,7 @@ def tokens_to_compute(
     *,
     name: str = "target",
 ) -> tuple[Tokens, Targets]:
-    """Checks the targets, and returns the tokens that are neither masked nor ignored with theirs.
+    """Check the targets, and return the tokens that are neither masked nor ignored with theirs.
 
     The host reads from the device once for the whole call, because each reading waits for all that
     is queued there.
@@ -176,7 +176,7 @@ def tokens_to_compute(
 
 
 def _each_once(targets: Targets, order_K: Tensor, again_K: Tensor) -> Targets:
-    """Replaces repeated ids by -1, and notes the place where each id is named first."""
+    """Replace repeated ids by -1, and note the place where each id is named first."""
     place_K = torch.arange(order_K.shape[-1], device=order_K.device).expand_as(order_K).clone()
     place_K[..., 1:] = torch.where(again_K, 0, place_K[..., 1:])
     # Of a run of equal ids the first one's place, since places ascend.
@@ -188,7 +188,7 @@ def _each_once(targets: Targets, order_K: Tensor, again_K: Tensor) -> Targets:
 
 
 def columns_of(who: str, per_rank: int, group: Any, vocab_size: int | None) -> Columns:
-    """Returns the part of the vocabulary that this rank has."""
+    """Return the part of the vocabulary that this rank has."""
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     whole = per_rank * size
     if vocab_size is None:
@@ -204,7 +204,7 @@ def columns_of(who: str, per_rank: int, group: Any, vocab_size: int | None) -> C
 
 
 def positive(who: str, temperature: float | Tensor, shape: torch.Size, tokens: Tokens) -> None:
-    """Raises `ValueError` unless the temperature of all computed tokens is positive and finite."""
+    """Raise `ValueError` unless the temperature of all computed tokens is positive and finite."""
     if isinstance(temperature, Tensor):
         if temperature.shape != shape:
             raise ValueError(
@@ -221,7 +221,7 @@ def positive(who: str, temperature: float | Tensor, shape: torch.Size, tokens: T
 
 
 def main_grad(who: str, weight: Tensor | None) -> None:
-    """Raises `ValueError` unless the weight has a `main_grad` of its shape."""
+    """Raise `ValueError` unless the weight has a `main_grad` of its shape."""
     found = getattr(weight, "main_grad", None)
     if weight is None or not isinstance(found, Tensor) or found.shape != weight.shape:
         where = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
@@ -235,7 +235,7 @@ def main_grad(who: str, weight: Tensor | None) -> None:
 def ids_to_keep(
     who: str, sampling: Sampling | None, shape: torch.Size, tokens: Tokens, vocabulary: int
 ) -> Tensor | None:
-    """Returns the ids that a sampler kept for each token, [..., K]; None if it names none.
+    """Return the ids that a sampler kept for each token, [..., K]; None if it names none.
 
     Raises:
         ValueError: ids of another shape or outside of the vocabulary, or a token without any.
@@ -293,7 +293,7 @@ class Inputs(NamedTuple):
         fused: bool = False,
         workspace_bytes: int | None = None,
     ) -> Inputs:
-        """Returns the inputs of a call if they fit each other, or raises `ValueError`."""
+        """Return the inputs of a call if they fit each other, or raises `ValueError`."""
         one_of(who, "ownership", ownership, ("borrow", "consume"))
         one_of(who, "hidden_layout", hidden_layout, ("replicated", "sequence_parallel"))
         one_form(who, logits, hidden, weight, ownership, hidden_layout)
@@ -315,7 +315,7 @@ class Inputs(NamedTuple):
         return Inputs(who, logits, hidden, weight, columns, gathered, torch.Size(shape))
 
     def rows(self) -> Tensor:
-        """Returns the logits [..., V] or the hidden states [..., H] of all tokens.
+        """Return the logits [..., V] or the hidden states [..., H] of all tokens.
 
         Under sequence parallelism the group's ranks take part in one all-gather.
         """
@@ -341,14 +341,14 @@ class ResultLayout:
         self._place_K = None if self.kept_N is None else kept_places(self.kept_N, tokens.computed)
 
     def chosen(self, value: Any) -> Any:
-        """Returns a tensor [...] as [N], or [..., K] as [N, K]; any other value as it is."""
+        """Return a tensor [...] as [N], or [..., K] as [N, K]; any other value as it is."""
         if not isinstance(value, Tensor):
             return value
         value = self.order.flat(value)
         return value if self._place_K is None else value.index_select(0, self._place_K)
 
     def shaped(self, values_N: Tensor | None, fill: float = 0.0) -> Any:
-        """Returns [N] as [...], or [N, K] as [..., K]; `fill` stands for tokens not computed."""
+        """Return [N] as [...], or [N, K] as [..., K]; `fill` stands for tokens not computed."""
         if values_N is None:
             return None
         if self.kept_N is not None:
@@ -370,7 +370,7 @@ _LOGITS_BYTES_OF_ROWS = 512 << 20
 
 
 def workspace_of(device: torch.device, asked: int | None, *, from_logits: bool) -> int:
-    """Returns the bytes of scratch memory for blocks of logits; `asked` is the caller's, or None.
+    """Return the bytes of scratch memory for blocks of logits; `asked` is the caller's, or None.
 
     For logits that are made from hidden states it is no more than what suits the device.
     """
@@ -381,12 +381,12 @@ def workspace_of(device: torch.device, asked: int | None, *, from_logits: bool) 
 
 
 def logits_bytes_of(device: torch.device, asked: int | None) -> int:
-    """Returns the bytes of logits that are made at a time; `asked` is the caller's, or None."""
+    """Return the bytes of logits that are made at a time; `asked` is the caller's, or None."""
     return asked or _LOGITS_BYTES.get(device.type, _LOGITS_BYTES_ELSEWHERE)
 
 
 def parts_of(inputs: Inputs, backend: Backend, asked: int | None, *, fused: bool) -> ProductParts:
-    """Returns how large the parts are in which logits are made from hidden states."""
+    """Return how large the parts are in which logits are made from hidden states."""
     assert inputs.hidden is not None
     device = inputs.hidden.device
     by_rows = backend == "triton" and device.type != "cpu"
@@ -398,7 +398,7 @@ def parts_of(inputs: Inputs, backend: Backend, asked: int | None, *, fused: bool
 
 
 def may_consume(who: str, logits: Tensor, order: Order, *, stacklevel: int = 3) -> bool:
-    """Returns whether the gradient can take the logits' memory; warns if that has gaps.
+    """Return whether the gradient can take the logits' memory; warns if that has gaps.
 
     Raises:
         ValueError: the logits are a leaf, which its owner would find overwritten.
@@ -428,5 +428,5 @@ def batch_of(
     columns: Columns,
     wanted: ComputeOptions,
 ) -> TokenBatch:
-    """Returns the record of the tokens that are computed, in the order of their rows."""
+    """Return the record of the tokens that are computed, in the order of their rows."""
     return TokenBatch(layout.chosen(ids), layout.chosen(temperature), columns, wanted)

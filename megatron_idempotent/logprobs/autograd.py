@@ -64,7 +64,7 @@ class LogprobsFromLogits(torch.autograd.Function):
         kept_N: Tensor | None,
         asked: TokenBatch,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Computes the statistics; `asked` has an entry for each kept token."""
+        """Compute the statistics; `asked` has an entry for each kept token."""
         rows = Order(logits).rows(logits)
         temperature, columns, wanted = asked.temperature, asked.columns, asked.wanted
         partial = local_statistics(rows, asked.local, kept_N, temperature, columns, wanted)
@@ -77,7 +77,7 @@ class LogprobsFromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
-        """Computes the logits' gradient, without a collective: all ranks' sums have been saved."""
+        """Compute the logits' gradient, without a collective: all ranks' sums have been saved."""
         logits, kept_N, *whole = ctx.saved_tensors
         asked: TokenBatch = ctx.asked
         columns, wanted, temperature = asked.columns, asked.wanted, asked.temperature
@@ -110,7 +110,7 @@ class LogprobsFromLogits(torch.autograd.Function):
 
 
 def zero_others(into: list[Tensor], kept_N: Tensor | None, columns: int) -> None:
-    """Zeroes the parts without a gradient: padding, and tokens that are not kept."""
+    """Zero the parts without a gradient: padding, and tokens that are not kept."""
     masks = [None] * len(into) if kept_N is None else torch.split(kept_N, [len(p) for p in into])
     for panel, mask in zip(into, masks, strict=True):
         panel[:, columns:] = 0
@@ -121,7 +121,7 @@ def zero_others(into: list[Tensor], kept_N: Tensor | None, columns: int) -> None
 def partial_by_tokens(
     hidden_NH: Tensor, weight_VH: Tensor, asked: TokenBatch, parts: ProductParts
 ) -> Partial:
-    """Computes statistics of this rank's columns, with one product for each block of tokens."""
+    """Compute statistics of this rank's columns, with one product for each block of tokens."""
     columns, product = asked.columns, Product()
     weight_HV = weight_VH[: columns.real].t()
     found = []
@@ -143,7 +143,7 @@ def gradients_by_tokens(
     given: tuple[Whole, Tensor | None, Tensor | None],
     needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Computes this rank's share of the hidden states' gradient, and the weight's gradient.
+    """Compute this rank's share of the hidden states' gradient, and the weight's gradient.
 
     `weight` is the parameter with the `main_grad`; autograd may have saved another object,
     `weight_VH`. `given` holds the statistics, and the gradients of log-probs and entropies;
@@ -192,7 +192,7 @@ class LogprobsFromHidden(torch.autograd.Function):
         asked: TokenBatch,
         parts: ProductParts,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Computes the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both.
+        """Compute the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both.
 
         It makes some columns of all tokens at a time, so that each row of the weight is read once;
         with Triton's kernels all columns of some tokens.
@@ -210,7 +210,7 @@ class LogprobsFromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
-        """Makes the same parts of the logits again, and from them both gradients.
+        """Make the same parts of the logits again, and from them both gradients.
 
         With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
         """
@@ -255,7 +255,7 @@ class LogprobsFromHidden(torch.autograd.Function):
 def _partial_by_columns(
     hidden_NH: Tensor, weight_VH: Tensor, asked: TokenBatch, parts: ProductParts
 ) -> Partial:
-    """Computes statistics of this rank's columns, some columns of all tokens at a time."""
+    """Compute statistics of this rank's columns, some columns of all tokens at a time."""
     found, own, product = [], [], Product()
     for part in parts.of_columns(len(hidden_NH), asked.columns.real, hidden_NH.dtype):
         logits_Nv = product(hidden_NH, weight_VH[part].t())
@@ -271,7 +271,7 @@ def _partial_by_columns(
 def of_all_ranks(
     d_hidden_NH: Tensor | None, parts: ProductParts, columns: Columns
 ) -> Tensor | None:
-    """Returns the hidden states' gradient; with `parts.reduce` its sum over the group's ranks.
+    """Return the hidden states' gradient; with `parts.reduce` its sum over the group's ranks.
 
     All of them then take part in one all-reduce, which changes `d_hidden_NH` in place.
     """
@@ -291,7 +291,7 @@ def _forward(
 
 
 def _gradient(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Any:
-    """Returns the kept columns' tokens, numbers and gradients, each [E], and the saved inputs."""
+    """Return the kept columns' tokens, numbers and gradients, each [E], and the saved inputs."""
     asked: TokenBatch = ctx.asked
     saved = ctx.saved_tensors
     kept, whole, inputs = Kept(*saved[:3]), Whole(*saved[3:9]), saved[9:]
@@ -318,7 +318,7 @@ class KeptFromLogits(torch.autograd.Function):
         kept_N: Tensor | None,
         asked: TokenBatch,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Computes the statistics; `asked` has an entry for each kept token."""
+        """Compute the statistics; `asked` has an entry for each kept token."""
         wanted = asked.wanted
         rows = Order(logits).rows(logits)
         source = Logits(rows, kept_N, asked.columns, wanted.workspace_bytes)
@@ -330,7 +330,7 @@ class KeptFromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
-        """Writes the gradients of kept columns, and zeros elsewhere, without a collective."""
+        """Write the gradients of kept columns, and zeros elsewhere, without a collective."""
         nothing = (None,) * 2
         if of_logprob_N is None and of_entropy_N is None:
             return None, *nothing
@@ -357,7 +357,7 @@ class KeptFromHidden(torch.autograd.Function):
         asked: TokenBatch,
         parts: ProductParts,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Computes the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both."""
+        """Compute the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both."""
         ctx.parts, ctx.weight = parts, weight_VH
         source = Products(hidden_NH, weight_VH, asked.columns, parts)
         inputs = (hidden_NH, weight_VH)
@@ -366,7 +366,7 @@ class KeptFromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
-        """Computes both gradients with the columns that some token kept, and makes no logits.
+        """Compute both gradients with the columns that some token kept, and make no logits.
 
         With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
         """

@@ -39,7 +39,7 @@ from .sources import (
 
 
 def _live(whole: WholeDivergence, given_N: Tensor) -> Tensor:
-    """Returns the gradients of the divergences, with 0 for infinite ones, which have none."""
+    """Return the gradients of the divergences, with 0 for infinite ones, which have none."""
     return torch.where(whole.divergence < torch.inf, given_N, 0.0)
 
 
@@ -50,7 +50,7 @@ class DivergenceFromLogits(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, teacher: Tensor, kept_N: Tensor | None, asked: Distillation
     ) -> Tensor:
-        """Computes the divergences; `asked` has an entry for each kept token."""
+        """Compute the divergences; `asked` has an entry for each kept token."""
         order = Order(logits)
         rows, of_teacher = as_matrices(order.rows(logits), order.rows(teacher))
         real = asked.columns.real
@@ -70,7 +70,7 @@ class DivergenceFromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given_N: Tensor) -> Any:
-        """Computes the gradient of the student's logits, without a collective."""
+        """Compute the gradient of the student's logits, without a collective."""
         logits, teacher, kept_N, *saved = ctx.saved_tensors
         asked: Distillation = ctx.asked
         whole = WholeDivergence(*saved)
@@ -90,7 +90,7 @@ class DivergenceFromLogits(torch.autograd.Function):
 def _differentiated(
     whole: WholeDivergence, given_N: Tensor, kept_N: Tensor | None, asked: Distillation
 ) -> tuple[Coefficients, Tensor | None, Tensor | None, Distillation]:
-    """Returns the coefficients of the tokens that have a gradient, and a mask of these, [N].
+    """Return the coefficients of the tokens that have a gradient, and a mask of these, [N].
 
     The mask is None if all have one. `kept_N` and `asked` come back narrowed to these tokens.
     """
@@ -116,7 +116,7 @@ class DivergenceFromHidden(torch.autograd.Function):
         asked: Distillation,
         parts: ProductParts,
     ) -> Tensor:
-        """Computes the divergences of logits `hidden_NH @ weight_VH.T`, in the type of both.
+        """Compute the divergences of logits `hidden_NH @ weight_VH.T`, in the type of both.
 
         `teacher` holds panels of all tokens' logits; `kept_N` masks the tokens that are computed.
         """
@@ -136,7 +136,7 @@ class DivergenceFromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given_N: Tensor) -> Any:
-        """Makes the same columns of the logits again, and from them both gradients.
+        """Make the same columns of the logits again, and from them both gradients.
 
         With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
         """

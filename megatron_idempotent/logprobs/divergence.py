@@ -81,16 +81,16 @@ class Student(Protocol):
     """Gives the student's logits of the tokens that are computed, and takes their gradient."""
 
     def read(self, block: RowBlock) -> Tensor:
-        """Returns the block's logits, [n, V]."""
+        """Return the block's logits, [n, V]."""
 
     def place(self, block: RowBlock) -> Tensor | None:
-        """Returns the block's gradient, [n, V], to be written in place.
+        """Return the block's gradient, [n, V], to be written in place.
 
         None if its rows do not follow each other, so that `write` has to be called.
         """
 
     def write(self, block: RowBlock, gradient_nV: Tensor) -> None:
-        """Copies the block's gradient to its place, rounded to the type of that."""
+        """Copy the block's gradient to its place, rounded to the type of that."""
 
 
 class InPanels:
@@ -134,7 +134,7 @@ def partial_divergence(
     like_N: Tensor,
     asked: Distillation,
 ) -> PartialDivergence:
-    """Returns sums over the columns of `teacher`, whose panels have the student's rows.
+    """Return sums over the columns of `teacher`, whose panels have the student's rows.
 
     A summand p·(log p - log q) is 0 if p is 0, or too small for the type. It is infinite if q is 0
     and p is not.
@@ -181,12 +181,12 @@ def _scratch(panels: list[Tensor], like_N: Tensor, asked: Distillation) -> Scrat
 def _scaled_into(
     into_nV: Tensor, logits_nV: Tensor, origin_n1: Tensor, divisor: Tensor | float
 ) -> Tensor:
-    """Writes z = (logits - origin) / temperature into `into_nV`, which may be the logits."""
+    """Write z = (logits - origin) / temperature into `into_nV`, which may be the logits."""
     return scaled_logits(logits_nV, origin_n1, divisor, into_nV)
 
 
 def combined(partial: PartialDivergence, asked: Distillation) -> WholeDivergence:
-    """Combines the ranks' sums into divergences over the whole vocabulary.
+    """Combine the ranks' sums into divergences over the whole vocabulary.
 
     The group's ranks take part in one all-gather, of 24 bytes per token and rank. Sums are taken in
     float64 and in the order of ranks, so that all ranks find the same bits. No divergence is
@@ -208,7 +208,7 @@ def combined(partial: PartialDivergence, asked: Distillation) -> WholeDivergence
 
 
 def merged(parts: list[PartialDivergence], temperature: Tensor | float) -> PartialDivergence:
-    """Merges sums over parts of a rank's columns; without a collective."""
+    """Merge sums over parts of a rank's columns; without a collective."""
     if len(parts) == 1:
         return parts[0]
     parts_PN6 = torch.stack([torch.stack(part, dim=-1) for part in parts])
@@ -217,7 +217,7 @@ def merged(parts: list[PartialDivergence], temperature: Tensor | float) -> Parti
 
 
 def _together(parts_PN6: Tensor, temperature: Tensor | float) -> tuple[Tensor, ...]:
-    """Returns the fields of `PartialDivergence` over all parts together, in float64."""
+    """Return the fields of `PartialDivergence` over all parts together, in float64."""
     origin_PN, sum_PN, teacher_origin_PN, teacher_sum_PN, forward_PN, reverse_PN = (
         parts_PN6.double().unbind(-1)
     )
@@ -254,7 +254,7 @@ class Coefficients(NamedTuple):
 
     @staticmethod
     def of(whole: WholeDivergence, given_N: Tensor, asked: Distillation) -> Coefficients:
-        """Returns the numbers with which the gradient's formula gives the divergence's gradient.
+        """Return the numbers with which the gradient's formula gives the divergence's gradient.
 
         That is g·(forward·(s - t) + reverse·s·(log s - log t - KL(s ‖ t))) / temperature, where g
         is `given_N`.
@@ -278,7 +278,7 @@ class Coefficients(NamedTuple):
         )
 
     def some(self, tokens: Tensor) -> Coefficients:
-        """Returns the numbers of some tokens."""
+        """Return the numbers of some tokens."""
         chosen: list[Any] = [None if each is None else each[tokens] for each in self]
         return Coefficients(*chosen)
 
@@ -290,7 +290,7 @@ def write_divergence_gradient(
     found: Coefficients,
     asked: Distillation,
 ) -> None:
-    """Writes the kept tokens' gradient to where `student` has its place."""
+    """Write the kept tokens' gradient to where `student` has its place."""
     if not teacher or not teacher[0].shape[-1]:
         return
     scratch = _scratch(teacher, found.origin, asked)
@@ -323,5 +323,5 @@ def write_divergence_gradient(
 
 
 def computed_like(logits: Tensor, tokens: int) -> Tensor:
-    """Returns zeros [N] of the type in which logits of this type are computed."""
+    """Return zeros [N] of the type in which logits of this type are computed."""
     return torch.zeros(tokens, dtype=accumulated(logits.dtype), device=logits.device)

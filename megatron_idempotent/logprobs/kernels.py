@@ -59,7 +59,7 @@ class GradCoefficients(NamedTuple):
         of_entropy_N: Tensor | None,
         temperature: Tensor | float,
     ) -> GradCoefficients:
-        """Returns the numbers of p·(-g_logprob - g_entropy·(H + log p)) + [is target]·g_logprob.
+        """Return the numbers of p·(-g_logprob - g_entropy·(H + log p)) + [is target]·g_logprob.
 
         It takes H + log p as z - mean, so that nothing cancels, and the target's 1 - p from its
         log-prob.
@@ -99,7 +99,7 @@ class GradCoefficients(NamedTuple):
         of_entropy_N: Tensor | None,
         temperature: Tensor | float,
     ) -> GradCoefficients:
-        """Returns the same for K targets and the rest, all other tokens; each has a gradient.
+        """Return the same for K targets and the rest, all other tokens; each has a gradient.
 
         The other columns' gradient is written with q = p / rest, which is a number however small
         both are: q·(g_rest·(1 - rest) - rest·Σ g_target), and for the entropy
@@ -144,7 +144,7 @@ class GradCoefficients(NamedTuple):
 
 
 def differentiated(of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Tensor:
-    """Returns a mask of the tokens whose outputs have a gradient that is not 0.
+    """Return a mask of the tokens whose outputs have a gradient that is not 0.
 
     Clipped tokens have no such gradient, nor have tokens of groups whose rewards are all alike.
     """
@@ -154,7 +154,7 @@ def differentiated(of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> 
 
 
 def picked(live_N: Tensor) -> Tensor | None:
-    """Returns the mask itself, or None if it has nearly all tokens; the host counts them."""
+    """Return the mask itself, or None if it has nearly all tokens; the host counts them."""
     few = int(live_N.sum()) <= _FEW * len(live_N)
     return live_N if few and len(live_N) else None
 
@@ -190,7 +190,7 @@ class Scratch:
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, number: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Returns buffer `number` as [rows, columns], and as [rows, columns + 1].
+        """Return buffer `number` as [rows, columns], and as [rows, columns + 1].
 
         The column more takes what is written for targets that are another rank's.
         """
@@ -203,13 +203,13 @@ class Scratch:
         return self._views[number, rows]
 
     def read(self, logits_nV: Tensor, number: int = 0) -> Tensor:
-        """Returns the logits in the type of the computation; a copy in the buffer if it differs."""
+        """Return the logits in the type of the computation; a copy in the buffer if it differs."""
         if logits_nV.dtype == self._dtype:
             return logits_nV
         return self(number, len(logits_nV))[0].copy_(logits_nV)
 
     def without(self, logits_nV: Tensor, apart_nK: Tensor) -> Tensor:
-        """Returns logits that `read` gave with -inf at some columns, in the first buffer."""
+        """Return logits that `read` gave with -inf at some columns, in the first buffer."""
         copy_nV, with_room_nV = self(0, len(logits_nV))
         if copy_nV.data_ptr() != logits_nV.data_ptr():
             copy_nV.copy_(logits_nV)
@@ -231,7 +231,7 @@ def local_statistics(
     columns: Columns,
     wanted: ComputeOptions,
 ) -> Partial:
-    """Returns statistics of this rank's columns for each kept token.
+    """Return statistics of this rank's columns for each kept token.
 
     `local_N`, and a tensor of temperatures, have an entry for each kept token.
     """
@@ -290,7 +290,7 @@ def local_statistics(
 
 
 def global_statistics(partial: Partial, asked: TokenBatch) -> Whole:
-    """Combines the ranks' statistics into those of the whole vocabulary.
+    """Combine the ranks' statistics into those of the whole vocabulary.
 
     The group's ranks take part in one all-gather.
     """
@@ -311,7 +311,7 @@ def _sums(
     *,
     subtract_max: bool,
 ) -> None:
-    """Sums exp(logit - largest), or exp(logit), per token; and moments if entropies are wanted."""
+    """Sum exp(logit - largest), or exp(logit), per token; and moments if entropies are wanted."""
     cut = list(blocks([len(panel) for panel in rows], kept_N, scratch.rows))
     per_token = found.origin[:, None], apart_NK, found.exponentials, found.moments
     many = found.target.dim() == 2
@@ -342,7 +342,7 @@ def write_gradient(
     columns: Columns,
     wanted: ComputeOptions,
 ) -> None:
-    """Writes the kept tokens' gradient into tensors of the same shape, or into the logits."""
+    """Write the kept tokens' gradient into tensors of the same shape, or into the logits."""
     if not rows or not columns.real:
         return
     sizes = [len(panel) for panel in rows]
@@ -394,7 +394,7 @@ def write_gradient(
 def scaled_logits(
     logits_nV: Tensor, origin_n1: Tensor | None, temperature: Tensor | float, out_nV: Tensor
 ) -> Tensor:
-    """Returns z = (logits - origin) / temperature in `out_nV`; the logits if they are z already.
+    """Return z = (logits - origin) / temperature in `out_nV`; the logits if they are z already.
 
     A tensor of temperatures is [n, 1].
     """
@@ -406,12 +406,12 @@ def scaled_logits(
 
 
 def columns_of_blocks(cut: list[RowBlock], per_token: Tensor | None) -> Sequence[Any]:
-    """Returns each block's values as a column, [n, 1]; None for each if there are no values."""
+    """Return each block's values as a column, [n, 1]; None for each if there are no values."""
     return [None] * len(cut) if per_token is None else split_like(cut, per_token[:, None])
 
 
 def divisors(temperature: Tensor | float, cut: list[RowBlock]) -> Sequence[Any]:
-    """Returns each block's temperature, a number or [n, 1]."""
+    """Return each block's temperature, a number or [n, 1]."""
     return (
         columns_of_blocks(cut, temperature)
         if isinstance(temperature, Tensor)
@@ -420,5 +420,5 @@ def divisors(temperature: Tensor | float, cut: list[RowBlock]) -> Sequence[Any]:
 
 
 def _of_rows(temperature: Tensor | float, like_N: Tensor, block: RowBlock) -> Tensor:
-    """Returns a temperature for each row of the block, which compiled functions need."""
+    """Return a temperature for each row of the block, which compiled functions need."""
     return torch.ones_like(like_N[block.kept]).mul_(temperature_of(temperature, block.kept))

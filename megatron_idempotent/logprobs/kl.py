@@ -48,7 +48,7 @@ class TokenKL(NamedTuple):
 
 
 def weights_of(who: str, direction: str, mix: float) -> DirectionWeights:
-    """Returns the shares of the two directions, or raises `ValueError`."""
+    """Return the shares of the two directions, or raises `ValueError`."""
     one_of(who, "direction", direction, _DIRECTIONS)
     if isinstance(mix, bool) or not isinstance(mix, (int, float)) or not 0 <= mix <= 1:
         raise ValueError(
@@ -81,7 +81,7 @@ def token_kl(
     gradient_accumulation_fusion: bool = False,
     workspace_bytes: int | None = None,
 ) -> TokenKL:
-    """Computes each token's divergence from a teacher, differentiable in the student.
+    """Compute each token's divergence from a teacher, differentiable in the student.
 
     With s and t the probabilities of student and teacher, the forward direction is
     KL(teacher ‖ student) = Σ t·(log t - log s), the reverse one KL(student ‖ teacher) =
@@ -253,7 +253,7 @@ def _of_topk(
 
 
 def _refuse_repeats(ids_K: Tensor, valid_K: Tensor, token_mask: Tensor | None) -> None:
-    """Raises `ValueError` if an id is named twice, so that its probability would count twice.
+    """Raise `ValueError` if an id is named twice, so that its probability would count twice.
 
     The host reads the answer from the device.
     """
@@ -280,7 +280,7 @@ def topk_kl(
     mix: float = 0.5,
     tail: Tail = "bucket",
 ) -> TokenKL:
-    """Computes the student's divergence from a teacher's K tokens, given the student's log-probs.
+    """Compute the student's divergence from a teacher's K tokens, given the student's log-probs.
 
     It does what `token_kl` does with a teacher's ids, for log-probs that a model has made
     already: `model_logprobs(..., targets=teacher_ids)`. With t and s the probabilities of the K
@@ -348,7 +348,7 @@ def _topk_kl(
     weights: DirectionWeights,
     tail: Tail,
 ) -> TokenKL:
-    """Computes the divergence in float64 from the log-probs of K tokens and of the rest."""
+    """Compute the divergence in float64 from the log-probs of K tokens and of the rest."""
     assert stats.rest is not None
     none = -torch.inf
     # Zeros for all of them are a token that was not computed: no probabilities add up to K + 1.
@@ -381,7 +381,7 @@ def _topk_kl(
 
 
 def _left(teacher_K: Tensor, mass: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the log-prob that the teacher's K log-probs leave for all other tokens.
+    """Return the log-prob that the teacher's K log-probs leave for all other tokens.
 
     It is at least the rounding of the K, because less cannot be told from nothing. It is -inf if no
     more is left and the student has no other token.
@@ -394,13 +394,13 @@ def _left(teacher_K: Tensor, mass: Tensor, rest: Tensor, dtype: torch.dtype) -> 
 
 
 def _renormalized(logprob_K: Tensor) -> Tensor:
-    """Divides a token's probabilities by their sum; leaves a token without any as it is."""
+    """Divide a token's probabilities by their sum; leave a token without any as it is."""
     total = logprob_K.logsumexp(-1, keepdim=True)
     return logprob_K - torch.where(total > -torch.inf, total, 0.0)
 
 
 def _kl(first_K: Tensor, second_K: Tensor) -> Tensor:
-    """Sums p·(log p - log q), given the logarithms; infinite, without gradient, if only q is 0."""
+    """Sum p·(log p - log q), given the logarithms; infinite, without gradient, if only q is 0."""
     takes_part_K = first_K > -torch.inf
     infinite = (takes_part_K & (second_K == -torch.inf)).any(-1)
     used_K = takes_part_K & ~infinite[..., None]

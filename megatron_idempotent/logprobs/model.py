@@ -30,7 +30,7 @@ _INSTEAD = "take the logits, and token_logprobs(logits=…)"
 def stats_of(
     layer: Any, hidden_SBH: Tensor, output_weight: Tensor | None, arguments: dict[str, Any]
 ) -> TokenStats:
-    """Calls the output layer with `token_logprobs` as its forward; stats are [B, S] as the targets.
+    """Call the output layer with `token_logprobs` as its forward; stats are [B, S] as the targets.
 
     The module's hooks run as ever: DDP's, which waits for parameters that are still being gathered
     and starts the next gather, and FSDP2's, which unshards them.
@@ -69,7 +69,7 @@ def stats_of(
 
 
 def scale_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
-    """Returns the factor by which the model multiplies its logits after the output layer (muP).
+    """Return the factor by which the model multiplies its logits after the output layer (muP).
 
     Raises:
         ValueError: it does anything else to them than to multiply by one positive number.
@@ -139,7 +139,7 @@ def _group(layer: Any) -> Any:
 
 
 def _turned(name: str, value: Any, shape_BS: tuple[int, int]) -> Any:
-    """Returns values [B, S, ...] of each token as [S, B, ...], the order of the hidden states."""
+    """Return values [B, S, ...] of each token as [S, B, ...], the order of the hidden states."""
     if isinstance(value, Sampling) and value.keep is not None:
         keep = _turned("sampling.keep", value.keep, shape_BS)
         return dataclasses.replace(value, keep=keep)
@@ -179,7 +179,7 @@ def model_logprobs(
     triton: bool | None = None,
     **forward: Any,
 ) -> TokenStats | Tensor:
-    """Runs one forward of a GPTModel, and makes log-probs of its hidden states, part by part.
+    """Run one forward of a GPTModel, and make log-probs of its hidden states, part by part.
 
     The result, and the gradients, are those of `token_logprobs` with the model's logits, which are
     never made. The model is called with an `output_processor`, and its output layer with all of its
@@ -257,7 +257,7 @@ def logprobs_processor(
     temperature: float | Tensor = 1.0,
     **arguments: Any,
 ) -> Callable[..., TokenStats]:
-    """Returns the processor of `model_logprobs`, for callers who call the model themselves.
+    """Return the processor of `model_logprobs`, for callers who call the model themselves.
 
     Args:
         targets, temperature, arguments: as of `model_logprobs`, with the same defaults.
@@ -291,7 +291,7 @@ def logprobs_processor(
 
 
 def _gpt_in(model: Any) -> Any:
-    """Returns the GPTModel inside of wrappers, each of which holds the next as `module`."""
+    """Return the GPTModel inside of wrappers, each of which holds the next as `module`."""
     gpt = model
     while not isinstance(gpt, GPTModel) and isinstance(getattr(gpt, "module", None), Module):
         gpt = gpt.module

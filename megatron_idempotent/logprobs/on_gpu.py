@@ -24,7 +24,7 @@ def local_statistics(
     columns: Columns,
     wanted: ComputeOptions,
 ) -> Partial:
-    """Computes statistics of the kept tokens, without a copy of their rows."""
+    """Compute statistics of the kept tokens, without a copy of their rows."""
     matrices = as_matrices(logits)[0]
     block = block_of("statistics", logits.dtype)
     temperature = _computed(temperature)
@@ -55,7 +55,7 @@ def local_statistics(
 
 
 def global_statistics(partial: Partial, asked: TokenBatch) -> Whole:
-    """Does the same as `statistics.combine`: the group's ranks take part in one all-gather."""
+    """Do the same as `statistics.combine`: the group's ranks take part in one all-gather."""
     columns, temperature = asked.columns, _computed(asked.temperature)
     parts_RN4 = all_gathered(torch.stack(partial, dim=-1), columns.group)
     found = launch_combine(parts_RN4, asked.targets, columns.per_rank, temperature, whole=True)
@@ -65,7 +65,7 @@ def global_statistics(partial: Partial, asked: TokenBatch) -> Whole:
 def grad_coefficients(
     asked: TokenBatch, whole: Whole, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None
 ) -> tuple[GradCoefficients, Tensor]:
-    """Returns what `GradCoefficients.from_outputs` does, and each token's index, [N].
+    """Return what `GradCoefficients.from_outputs` does, and each token's index, [N].
 
     The index is -1 if the token's outputs have no gradient. The host reads nothing.
     """
@@ -85,7 +85,7 @@ def write_gradient(
     temperature: Tensor | float,
     columns: Columns,
 ) -> None:
-    """Writes all of `into`: gradients, and zeros for tokens not kept and in padded columns.
+    """Write all of `into`: gradients, and zeros for tokens not kept and in padded columns.
 
     `slopes` and `temperature` are of all kept tokens. Those with -1 in `token_N` get zeros, too.
     """
@@ -112,7 +112,7 @@ def write_gradient(
 
 
 def _computed(temperature: Tensor | float) -> Tensor | float:
-    """Returns the temperature as kernels take it: a number, or contiguous float32."""
+    """Return the temperature as kernels take it: a number, or contiguous float32."""
     if isinstance(temperature, Tensor):
         return temperature.to(torch.float32).contiguous()
     return temperature

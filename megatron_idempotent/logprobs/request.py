@@ -91,11 +91,11 @@ class Sampling:
         return max(self.top_k or 0, 0)
 
     def cuts(self, vocabulary: int) -> bool:
-        """Returns whether it leaves out any token of a vocabulary of that size."""
+        """Return whether it leaves out any token of a vocabulary of that size."""
         return self.keep is not None or self.top_p < 1 or 0 < self.limit < vocabulary
 
     def width(self) -> int:
-        """Returns the number of columns that each rank sends as candidates."""
+        """Return the number of columns that each rank sends as candidates."""
         if self.candidates is not None:
             return self.candidates
         return self.limit + _TIES if self.limit else _CANDIDATES
@@ -107,7 +107,7 @@ class Sampling:
         beyond_n: Tensor | None,
         temperature: Tensor | float,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the lowest logit that is kept, and whether that is known for sure; both [n].
+        """Return the lowest logit that is kept, and whether that is known for sure; both [n].
 
         `logits_nW` are all ranks' candidates. `mass_n`, which counts without top-k only, is
         Σ exp((logit - max) / temperature) over the whole vocabulary, in float64. No logit that is
@@ -132,7 +132,7 @@ class Sampling:
 
 
 def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
-    """Returns whether no further column can have such a logit; -inf counts as no logit."""
+    """Return whether no further column can have such a logit; -inf counts as no logit."""
     if beyond_n is None:
         return torch.ones_like(lowest_n, dtype=torch.bool)
     return (lowest_n > beyond_n) | (beyond_n == -torch.inf)
@@ -149,7 +149,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def backend_of(
     device: torch.device, dtype: torch.dtype, *, compiled: bool, triton: bool | None
 ) -> Backend:
-    """Chooses what computes logits of this type on this device.
+    """Choose what computes logits of this type on this device.
 
     Raises:
         ValueError: kernels were asked for where they cannot run, or beside `compiled`.
@@ -179,7 +179,7 @@ class Columns(NamedTuple):
     """The number of ranks that share the vocabulary."""
 
     def real_of(self, rank: int) -> int:
-        """Returns the number of columns of that rank that are tokens."""
+        """Return the number of columns of that rank that are tokens."""
         return min(self.per_rank, max(0, self.vocabulary - rank * self.per_rank))
 
 
@@ -195,7 +195,7 @@ class ComputeOptions(NamedTuple):
     def returned(
         self, ctx: Any, whole: Whole, temperature: Tensor | float
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Returns `(logprob, entropy, lse)`, and marks those that have no gradient for autograd."""
+        """Return `(logprob, entropy, lse)`, and marks those that have no gradient for autograd."""
         lse_N = whole.origin / temperature + whole.log_sum
         # Copies, because callers may change in place what the backward has saved.
         entropy_N = whole.entropy.clone() if self.entropy else None
@@ -236,27 +236,27 @@ class TokenBatch(NamedTuple):
 
 
 def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tensor | float:
-    """Returns the temperature of some tokens, if each token has its own."""
+    """Return the temperature of some tokens, if each token has its own."""
     return temperature[tokens] if isinstance(temperature, Tensor) else temperature
 
 
 def is_unit_temperature(temperature: Tensor | float) -> bool:
-    """Returns whether the temperature is 1, so that logits need no division."""
+    """Return whether the temperature is 1, so that logits need no division."""
     return not isinstance(temperature, Tensor) and temperature == 1
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which logits of this type are computed."""
+    """Return the type in which logits of this type are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_ours(local: Tensor, columns: int) -> Tensor:
-    """Returns a mask of the columns that are among the first `columns`, those of this rank."""
+    """Return a mask of the columns that are among the first `columns`, those of this rank."""
     return (local >= 0) & (local < columns)
 
 
 def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Returns the targets' columns on this rank, and a mask of targets that this rank has.
+    """Return the targets' columns on this rank, and a mask of targets that this rank has.
 
     Both are [n, 1], or [n, K] for K targets. The column is 0 if another rank has the target.
     """

@@ -27,24 +27,24 @@ class Order:
         self._shape = [tensor.shape[place] for place in self._order]
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Returns a view of the tensor with its leading dimensions in this order."""
+        """Return a view of the tensor with its leading dimensions in this order."""
         return tensor.permute(*self._order, tensor.dim() - 1)
 
     def flat(self, per_token: Tensor) -> Tensor:
-        """Returns [...] as [N], or [..., K] as [N, K], in this order."""
+        """Return [...] as [N], or [..., K] as [N, K], in this order."""
         behind = range(len(self._order), per_token.dim())
         moved = per_token.permute([*self._order, *behind])
         return moved.reshape(math.prod(self._shape), *(moved.shape[place] for place in behind))
 
     def unflat(self, per_token_N: Tensor) -> Tensor:
-        """Returns [N] as [...], or [N, K] as [..., K]; undoes `flat`."""
+        """Return [N] as [...], or [N, K] as [..., K]; undoes `flat`."""
         behind = per_token_N.shape[1:]
         places = [*self._back, *range(len(self._back), len(self._back) + len(behind))]
         return per_token_N.view([*self._shape, *behind]).permute(places)
 
 
 def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
-    """Views each tensor as a list of matrices that together are all of it.
+    """View each tensor as a list of matrices that together are all of it.
 
     There is one matrix, unless some tensor is a slice whose rows no one stride leads through. The
     tensors have one shape and are cut at the same places.
@@ -67,18 +67,18 @@ class RowBlock(NamedTuple):
     kept: slice
 
     def read(self, as_matrices: list[Tensor]) -> Tensor:
-        """Returns the block's rows of these panels; a view if the rows follow each other."""
+        """Return the block's rows of these panels; a view if the rows follow each other."""
         rows, matrix = self.rows, as_matrices[self.panel]
         if isinstance(rows, Tensor):
             return matrix.index_select(0, rows)
         return matrix.narrow(0, rows.start, rows.stop - rows.start)
 
     def view(self, as_matrices: list[Tensor]) -> Tensor | None:
-        """Returns a view of the block's rows; None if they do not follow each other."""
+        """Return a view of the block's rows; None if they do not follow each other."""
         return self.read(as_matrices) if isinstance(self.rows, slice) else None
 
     def write(self, as_matrices: list[Tensor], values: Tensor) -> None:
-        """Writes values to the block's rows of these panels, rounded to the panels' type."""
+        """Write values to the block's rows of these panels, rounded to the panels' type."""
         matrix = as_matrices[self.panel]
         values = values.to(matrix.dtype)
         if isinstance(self.rows, slice):
@@ -88,12 +88,12 @@ class RowBlock(NamedTuple):
 
 
 def split_like(blocks: Sequence[RowBlock], per_token: Tensor) -> Sequence[Tensor]:
-    """Splits [N, ...] into a view for each of the blocks, which together are all kept tokens."""
+    """Split [N, ...] into a view for each of the blocks, which together are all kept tokens."""
     return torch.split(per_token, [each.kept.stop - each.kept.start for each in blocks])
 
 
 def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[RowBlock]:
-    """Yields blocks of at most `rows` rows: all tokens of panels of these sizes, or the kept ones.
+    """Yield blocks of at most `rows` rows: all tokens of panels of these sizes, or the kept ones.
 
     `kept_N` is a bool mask, or None for all tokens; the host reads it once for each panel.
     """
@@ -108,7 +108,7 @@ def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[RowBl
 
 
 def _parts(size: int, chosen: Tensor | None, rows: int) -> Iterator[slice | Tensor]:
-    """Cuts the rows into parts of at most `rows`; as slices, without a copy, if runs are long."""
+    """Cut the rows into parts of at most `rows`; as slices, without a copy, if runs are long."""
     if chosen is None:
         runs = [(0, size)]
     elif not len(chosen):
@@ -127,7 +127,7 @@ def _parts(size: int, chosen: Tensor | None, rows: int) -> Iterator[slice | Tens
 
 
 def kept_places(kept_N: Tensor, count: int) -> Tensor:
-    """Returns the places of the `count` tokens in a bool mask, in order; int64 [count].
+    """Return the places of the `count` tokens in a bool mask, in order; int64 [count].
 
     `nonzero()` finds the same, but has the host wait for the device to learn their number.
     """
@@ -138,19 +138,19 @@ def kept_places(kept_N: Tensor, count: int) -> Tensor:
 
 
 def submask(kept_N: Tensor | None, chosen_K: Tensor) -> Tensor:
-    """Returns a bool mask, over all tokens, of those of the K kept ones that are chosen."""
+    """Return a bool mask, over all tokens, of those of the K kept ones that are chosen."""
     return chosen_K if kept_N is None else kept_N.masked_scatter(kept_N, chosen_K)
 
 
 def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: torch.dtype) -> int:
-    """Returns the number of rows that fit into the scratch memory, at least one."""
+    """Return the number of rows that fit into the scratch memory, at least one."""
     return max(1, workspace_bytes // (max(columns, 1) * buffers * dtype.itemsize))
 
 
 def flat_indices(
     sizes: list[int], kept_N: Tensor | None, token_E: Tensor
 ) -> Iterator[tuple[int, slice | Tensor, Tensor]]:
-    """Yields for each panel its number, which of `token_E` are in it, and their rows there.
+    """Yield for each panel its number, which of `token_E` are in it, and their rows there.
 
     `token_E` are places among the kept tokens.
     """

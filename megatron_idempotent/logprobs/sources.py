@@ -37,14 +37,14 @@ class ProductParts(NamedTuple):
     """True if the weight's gradient is added to its `main_grad`."""
 
     def of_tokens(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
-        """Yields the tokens in slices, each of which is multiplied with all columns."""
+        """Yield the tokens in slices, each of which is multiplied with all columns."""
         rows = rows_of_a_block(columns, self.logits_bytes, 1, dtype)
         rows = rows // TILE * TILE or rows
         for start in range(0, tokens or 1, rows):  # without tokens, once none
             yield slice(start, min(start + rows, tokens))
 
     def of_columns(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
-        """Yields the columns in slices, each of which all tokens are multiplied with.
+        """Yield the columns in slices, each of which all tokens are multiplied with.
 
         A part fits `logits_bytes` in the type in which it is computed, which may be wider.
         """
@@ -61,7 +61,7 @@ class Product:
         self._memory: Tensor | None = None
 
     def __call__(self, left_nH: Tensor, right_Hv: Tensor) -> Tensor:
-        """Returns the product, [n, v], which the next call overwrites."""
+        """Return the product, [n, v], which the next call overwrites."""
         shape = len(left_nH), right_Hv.shape[1]
         size = shape[0] * shape[1]
         if self._memory is None or self._memory.numel() < size:
@@ -75,13 +75,13 @@ class Source(Protocol):
     dtype: torch.dtype
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields the logits of all tokens, some tokens [n, V] at a time, with their places."""
+        """Yield the logits of all tokens, some tokens [n, V] at a time, with their places."""
 
     def of(self, token_b: Tensor) -> Tensor:
-        """Returns the logits of these tokens, [b, V]."""
+        """Return the logits of these tokens, [b, V]."""
 
     def at(self, column_NK: Tensor) -> Tensor:
-        """Returns the logits at some columns of each token, [N, K]."""
+        """Return the logits at some columns of each token, [N, K]."""
 
 
 class Logits:
@@ -96,7 +96,7 @@ class Logits:
         self._kept_N, self._columns, self._workspace = kept_N, columns, workspace_bytes
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields some tokens at a time: views if their rows follow each other, else copies."""
+        """Yield some tokens at a time: views if their rows follow each other, else copies."""
         if not self._panels:
             return
         rows = rows_of_a_block(self._columns.real, self._workspace, 2, self.dtype)
@@ -137,7 +137,7 @@ class Products:
         return self._hidden_NH[token_b] @ self._weight_VH.t()
 
     def at(self, column_NK: Tensor) -> Tensor:
-        """Returns the logits [N, K]; multiplies only columns that some token asks for."""
+        """Return the logits [N, K]; multiplies only columns that some token asks for."""
         used_U, place_NK = torch.unique(column_NK, return_inverse=True)
         found = self._hidden_NH.new_empty(column_NK.shape)
         if not len(self._weight_VH):
@@ -155,7 +155,7 @@ class HiddenGradient:
         self._sum = torch.zeros_like(hidden_NH, dtype=dtype) if needed else None
 
     def add(self, d_logits_Nv: Tensor, weight_vH: Tensor) -> None:
-        """Adds the product of these columns' gradient and weights."""
+        """Add the product of these columns' gradient and weights."""
         if self._sum is None:
             return
         if self._sum.dtype == d_logits_Nv.dtype:
@@ -164,7 +164,7 @@ class HiddenGradient:
             self._sum += d_logits_Nv @ weight_vH
 
     def done(self, few_N: Tensor | None, shape: torch.Size) -> Tensor | None:
-        """Returns the gradient of all tokens, of which `few_N` were computed; None means all."""
+        """Return the gradient of all tokens, of which `few_N` were computed; None means all."""
         if few_N is None or self._sum is None:
             return self._sum
         return self._sum.new_zeros(shape).masked_scatter_(few_N[:, None], self._sum)
@@ -186,7 +186,7 @@ class WeightGradient:
             self._own[0 if fused else written :].zero_()
 
     def add(self, rows: slice | Tensor, d_logits_Nv: Tensor, hidden_NH: Tensor) -> None:
-        """Writes the weight's rows for these columns of the logits; each row once."""
+        """Write the weight's rows for these columns of the logits; each row once."""
         if self._own is None:
             return
         if self._fused:
@@ -205,7 +205,7 @@ class WeightGradient:
             self._own[rows] = d_logits_Nv.t() @ hidden_NH
 
     def done(self) -> Tensor | None:
-        """Returns the gradient for autograd; zeros if it went into `main_grad`."""
+        """Return the gradient for autograd; zeros if it went into `main_grad`."""
         if self._fused and hasattr(self._weight_VH, "grad_added_to_main_grad"):
             self._weight_VH.grad_added_to_main_grad = True
         return self._own
@@ -234,12 +234,12 @@ class SummedWeightGradient:
         self._sum = torch.zeros(written, like.shape[1], dtype=dtype, device=like.device)
 
     def add(self, d_logits_nV: Tensor, hidden_nH: Tensor) -> None:
-        """Adds the product of these tokens' gradients and hidden states."""
+        """Add the product of these tokens' gradients and hidden states."""
         if self._sum is not None:
             product_into(self._sum, d_logits_nV.t(), hidden_nH, add=True)
 
     def done(self) -> Tensor | None:
-        """Returns the gradient for autograd; zeros if it went into `main_grad`."""
+        """Return the gradient for autograd; zeros if it went into `main_grad`."""
         if self._sum is None:
             return None
         written = len(self._sum)
@@ -259,7 +259,7 @@ class SummedWeightGradient:
 
 
 def product_into(into: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> Tensor:
-    """Writes or adds `left @ right` to `into`, and returns that.
+    """Write or add `left @ right` to `into`, and return that.
 
     `into` may be of float32 while the factors have 16 bits.
     """
@@ -276,7 +276,7 @@ def product_into(into: Tensor, left: Tensor, right: Tensor, *, add: bool = False
 
 
 def _widened_product() -> Any:
-    """Returns the operator that multiplies into a wider type; None before torch 2.8."""
+    """Return the operator that multiplies into a wider type; None before torch 2.8."""
     # cloudpickle takes `torch.ops` for a module that a function needs, and cannot pickle it.
     from torch._ops import ops
 
@@ -284,7 +284,7 @@ def _widened_product() -> Any:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Applies torch's decorator at each call, because its wrapper cannot be pickled by value."""
+    """Apply torch's decorator at each call, because its wrapper cannot be pickled by value."""
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
@@ -302,7 +302,7 @@ class SequenceParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
-        """Returns all pieces; the group's ranks take part in one all-gather."""
+        """Return all pieces; the group's ranks take part in one all-gather."""
         ctx.group = group
         size = dist.get_world_size(group)
         whole = hidden.new_empty(size * hidden.shape[0], *hidden.shape[1:])
@@ -312,7 +312,7 @@ class SequenceParallel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Returns the piece's gradient; the group's ranks take part in one reduce-scatter."""
+        """Return the piece's gradient; the group's ranks take part in one reduce-scatter."""
         size = dist.get_world_size(ctx.group)
         piece = gradient.new_empty(gradient.shape[0] // size, *gradient.shape[1:])
         dist.reduce_scatter_tensor(piece, gradient.contiguous(), group=ctx.group)

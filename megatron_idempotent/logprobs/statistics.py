@@ -36,7 +36,7 @@ class Partial(NamedTuple):
     """The target's z; 0 on ranks without its column. With K targets their logits, [N, K]."""
 
     def packed(self) -> Tensor:
-        """Returns what a rank sends, [N, 3 + K]."""
+        """Return what a rank sends, [N, 3 + K]."""
         if self.target.dim() == 1:
             return torch.stack(self, dim=-1)
         return torch.cat([torch.stack(self[:3], dim=-1), self.target], dim=-1)
@@ -59,7 +59,7 @@ class Whole(NamedTuple):
 
 
 def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, group: Any) -> Whole:
-    """Combines the ranks' statistics into those of the whole vocabulary.
+    """Combine the ranks' statistics into those of the whole vocabulary.
 
     The group's ranks take part in one all-gather. Sums of the ranks' sums are taken in float64 and
     in the order of ranks, so that all of them find the same bits. `owner_N` is the rank in the
@@ -78,7 +78,7 @@ def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, grou
 
 
 def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
-    """Gathers [N, X] of each of the group's ranks as [R, N, X]; one rank alone sends nothing."""
+    """Gather [N, X] of each of the group's ranks as [R, N, X]; one rank alone sends nothing."""
     if group is None or dist.get_world_size(group) == 1:
         return sent_NX[None]
     found_RNX = sent_NX.new_empty(dist.get_world_size(group), *sent_NX.shape)
@@ -87,7 +87,7 @@ def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
 
 
 def merged(parts: list[Partial], own: list[Tensor], temperature: Tensor | float) -> Partial:
-    """Merges statistics of parts of a rank's columns, without a collective.
+    """Merge statistics of parts of a rank's columns, without a collective.
 
     `own` has a mask for each part, [N] or [N, K]: True for targets that are among its columns.
     """
@@ -101,7 +101,7 @@ def merged(parts: list[Partial], own: list[Tensor], temperature: Tensor | float)
 def _together(
     parts_PNX: Tensor, own_PN: Tensor, temperature: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the fields of `Partial` over all parts together, in float64.
+    """Return the fields of `Partial` over all parts together, in float64.
 
     `own_PN` says which part has each target; for K targets it is [P, N, K].
     """
@@ -125,7 +125,7 @@ def _together(
 def with_target(
     origin_N: Tensor, others_N: Tensor, moment_N: Tensor, z_N: Tensor, dtype: torch.dtype
 ) -> Whole:
-    """Computes the statistics of all columns from the target's z and the others' sums.
+    """Compute the statistics of all columns from the target's z and the others' sums.
 
     All are given in float64, and rounded to `dtype` at the end.
     """
@@ -147,7 +147,7 @@ def with_targets(
     temperature: Tensor | float,
     dtype: torch.dtype,
 ) -> Whole:
-    """Computes the statistics of all columns from K targets' logits and the others' sums.
+    """Compute the statistics of all columns from K targets' logits and the others' sums.
 
     All are given in float64, and rounded to `dtype` at the end. Targets that `counted_NK` leaves
     out have no part in them; no token is a target twice.
@@ -172,7 +172,7 @@ def with_targets(
 
 
 def per_row(temperature: Tensor | float) -> Tensor | float:
-    """Returns the temperature in a shape that divides rows: a number, or [n, 1]."""
+    """Return the temperature in a shape that divides rows: a number, or [n, 1]."""
     return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
@@ -183,7 +183,7 @@ FINITE = -1e30
 def statistics(
     logits_nV: Tensor, local_n: Tensor, temperature_n: Tensor, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the fields of `Partial`, with sums in float64: fused loops do not add in pairs."""
+    """Return the fields of `Partial`, with sums in float64: fused loops do not add in pairs."""
     logits_nV = logits_nV.to(temperature_n.dtype)
     maximum_n = logits_nV.amax(-1).clamp(min=FINITE)
     z_nV = (logits_nV - maximum_n[:, None]) / temperature_n[:, None]
@@ -205,7 +205,7 @@ def gradient(
     of_target_n: Tensor,
     temperature_n: Tensor,
 ) -> Tensor:
-    """Returns the gradient that `kernels.write_gradient` writes, rounded to the logits' type."""
+    """Return the gradient that `kernels.write_gradient` writes, rounded to the logits' type."""
     z_nV = (logits_nV.to(temperature_n.dtype) - origin_n[:, None]) / temperature_n[:, None]
     factor_nV = factor_n[:, None]
     if slope_n is not None:
@@ -217,5 +217,5 @@ def gradient(
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function for any number of rows and columns."""
+    """Compile a function for any number of rows and columns."""
     return torch.compile(function, dynamic=True)

@@ -24,7 +24,7 @@ def shift_targets(
     cu_seqlens: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Returns the next token of the same sequence at each position [..., T], or `ignore_index`.
+    """Return the next token of the same sequence at each position [..., T], or `ignore_index`.
 
     It needs whole sequences: under context parallelism shift first, and then take each rank's
     part, with `context_parallel_part`.
@@ -74,7 +74,7 @@ def shift_targets(
 def context_parallel_part(
     values: Tensor, *, rank: int, size: int, cu_seqlens: Tensor | None = None, dim: int = -1
 ) -> Tensor:
-    """Returns this rank's positions under context parallelism, as Megatron's attention takes them.
+    """Return this rank's positions under context parallelism, as Megatron's attention takes them.
 
     Each sequence is cut into 2 · size pieces, of which rank r has the r-th from the front and the
     r-th from the back, so that causal attention costs all ranks alike.
@@ -134,7 +134,7 @@ def context_parallel_whole(
     dim: int = -1,
     losses: Literal["same", "parts"] = "same",
 ) -> Tensor:
-    """Puts the parts of context-parallel ranks together: undoes `context_parallel_part`, exactly.
+    """Put the parts of context-parallel ranks together: undo `context_parallel_part`, exactly.
 
     It is differentiable. With a group all of its ranks take part in one all-gather in the forward,
     and with `losses="parts"` in one all-reduce in the backward too.
@@ -190,7 +190,7 @@ def context_parallel_whole(
 
 
 def _places(positions: int, size: int, cu_seqlens: Tensor | None, device: Any) -> Tensor:
-    """Returns where each position is among the parts of all ranks, one after the other."""
+    """Return where each position is among the parts of all ranks, one after the other."""
     place_T = torch.arange(positions, device=device)
     if cu_seqlens is None:
         start, half = torch.zeros_like(place_T), torch.full_like(place_T, positions // (2 * size))

@@ -59,7 +59,7 @@ def vocab_topk(
     hidden_layout: Literal["replicated", "sequence_parallel"] = "replicated",
     workspace_bytes: int | None = None,
 ) -> TopK:
-    """Finds the K most likely tokens and their log-probs, which a student learns from a teacher.
+    """Find the K most likely tokens and their log-probs, which a student learns from a teacher.
 
     It reads the logits once, a few rows at a time, or makes them from hidden states some tokens at
     a time; it takes O(tokens · K) memory and the workspace. The result has no gradient: the student
@@ -139,7 +139,7 @@ def _most_likely(
     wanted: ComputeOptions,
     device: torch.device,
 ) -> TopK:
-    """Finds this rank's candidates and the sums over its other columns, and merges all ranks'.
+    """Find this rank's candidates and the sums over its other columns, and merge all ranks'.
 
     The result is the same on all of them.
     """
@@ -164,7 +164,7 @@ def _most_likely(
 
 
 def largest(logits_nV: Tensor, count: int) -> Tensor:
-    """Returns the columns of the largest logits in each row, the largest first, [n, C].
+    """Return the columns of the largest logits in each row, the largest first, [n, C].
 
     Of equal logits those in the lowest columns are chosen, and come first.
     """
@@ -185,7 +185,7 @@ def largest(logits_nV: Tensor, count: int) -> Tensor:
 
 
 def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) -> Tensor:
-    """Replaces the chosen columns that tie with the last one by the lowest columns that do."""
+    """Replace the chosen columns that tie with the last one by the lowest columns that do."""
     last_b1 = values_bC[:, -1:]
     above_b = (values_bC > last_b1).sum(-1)
     row_e, column_e = (logits_bV == last_b1).nonzero().unbind(1)
@@ -199,7 +199,7 @@ def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) ->
 def _of_all_ranks(
     sums: Partial, ids_NC: Tensor, k: int, temperature: Tensor | float, columns: Columns
 ) -> TopK:
-    """Merges the ranks' candidates and sums; the group's ranks take part in one all-gather."""
+    """Merge the ranks' candidates and sums; the group's ranks take part in one all-gather."""
     dtype = sums.origin.dtype
     # As bits: not every id is a number of float32.
     bits = torch.int32 if dtype == torch.float32 else torch.int64

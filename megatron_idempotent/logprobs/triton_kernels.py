@@ -46,7 +46,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def exponential(z: tl.tensor) -> tl.tensor:
-    """Returns exp(z) of a finite z: 1 of 0, and 0 if float32 has no normal number for it."""
+    """Return exp(z) of a finite z: 1 of 0, and 0 if float32 has no normal number for it."""
     power = z * _LOG2E
     rest = tl.fma(power, -_LN2, z)
     found = tl.exp2(power)
@@ -57,7 +57,7 @@ def exponential(z: tl.tensor) -> tl.tensor:
 def scaled(
     distance: tl.tensor, temperature: tl.tensor, inverse: tl.tensor, UNIT: tl.constexpr
 ) -> tl.tensor:
-    """Returns distance / temperature: a finite number for a distance of -inf, NaN for NaN.
+    """Return distance / temperature: a finite number for a distance of -inf, NaN for NaN.
 
     It multiplies by 1 / temperature, and adds the remainder times that: as exact as a division,
     which costs three times as much. With `UNIT` the temperature is 1.
@@ -91,7 +91,7 @@ class Shape(NamedTuple):
     """The number of columns that a program loads at once; None for 16 bytes of each thread."""
 
     def of(self, dtype: torch.dtype) -> BlockShape:
-        """Returns the shape for rows of this type."""
+        """Return the shape for rows of this type."""
         lanes = self.lanes or self.warps * _WARP * _LOAD_BYTES // dtype.itemsize
         return BlockShape(self, lanes)
 
@@ -104,11 +104,11 @@ class BlockShape(NamedTuple):
     computed: torch.dtype = torch.float32
 
     def segments(self, columns: int) -> int:
-        """Returns the number of programs that share a row."""
+        """Return the number of programs that share a row."""
         return -(-columns // self.shape.segment)
 
     def constants(self) -> dict[str, Any]:
-        """Returns the constants that the kernels are compiled for."""
+        """Return the constants that the kernels are compiled for."""
         return {
             "SEGMENT": self.shape.segment,
             "UNROLL": self.shape.unroll,
@@ -132,13 +132,13 @@ _chosen: dict[Kernel, Shape] = {kernel: shapes[0] for kernel, shapes in SHAPES.i
 
 
 def block_of(kernel: Kernel, dtype: torch.dtype) -> BlockShape:
-    """Returns the shape that a kernel uses now, for rows of this type."""
+    """Return the shape that a kernel uses now, for rows of this type."""
     return _chosen[kernel].of(dtype)
 
 
 @contextlib.contextmanager
 def using(**shapes: Shape) -> Iterator[None]:
-    """Uses other shapes inside of a `with`, for benchmarks: `using(gradient=Shape(4, 2, 1))`."""
+    """Use other shapes inside of a `with`, for benchmarks: `using(gradient=Shape(4, 2, 1))`."""
     before = dict(_chosen)
     _chosen.update(shapes)  # type: ignore[arg-type]
     try:
@@ -148,7 +148,7 @@ def using(**shapes: Shape) -> Iterator[None]:
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which the tensor's GPU is the current one, which Triton launches on."""
+    """Return a context in which the tensor's GPU is the current one, which Triton launches on."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -163,7 +163,7 @@ def _absorb(
     UNIT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adds a tile to each lane's largest logit and sums, and returns them."""
+    """Add a tile to each lane's largest logit and sums, and return them."""
     before_L = largest_L
     largest_L = tl.maximum(before_L, tl.max(x_UL, 0))
     z_UL = scaled(x_UL - largest_L[None, :], temperature, inverse, UNIT)
@@ -199,7 +199,7 @@ def statistics_kernel(
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Writes the fields of `Partial` of this program's segment and token into [P, N, 4]."""
+    """Write the fields of `Partial` of this program's segment and token into [P, N, 4]."""
     TILE: tl.constexpr = UNROLL * LANES
     program = tl.program_id(0)
     segments = (columns + SEGMENT - 1) // SEGMENT
@@ -262,7 +262,7 @@ def launch_statistics(
     entropy: bool,
     block: BlockShape,
 ) -> Tensor:
-    """Computes the fields of `Partial` per segment and token, [P, N, 4].
+    """Compute the fields of `Partial` per segment and token, [P, N, 4].
 
     `logits` is a matrix [rows, ≥ columns]; `rows_N` names the tokens' rows, None for all of them.
     """
@@ -320,7 +320,7 @@ def gradient_kernel(
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Writes exp(z)·(factor + slope·z), at the target `of_target`, and 0 from `columns` on."""
+    """Write exp(z)·(factor + slope·z), at the target `of_target`, and 0 from `columns` on."""
     TILE: tl.constexpr = UNROLL * LANES
     program = tl.program_id(0)
     segments = (width + SEGMENT - 1) // SEGMENT
@@ -385,7 +385,7 @@ def launch_gradient(
     columns: int,
     block: BlockShape,
 ) -> None:
-    """Writes the gradient into all of `into` [M, ≥ columns], which may be `logits`.
+    """Write the gradient into all of `into` [M, ≥ columns], which may be `logits`.
 
     `token_M` names each row's token in `slopes`, with -1 for rows of zeros. None means that the
     rows are the tokens in turn.

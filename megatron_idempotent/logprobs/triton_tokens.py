@@ -34,7 +34,7 @@ def combine_kernel(
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Combines parts [P, N, 4] into `Partial` [N, 4], or with `WHOLE` into `Whole` [6, N].
+    """Combine parts [P, N, 4] into `Partial` [N, 4], or with `WHOLE` into `Whole` [6, N].
 
     A target is in part `place` // `width`.
     """
@@ -105,7 +105,7 @@ def coefficients_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Writes factor, slope and `of_target` of `GradCoefficients`, [3, N], and indices [N].
+    """Write factor, slope and `of_target` of `GradCoefficients`, [3, N], and indices [N].
 
     An index is the token's own, or -1 if its outputs have no gradient.
     """
@@ -147,7 +147,7 @@ def coefficients_kernel(
 def launch_combine(
     parts_PN4: Tensor, place_N: Tensor, width: int, temperature: Tensor | float, *, whole: bool
 ) -> Tensor:
-    """Combines parts [P, N, 4] into `Partial` [N, 4], or with `whole` into `Whole` [6, N].
+    """Combine parts [P, N, 4] into `Partial` [N, 4], or with `whole` into `Whole` [6, N].
 
     A target is in part `place_N` // `width`.
     """
@@ -181,7 +181,7 @@ def launch_coefficients(
     of_entropy_N: Tensor | None,
     temperature: Tensor | float,
 ) -> tuple[Tensor, Tensor]:
-    """Computes factor, slope and `of_target` of `GradCoefficients`, [3, N], and indices [N].
+    """Compute factor, slope and `of_target` of `GradCoefficients`, [3, N], and indices [N].
 
     An index is the token's own, or -1 if its outputs have no gradient.
     """

@@ -33,14 +33,14 @@ class Kept(NamedTuple):
 
     @staticmethod
     def joined(parts: list[Kept], like_N: Tensor) -> Kept:
-        """Joins the parts, with indices of int32 and logits of the type of `like_N`."""
+        """Join the parts, with indices of int32 and logits of the type of `like_N`."""
         none = like_N.new_empty(0)
         parts = [Kept(none.int(), none.int(), none), *parts]
         row, column, logit = map(torch.cat, zip(*parts, strict=True))
         return Kept(row.int(), column.int(), logit.to(like_N.dtype))
 
     def gradient(self, slopes: GradCoefficients, temperature: Tensor | float) -> Tensor:
-        """Returns the gradient of these columns' logits, [E]."""
+        """Return the gradient of these columns' logits, [E]."""
         row_E = self.row.long()
         t_E = temperature[row_E] if isinstance(temperature, Tensor) else temperature
         z_E = self.logit if slopes.origin is None else self.logit - slopes.origin[row_E]
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
 
 
 def named(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
-    """Returns this rank's columns among the ids of `keep`, and statistics over all of these ids.
+    """Return this rank's columns among the ids of `keep`, and statistics over all of these ids.
 
     The group's ranks take part in one all-gather of 16 bytes per token and rank.
     """
@@ -121,7 +121,7 @@ class _Rows(NamedTuple):
 
 
 def choose(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
-    """Returns this rank's columns among those that top-k and top-p leave, and statistics over all.
+    """Return this rank's columns among those that top-k and top-p leave, and statistics over all.
 
     The group's ranks take part in one all-gather of 4 · (3 + C) bytes per token and rank. For
     tokens whose boundary may lie below what was sent there are further all-gathers, each with eight
@@ -169,7 +169,7 @@ def _sent(
     parts: Iterator[tuple[slice, Tensor]],
     width: int,
 ) -> Iterator[_Rows]:
-    """Sends `width` candidates of these tokens, and yields what all ranks have sent.
+    """Send `width` candidates of these tokens, and yield what all ranks have sent.
 
     The logits come in parts. The group's ranks take part in one all-gather.
     """
@@ -219,12 +219,12 @@ def _sent(
 
 
 def _fit(columns: Columns, width: int) -> int:
-    """Returns how many tokens are computed at a time, with `width` candidates per rank."""
+    """Return how many tokens are computed at a time, with `width` candidates per rank."""
     return rows_of_a_block(columns.ranks * width, _CHUNK_BYTES, _AT_A_TIME, torch.float64)
 
 
 def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
-    """Computes statistics over the kept tokens, the same bits on all ranks.
+    """Compute statistics over the kept tokens, the same bits on all ranks.
 
     It computes in float64, from values that are equal on all ranks.
     """
@@ -247,7 +247,7 @@ def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
 def _here(
     columns: Columns, rows: _Rows, threshold_n: Tensor, also_n: Tensor, enough_n: Tensor
 ) -> Iterator[Kept]:
-    """Yields this rank's columns among those that were kept, for tokens that have enough."""
+    """Yield this rank's columns among those that were kept, for tokens that have enough."""
     here_nC, token_n = rows.here_nC, rows.token_n
     kept_nC = (here_nC >= threshold_n[:, None]) & (here_nC > -torch.inf) & enough_n[:, None]
     row_e, slot_e = kept_nC.nonzero().unbind(1)

@@ -23,31 +23,31 @@ _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGro
 
 
 def ddp_target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """Returns the target for a method of `DistributedDataParallel`."""
+    """Return the target for a method of `DistributedDataParallel`."""
     address = f"{_DDP}.{method}"
     return Target(address, wrapper)
 
 
 def forward_target(wrapper: Callable[..., Any]) -> Target:
-    """Returns the target for a wrapped chunk's forward, which Megatron-FSDP's wrapper shares."""
+    """Return the target for a wrapped chunk's forward, which Megatron-FSDP's wrapper shares."""
     return Target("megatron.core.distributed.data_parallel_base:_BaseDataParallel.forward", wrapper)
 
 
 def group_target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """Returns the target for a method of a bucket group: what one collective reduces or gathers."""
+    """Return the target for a method of a bucket group: what one collective reduces or gathers."""
     address = f"{_GROUP}.{method}"
     return Target(address, wrapper)
 
 
 def buffer_reset_target(wrapper: Callable[..., Any]) -> Target:
-    """Returns the target in which a gradient buffer is zeroed, from 0.16 on."""
+    """Return the target in which a gradient buffer is zeroed, from 0.16 on."""
     return Target(
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset", wrapper
     )
 
 
 def finalize_target(wrapper: Callable[..., Any]) -> Target:
-    """Returns the target `finalize_model_grads`, which finishes the reductions of all chunks."""
+    """Return the target `finalize_model_grads`, which finishes the reductions of all chunks."""
     return Target("megatron.core.distributed.finalize_model_grads:finalize_model_grads", wrapper)
 
 
@@ -65,7 +65,7 @@ def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
-    """Returns all bucket groups of a chunk in Megatron's DDP, dense ones first, as upstream does.
+    """Return all bucket groups of a chunk in Megatron's DDP, dense ones first, as upstream does.
 
     The list is empty for a module without a wrapper.
     """
@@ -155,14 +155,14 @@ def _arm(chunk: Any, armed: bool) -> None:
 
 
 def no_sync(original: Callable[..., Any], self: Any) -> NoSync:
-    """Returns our context instead of upstream's generator."""
+    """Return our context instead of upstream's generator."""
     # Never entered; called for the other case files whose wrappers may stand below this one.
     original(self)
     return NoSync(self)
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
-    """Forgets the open `no_sync` contexts: they belong to a window that is gone."""
+    """Forget the open `no_sync` contexts: they belong to a window that is gone."""
     setattr(self, _ENTRIES, None)
     original(self)
 
@@ -183,7 +183,7 @@ def watch(group: Any, purpose: str) -> None:
 
 
 def arrived(group: Any, purpose: str) -> Any:
-    """Returns the parameter whose gradient came first since `watch`; None if none came."""
+    """Return the parameter whose gradient came first since `watch`; None if none came."""
     return vars(group).get(_WATCHES, {}).get(purpose)
 
 
@@ -212,12 +212,12 @@ def _register(
 
 
 def dispatch_target(wrapper: Callable[..., None] | None = None) -> Target:
-    """Returns the target `start_grad_sync`; a `wrapper` of your own has to call `dispatching`."""
+    """Return the target `start_grad_sync`; a `wrapper` of your own has to call `dispatching`."""
     return group_target("start_grad_sync", wrapper or dispatching)
 
 
 def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatches a reduction, and watches for gradients that come too late for it from here on."""
+    """Dispatch a reduction, and watch for gradients that come too late for it from here on."""
     original(self, *args, **kwargs)
     if self.ddp_config.overlap_grad_reduce and not vars(self).get(_POSTPONED, False):
         if not vars(self).get(_DISPATCHED, False):
@@ -231,12 +231,12 @@ def postpone(group: Any, postponed: bool) -> None:
 
 
 def dispatched(group: Any) -> bool:
-    """Returns whether an overlapped reduction was dispatched and its window is not finished."""
+    """Return whether an overlapped reduction was dispatched and its window is not finished."""
     return vars(group).get(_DISPATCHED, False) or group.grad_reduce_handle is not None
 
 
 def late(group: Any) -> Any:
-    """Returns the first parameter whose gradient came after its reduction began, or None."""
+    """Return the first parameter whose gradient came after its reduction began, or None."""
     return arrived(group, _LATE)
 
 
@@ -255,13 +255,13 @@ _REDUCED = "_megatron_idempotent_reduced"
 
 
 def reduced(chunk: Any) -> tuple[int, ...] | None:
-    """Returns the gradients' `versions` right after their reduction; None before it in a window."""
+    """Return the gradients' `versions` right after their reduction; None before it in a window."""
     found: tuple[int, ...] | None = getattr(chunk, _REDUCED, None)
     return found
 
 
 def grown(chunk: Any) -> bool:
-    """Returns whether gradients were added to reduced ones, or are being reduced again."""
+    """Return whether gradients were added to reduced ones, or are being reduced again."""
     before = reduced(chunk)
     if before is None:
         return False
@@ -275,7 +275,7 @@ def grown(chunk: Any) -> bool:
 
 
 def is_idle(chunk: Any) -> bool:
-    """Returns whether all of the chunk's gradients are reduced."""
+    """Return whether all of the chunk's gradients are reduced."""
     return reduced(chunk) is not None and not grown(chunk)
 
 
@@ -297,7 +297,7 @@ def began(chunk: Any) -> None:
 
 
 def _replays(config: Any) -> bool:
-    """Returns whether CUDA graphs may write gradients, which torch's counters do not see."""
+    """Return whether CUDA graphs may write gradients, which torch's counters do not see."""
     return bool(
         getattr(config, "enable_cuda_graph", False)
         or getattr(config, "external_cuda_graph", False)
@@ -306,7 +306,7 @@ def _replays(config: Any) -> bool:
 
 
 def registered(group: Any) -> dict[Any, int]:
-    """Returns how often each parameter's gradient came since `reset` in backwards that reduce."""
+    """Return how often each parameter's gradient came since `reset` in backwards that reduce."""
     counts = getattr(group, "per_param_grad_ready_counts", None)
     # Releases before 0.16 keep a set, because they allow one gradient per parameter.
     return dict.fromkeys(group.params_with_grad, 1) if counts is None else counts
@@ -340,13 +340,13 @@ def wait(chunk: Any) -> None:
 
 
 def name_of(chunk: Any, param: Any) -> str:
-    """Returns the parameter's name in the wrapped module, for messages."""
+    """Return the parameter's name in the wrapped module, for messages."""
     names = (name for name, other in chunk.module.named_parameters() if other is param)
     return next(names, "?")
 
 
 def gradients(chunk: Any) -> list[Any]:
-    """Returns the tensors that hold the chunk's gradients."""
+    """Return the tensors that hold the chunk's gradients."""
     return [
         tensor
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
@@ -355,7 +355,7 @@ def gradients(chunk: Any) -> list[Any]:
 
 
 def trained(chunk: Any) -> list[Any]:
-    """Returns the tensors that hold the chunk's trained parameters: flat ones, where DDP has such.
+    """Return the tensors that hold the chunk's trained parameters: flat ones, where DDP has such.
 
     Flat ones have padding too, of which nothing is known.
     """
@@ -365,5 +365,5 @@ def trained(chunk: Any) -> list[Any]:
 
 
 def versions(chunk: Any) -> tuple[int, ...]:
-    """Returns torch's counters of writes in place into the gradients, reductions included."""
+    """Return torch's counters of writes in place into the gradients, reductions included."""
     return tuple(tensor._version for tensor in gradients(chunk))

@@ -14,12 +14,12 @@ _MODULE = "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp"
 
 
 def zero_target(wrapper: Callable[..., Any]) -> Target:
-    """Returns the target that begins a step."""
+    """Return the target that begins a step."""
     return _target("zero_grad_buffer", wrapper)
 
 
 def no_sync_target(wrapper: Callable[..., Any]) -> Target:
-    """Returns the target `no_sync`, in which no backward reduces unless gradients are sharded."""
+    """Return the target `no_sync`, in which no backward reduces unless gradients are sharded."""
     return _target("no_sync", wrapper)
 
 
@@ -28,12 +28,12 @@ def _target(method: str, wrapper: Callable[..., Any]) -> Target:
 
 
 def is_wrapped(chunk: Any) -> bool:
-    """Returns whether the chunk is wrapped by Megatron-FSDP."""
+    """Return whether the chunk is wrapped by Megatron-FSDP."""
     return hasattr(getattr(chunk, "module", None), "grad_reduce_pipeline")
 
 
 def was_interrupted(fsdp: Any) -> bool:
-    """Returns whether a backward of this `MegatronFSDP` is unfinished, or was not waited for."""
+    """Return whether a backward of this `MegatronFSDP` is unfinished, or was not waited for."""
     reductions = fsdp.grad_reduce_pipeline
     return bool(
         fsdp._root_pre_backward_hook_issued

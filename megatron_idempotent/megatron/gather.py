@@ -29,17 +29,17 @@ _watched: PerProcessWeakKeys[Any, None] = PerProcessWeakKeys(__name__, "_watched
 
 
 def step_target(wrapper: Callable[..., Any]) -> Target:
-    """Returns the target in which the distributed optimizer writes its shard of the parameters."""
+    """Return the target in which the distributed optimizer writes its shard of the parameters."""
     return Target(_STEP, wrapper)
 
 
 def gather_target() -> Target:
-    """Returns the target that dispatches a bucket group's gather; its wrapper clears the mark."""
+    """Return the target that dispatches a bucket group's gather; its wrapper clears the mark."""
     return group_target("start_param_sync", start_param_sync)
 
 
 def owned_groups(optimizer: Any) -> list[Any]:
-    """Returns the chunks' bucket groups whose parameters this distributed optimizer writes.
+    """Return the chunks' bucket groups whose parameters this distributed optimizer writes.
 
     Dense and expert parameters of one chunk belong to different optimizers, and so do the chunks of
     one rank under overlap_param_gather_with_optimizer_step.
@@ -57,7 +57,7 @@ def owned_groups(optimizer: Any) -> list[Any]:
 
 
 def is_layer_wise(group: Any) -> bool:
-    """Returns whether a `LayerWiseDistributedOptimizer` writes parameters of this bucket group."""
+    """Return whether a `LayerWiseDistributedOptimizer` writes parameters of this bucket group."""
     return gathers_by_lists(group) or any(
         getattr(bucket.params_list[0], "is_managed_by_layer_wise_optimizer", False)
         for bucket in group.buckets
@@ -66,7 +66,7 @@ def is_layer_wise(group: Any) -> bool:
 
 
 def gathers_by_lists(group: Any) -> bool:
-    """Returns whether the group gathers lists of whole parameters, not slices of its buffer."""
+    """Return whether the group gathers lists of whole parameters, not slices of its buffer."""
     return any(getattr(bucket, "layerwise_params_list", None) for bucket in group.buckets)
 
 
@@ -76,7 +76,7 @@ def mark(group: Any) -> None:
 
 
 def marked(group: Any) -> bool | None:
-    """Returns whether an update of `group` waits for its gather; None if nobody watches it yet."""
+    """Return whether an update of `group` waits for its gather; None if nobody watches it yet."""
     known: bool | None = getattr(group, _MARK, None)
     return known
 
@@ -87,7 +87,7 @@ def hold_gradients(group: Any, held: bool) -> None:
 
 
 def holds_gradients(group: Any) -> bool:
-    """Returns whether reduced gradients of `group` wait for a step, as `hold_gradients` noted.
+    """Return whether reduced gradients of `group` wait for a step, as `hold_gradients` noted.
 
     A gather into the gradients' memory would lose them.
     """
@@ -100,12 +100,12 @@ def watch(chunk: Any) -> None:
 
 
 def watched_chunks() -> list[Any]:
-    """Returns the chunks that `watch` remembers, in the order of their first update."""
+    """Return the chunks that `watch` remembers, in the order of their first update."""
     return list(_watched)
 
 
 def updating(original: Callable[..., Any], self: Any) -> Any:
-    """Marks the bucket groups that the optimizer writes, then runs its update.
+    """Mark the bucket groups that the optimizer writes, then run its update.
 
     The marks come first, because without overlap_param_gather upstream gathers inside of the call.
     """
@@ -115,7 +115,7 @@ def updating(original: Callable[..., Any], self: Any) -> Any:
 
 
 def start_param_sync(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
-    """Runs a bucket group's gather, and clears the mark if the gather carries the update."""
+    """Run a bucket group's gather, and clear the mark if the gather carries the update."""
     stale_in_flight = force_sync and self.param_gather_handle is not None
     result = original(self, force_sync=force_sync)
     # With a gather in flight, `force_sync` only waits for it: it carries what it set out with.
@@ -174,7 +174,7 @@ def finish_update(chunks: list[Any]) -> None:
 
 
 def shares_memory_with_gradients(chunk: Any) -> bool:
-    """Returns whether reuse_grad_buf_for_mxfp8_param_ag puts parameters into gradients' memory.
+    """Return whether reuse_grad_buf_for_mxfp8_param_ag puts parameters into gradients' memory.
 
     Then only the training loop can stage the update for a gather.
     """
@@ -187,7 +187,7 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def layer_wise_step_target(wrapper: Callable[..., Any]) -> Target:
-    """Returns the target in which the chain updates its parameters.
+    """Return the target in which the chain updates its parameters.
 
     It is the base class's, because 0.17 overrides `step` and later releases
     `step_with_ready_grads`; either calls this one.
@@ -196,7 +196,7 @@ def layer_wise_step_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def chunks_target() -> Target:
-    """Returns the target in which an optimizer that gathers by lists is given its chunks."""
+    """Return the target in which an optimizer that gathers by lists is given its chunks."""
     return Target(
         f"{_LAYER_WISE}:LayerWiseDistributedOptimizer.set_bucket_layerwise_params_list",
         remember_chunks,
@@ -204,13 +204,13 @@ def chunks_target() -> Target:
 
 
 def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any) -> None:
-    """Keeps the chunks on the optimizer, which 0.17 and commits up to 0.18 do not."""
+    """Keep the chunks on the optimizer, which 0.17 and commits up to 0.18 do not."""
     original(self, model_chunks)
     setattr(self, _CHUNKS, list(model_chunks))
 
 
 def deferred_groups(optimizer: Any) -> list[Any]:
-    """Returns the bucket groups whose gather this optimizer leaves to the forward pre-hooks.
+    """Return the bucket groups whose gather this optimizer leaves to the forward pre-hooks.
 
     They are the same on all ranks, whether a rank owns any of the parameters or not.
     """

@@ -26,7 +26,7 @@ def gpt_stage(
     change_spec: Callable[[Any], Any] | None = None,
     **model: Any,
 ) -> Any:
-    """Returns a `GPTModel` of upstream's local layers; `model` holds its other arguments.
+    """Return a `GPTModel` of upstream's local layers; `model` holds its other arguments.
 
     `change_spec` gets upstream's layer spec, and returns the one to use. A config with
     `mtp_num_layers` gets layers for multi-token prediction of the same spec, unless `model` has
@@ -56,7 +56,7 @@ def gpt_stage(
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:
-    """Returns whether this release's `function` has the parameter."""
+    """Return whether this release's `function` has the parameter."""
     return parameter in inspect.signature(function).parameters
 
 
@@ -75,7 +75,7 @@ class MarkedNorm:
 
 
 def _mtp_block(layer_spec: Any, config: Any, vp_stage: int | None) -> Any:
-    """Returns the submodules of a stage's MTP layers; None for a stage that has none."""
+    """Return the submodules of a stage's MTP layers; None for a stage that has none."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     where = {"vp_stage": vp_stage} if takes(get_gpt_mtp_block_spec, "vp_stage") else {}
@@ -99,7 +99,7 @@ def _marked(layer_spec: Any) -> Any:
 
 
 def with_marked_norm(layer_spec: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """Returns one pipeline stage's block submodules, with `MarkedNorm` for every norm."""
+    """Return one pipeline stage's block submodules, with `MarkedNorm` for every norm."""
     from megatron.core.transformer import transformer_block
 
     layer_spec = _marked(layer_spec)

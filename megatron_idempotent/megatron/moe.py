@@ -33,7 +33,7 @@ def forget_tokens(chunk: Any) -> None:
 
 
 def ranks_of_a_sequence() -> int:
-    """Returns the number of tensor- and context-parallel ranks, which have a part of it each."""
+    """Return the number of tensor- and context-parallel ranks, which have a part of it each."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_and_context_parallel_group()
@@ -49,7 +49,7 @@ _COEFFICIENTS = (
 
 
 def auxiliary_losses(config: Any) -> list[str]:
-    """Returns the names of the coefficients in use of losses that layers add to the gradient."""
+    """Return the names of the coefficients in use of losses that layers add to the gradient."""
     found = []
     for part, name in _COEFFICIENTS:
         value = getattr(config, name, None)
@@ -60,12 +60,12 @@ def auxiliary_losses(config: Any) -> list[str]:
 
 
 def has_layers_with_losses(config: Any) -> bool:
-    """Returns whether layers of a model may add losses of their own, in use or not."""
+    """Return whether layers of a model may add losses of their own, in use or not."""
     return any(getattr(config, part, None) for part, _ in _COEFFICIENTS)
 
 
 def adds_up_mtp_losses(config: Any) -> bool:
-    """Returns whether MTP losses are sums over what is predicted, and not means, in this Megatron.
+    """Return whether MTP losses are sums over what is predicted, and not means, in this Megatron.
 
     So they are before 0.17 where DDP adds up gradients (`calculate_per_token_loss`).
     """
@@ -91,7 +91,7 @@ _LOGS = (
 
 
 def scalers() -> Iterator[Any]:
-    """Yields the loaded classes whose `main_loss_backward_scale` the schedules set."""
+    """Yield the loaded classes whose `main_loss_backward_scale` the schedules set."""
     for module, name in _SCALERS:
         scaler = getattr(sys.modules.get(module), name, None)
         if scaler is not None:
@@ -99,7 +99,7 @@ def scalers() -> Iterator[Any]:
 
 
 def layer_logs() -> Iterator[Any]:
-    """Yields the tensors that MTP and DSA layers log their losses into; MoE's are elsewhere."""
+    """Yield the tensors that MTP and DSA layers log their losses into; MoE's are elsewhere."""
     import torch
 
     for module, name in _LOGS:

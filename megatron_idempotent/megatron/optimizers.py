@@ -17,17 +17,17 @@ _KINDS = ("ChainedOptimizer", "MixedPrecisionOptimizer", "FP32Optimizer")
 
 
 def step_target(kind: str, wrapper: Callable[..., Any]) -> Target:
-    """Returns the target for `step` of one optimizer class."""
+    """Return the target for `step` of one optimizer class."""
     return Target(f"{MODULE}:{kind}.step", wrapper)
 
 
 def step_targets(wrapper: Callable[..., Any]) -> tuple[Target, ...]:
-    """Returns the targets for `step` of all classes; DistributedOptimizer inherits its own."""
+    """Return the targets for `step` of all classes; DistributedOptimizer inherits its own."""
     return tuple(step_target(kind, wrapper) for kind in _KINDS)
 
 
 def factory_target(wrapper: Callable[..., Any]) -> Target:
-    """Returns the target `get_megatron_optimizer`."""
+    """Return the target `get_megatron_optimizer`."""
     return Target("megatron.core.optimizer:get_megatron_optimizer", wrapper, "model_chunks")
 
 
@@ -35,12 +35,12 @@ _MODULE = "megatron.core.optimizer.distrib_optimizer"
 
 
 def target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """Returns the target for a method of `DistributedOptimizer`."""
+    """Return the target for a method of `DistributedOptimizer`."""
     return Target(f"{_MODULE}:DistributedOptimizer.{method}", wrapper)
 
 
 def is_torch_adam(optimizer: Any) -> bool:
-    """Returns whether an optimizer counts steps per parameter, as only torch's Adam does."""
+    """Return whether an optimizer counts steps per parameter, as only torch's Adam does."""
     import torch
     from megatron.core.optimizer import distrib_optimizer
 
@@ -104,7 +104,7 @@ _MODELS_OWN = (
 
 
 def trained_by(optimizer: Any) -> list[Any]:
-    """Returns the model's parameters that an optimizer, or a chain of them, updates on this rank.
+    """Return the model's parameters that an optimizer, or a chain of them, updates on this rank.
 
     Those of a kind of optimizer that is not Megatron's own are not known, and left out.
     """
@@ -122,5 +122,5 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Returns the optimizer and, if it is a chain, the optimizers in it."""
+    """Return the optimizer and, if it is a chain, the optimizers in it."""
     return [optimizer, *getattr(optimizer, "chained_optimizers", ())]

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def live_groups() -> list[Any]:
-    """Returns this rank's process groups in `megatron.core.parallel_state`, without WORLD."""
+    """Return this rank's process groups in `megatron.core.parallel_state`, without WORLD."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -20,14 +20,14 @@ def live_groups() -> list[Any]:
 
 
 def alive() -> Any:
-    """Returns torch's table of the process groups that are not destroyed."""
+    """Return torch's table of the process groups that are not destroyed."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_map
 
 
 def held(groups: list[Any]) -> list[bool]:
-    """Returns for each group whether anything but torch.distributed and `groups` refers to it."""
+    """Return for each group whether anything but torch.distributed and `groups` refers to it."""
     # What a reference count shows for an object that nobody else holds depends on the interpreter.
     unheld = object()
     (free,) = _references([unheld])
@@ -45,7 +45,7 @@ def _references(objects: list[Any]) -> list[int]:
 
 
 def _by_torch(group: Any) -> int:
-    """Counts the references of torch's own tables to the group."""
+    """Count the references of torch's own tables to the group."""
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world

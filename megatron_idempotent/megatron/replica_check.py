@@ -22,7 +22,7 @@ class ReplicaMismatchError(RuntimeError):
     """Says that data-parallel ranks would step on different gradients or parameters."""
 
 
-class _Row(NamedTuple):
+class _Numbers(NamedTuple):
     """Holds one rank's numbers of one bucket group, as 64-bit integers."""
 
     reductions: int
@@ -48,7 +48,7 @@ def check_replicas(model_chunks: Sequence[Any]) -> None:
     for process_group, entries in _by_process_group(model_chunks).items():
         if torch.distributed.get_world_size(process_group) == 1:
             continue
-        rows = [_Row(*map(int, _row(chunk, group))) for chunk, _, group in entries]
+        rows = [_Numbers(*map(int, _row(chunk, group))) for chunk, _, group in entries]
         gathered = _all_gather(rows, process_group)
         # By bucket group, and within it by rank.
         for (chunk, index, group), ranks in zip(entries, zip(*gathered, strict=True), strict=True):
@@ -58,7 +58,7 @@ def check_replicas(model_chunks: Sequence[Any]) -> None:
                 _raise(chunk, group, where, problem, ranks, process_group)
 
 
-def _problem(group: Any, ranks: Sequence[_Row]) -> str | None:
+def _problem(group: Any, ranks: Sequence[_Numbers]) -> str | None:
     if any(row.reductions == 0 for row in ranks) and any(row.gradients for row in ranks):
         return "reductions"
     for field in ("reductions", "parameters", "gradients"):
@@ -70,7 +70,7 @@ def _problem(group: Any, ranks: Sequence[_Row]) -> str | None:
 
 
 def _raise(
-    chunk: Any, group: Any, where: str, field: str, ranks: Sequence[_Row], process_group: Any
+    chunk: Any, group: Any, where: str, field: str, ranks: Sequence[_Numbers], process_group: Any
 ) -> None:
     numbers = torch.distributed.get_process_group_ranks(process_group)
     if field == "reductions":
@@ -84,7 +84,7 @@ def _raise(
         )
     params = [param for bucket in group.buckets for param in bucket.params_list]
     values = [p.main_grad if field == "gradients" else p.data for p in params]
-    gathered = _all_gather([_Row(0, int(checksum(v)), 0) for v in values], process_group)
+    gathered = _all_gather([_Numbers(0, int(checksum(v)), 0) for v in values], process_group)
     for param, rows in zip(params, zip(*gathered, strict=True), strict=True):
         differing = [rank for rank, row in zip(numbers, rows, strict=True) if row[1] != rows[0][1]]
         if differing:
@@ -127,16 +127,16 @@ def _by_process_group(model_chunks: Sequence[Any]) -> dict[Any, list[tuple[Any, 
     return found
 
 
-def _all_gather(rows: Sequence[_Row], process_group: Any) -> list[list[_Row]]:
+def _all_gather(rows: Sequence[_Numbers], process_group: Any) -> list[list[_Numbers]]:
     mine = torch.tensor(rows, dtype=torch.int64, device=torch.cuda.current_device())
     ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(process_group))]
     # All ranks of the group must enter: the gather hangs otherwise.
     torch.distributed.all_gather(ranks, mine, group=process_group)
-    return [[_Row(*row) for row in rank.tolist()] for rank in ranks]
+    return [[_Numbers(*row) for row in rank.tolist()] for rank in ranks]
 
 
 def checksum(values: Tensor) -> Tensor:
-    """Returns a 64-bit sum over the bits of `values`, weighted by position; 0 if all bits are 0.
+    """Return a 64-bit sum over the bits of `values`, weighted by position; 0 if all bits are 0.
 
     It sums integers, so that it depends on the bits alone and not on the order of summation.
     """

@@ -32,12 +32,12 @@ _ALL = (
 
 
 def targets(wrapper: Callable[..., Any], *names: str) -> tuple[Target, ...]:
-    """Returns targets for the schedules called `names`, all three by default, with one wrapper."""
+    """Return targets for the schedules called `names`, all three by default, with one wrapper."""
     return tuple(Target(f"{MODULE}:{name}", wrapper) for name in names or _ALL)
 
 
 def chunks(model: Any) -> list[Any]:
-    """Returns the model chunks of a schedule's `model` argument, which may be one chunk alone."""
+    """Return the model chunks of a schedule's `model` argument, which may be one chunk alone."""
     return list(model) if isinstance(model, list) else [model]
 
 
@@ -45,7 +45,7 @@ class Window(Protocol):
     """Runs the schedule calls of some model chunks."""
 
     def holds(self, chunk: Any) -> bool:
-        """Returns whether the chunk is one of the window's."""
+        """Return whether the chunk is one of the window's."""
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
         """Run one call of the schedule as part of the window, and return its result."""
@@ -57,7 +57,7 @@ _running: list[Window] = PerProcessList(__name__, "_running")
 
 
 def are_held(chunks: list[Any]) -> bool:
-    """Returns whether an open window holds one of the chunks."""
+    """Return whether an open window holds one of the chunks."""
     return any(window.holds(chunk) for window in open_windows for chunk in chunks)
 
 
@@ -91,7 +91,7 @@ SCHEDULES = _ALL[1:]
 
 @lru_cache(maxsize=1)
 def sums_tokens_of_context_ranks() -> bool:
-    """Returns whether the tokens that loss functions return are added up over context ranks too.
+    """Return whether the tokens that loss functions return are added up over context ranks too.
 
     0.12 adds them up over the data-parallel ranks of one context rank: there a loss function
     returns the tokens of all parts of its microbatch.
@@ -102,12 +102,12 @@ def sums_tokens_of_context_ranks() -> bool:
 
 
 def drain_target(wrapper: Callable[..., Any]) -> Target:
-    """Returns the target that computes the deferred gradient."""
+    """Return the target that computes the deferred gradient."""
     return Target("megatron.core.utils:drain_embedding_wgrad_compute", wrapper)
 
 
 def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
-    """Returns activations and output gradients that the last stage keeps; None without deferral."""
+    """Return activations and output gradients that the last stage keeps; None without deferral."""
     holder = _holder(model[-1] if isinstance(model, list) else model)
     return (
         None if holder is None else (holder.embedding_activation_buffer, holder.grad_output_buffer)
@@ -115,7 +115,7 @@ def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
 
 
 def weight(chunk: Any) -> Any:
-    """Returns the weight whose gradient the chunk defers; None if it defers none or is frozen."""
+    """Return the weight whose gradient the chunk defers; None if it defers none or is frozen."""
     holder = _holder(chunk)
     if holder is None:
         return None
@@ -124,7 +124,7 @@ def weight(chunk: Any) -> Any:
 
 
 def output_weight(holder: Any) -> Any:
-    """Returns the weight that the output layer of a GPTModel multiplies by.
+    """Return the weight that the output layer of a GPTModel multiplies by.
 
     Upstream's schedules take the other one where a stage has MTP layers, and so both.
     """

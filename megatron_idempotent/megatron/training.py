@@ -26,12 +26,12 @@ def target(
     *relies_on: str,
     function: str = "train",
 ) -> Target:
-    """Returns the target for upstream's `train`, `train_step` or `evaluate`."""
+    """Return the target for upstream's `train`, `train_step` or `evaluate`."""
     return Target(f"{MODULE}:{function}", wrapper, *relies_on)
 
 
 def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
-    """Returns upstream's local variables when `error` left `function`; None if it was not inside.
+    """Return upstream's local variables when `error` left `function`; None if it was not inside.
 
     `train` keeps its counters in local variables and hands them out only when it returns.
     """
@@ -123,7 +123,7 @@ _began: PerProcessWeakKeys[Any, FrameType] = PerProcessWeakKeys(__name__, "_bega
 
 
 def live_machine() -> Any:
-    """Returns the process's rerun state machine, or None: upstream's getter would make one."""
+    """Return the process's rerun state machine, or None: upstream's getter would make one."""
     from megatron.core import rerun_state_machine
 
     return rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE

@@ -98,7 +98,7 @@ def revert() -> Report:
 
 
 def report() -> Report:
-    """Returns what is in place now: a row per known patch, `disabled` before the first `apply()`.
+    """Return what is in place now: a row per known patch, `disabled` before the first `apply()`.
 
     The reason of an applied patch names live code that goes past it: a class that overrides the
     patched method and does not call it, a table that holds upstream's function.

@@ -223,7 +223,7 @@ def hazards() -> dict[str, Hazard]:
 
 
 def patches() -> dict[str, Patch]:
-    """Returns the hazards that a patch repairs, by id, in order of id. Raises as `hazards()`."""
+    """Return the hazards that a patch repairs, by id, in order of id. Raises as `hazards()`."""
     if not _patches:
         from .record import Patch
 

@@ -47,7 +47,7 @@ class Selection(Record):
     strict: bool
 
     def named(self, patch_id: str) -> bool:
-        """Returns whether the caller named this patch, and so wants to know if it fails."""
+        """Return whether the caller named this patch, and so wants to know if it fails."""
         return self.only is not None and patch_id in self.only
 
     def gate(self, patch: Outline) -> Verdict:
@@ -69,7 +69,7 @@ class Selection(Record):
 
 
 def version_of(hazard: Hazard | Outline) -> versions.Installed | None:
-    """Returns the installed version of the hazard's distribution.
+    """Return the installed version of the hazard's distribution.
 
     If a framework is not on the path, that is found without reading metadata, which would take
     longer than all else that `apply()` does. A framework on the path without metadata has the
@@ -214,7 +214,7 @@ def _older(label: str, since: str) -> bool:
 
 
 def review(target: Target, body: Body) -> tuple[bool, str]:
-    """Returns whether the target's wrapper is right for this body, and why."""
+    """Return whether the target's wrapper is right for this body, and why."""
     if body.hash in target.reviewed:
         return True, f"body reviewed on {target.reviewed[body.hash]}"
     if not target.relies_on:

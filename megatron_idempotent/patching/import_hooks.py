@@ -62,7 +62,7 @@ def _find(module: str) -> str | None:
 
 
 def _package(name: str) -> list[str] | None:
-    """Returns the folders of a package, or None if it is none."""
+    """Return the folders of a package, or None if it is none."""
     if name not in _package_paths:
         _package_paths[name] = _search(name)
     return _package_paths[name]
@@ -121,7 +121,7 @@ _complete: dict[str, ModuleType] = PerProcessDict(__name__, "_complete")
 
 
 def is_complete(name: str) -> bool:
-    """Returns whether the module is imported and its body has run: all functions are there."""
+    """Return whether the module is imported and its body has run: all functions are there."""
     module = sys.modules.get(name)
     if module is None:
         return False

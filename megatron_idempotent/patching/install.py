@@ -201,7 +201,7 @@ def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
 
 
 def landed(patch: Outline | Patch) -> bool:
-    """Returns whether every target leads to our function, and our function has this patch."""
+    """Return whether every target leads to our function, and our function has this patch."""
     return all(
         (site := state.sites.get(target.address)) is not None
         and patch.id in site.layers

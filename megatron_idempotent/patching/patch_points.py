@@ -72,7 +72,7 @@ class StaleReferences:
 
 
 def references(holder: dict[str, Any], name: str) -> int:
-    """Counts the references to the value of `name`, apart from the one in `holder`."""
+    """Count the references to the value of `name`, apart from the one in `holder`."""
     return _references(holder, name) - _ALONE
 
 
@@ -95,7 +95,7 @@ def _modules() -> Iterator[tuple[str, types.ModuleType]]:
 def _held(
     sites: list[PatchPoint], modules: _Modules
 ) -> Iterator[tuple[PatchPoint, str, types.ModuleType, str]]:
-    """Yields the places at which modules hold a function that a site has replaced or put back."""
+    """Yield the places at which modules hold a function that a site has replaced or put back."""
     by_id = {id(value): site for site in sites for value in (site.original, site.installed)}
     ids = frozenset(by_id)
     for module_name, module in modules if sites else ():
@@ -266,7 +266,7 @@ class PatchPoint:
         return value is self.installed or value is self.function
 
     def same_place(self, other: PatchPoint) -> bool:
-        """Returns whether `other` is a site of the same live function."""
+        """Return whether `other` is a site of the same live function."""
         return (self.owner, self.raw, self.original) == (other.owner, other.raw, other.original)
 
     def add(self, patch_id: str, wrapper: Callable[..., Any]) -> None:
@@ -295,14 +295,14 @@ class PatchPoint:
         return self.installed if self.is_installed else self.original
 
     def may_change(self, module_name: str, module: types.ModuleType) -> bool:
-        """Returns whether we may rebind names in that module."""
+        """Return whether we may rebind names in that module."""
         return module is self.owner or any(
             module_name == prefix or module_name.startswith(f"{prefix}.")
             for prefix in self.prefixes
         )
 
     def is_held_by_more_than(self, names: int) -> bool:
-        """Returns whether more than `names` names may hold the function that we replaced.
+        """Return whether more than `names` names may hold the function that we replaced.
 
         That is known only the first time, before we hold the function ourselves; later calls assume
         that more names hold it.

@@ -515,12 +515,12 @@ def reviewed() -> Reviewed:
 
 
 def bodies_of(address: str, patch_id: str) -> Mapping[str, str]:
-    """Returns hash of a body → its releases, for those that a person read for one patch."""
+    """Return hash of a body → its releases, for those that a person read for one patch."""
     known = reviewed()
     bodies, readers = known.bodies.get(address, NOTHING), known.readers
     return {n: bodies[n] for n in bodies if patch_id in readers.get((address, n), ())}
 
 
 def parts_of(address: str, patch_id: str) -> Mapping[str, str]:
-    """Returns hash of a part → its releases, for one patch's part of a function of upstream."""
+    """Return hash of a part → its releases, for one patch's part of a function of upstream."""
     return reviewed().parts.get((address, patch_id), NOTHING)

@@ -82,7 +82,7 @@ def read(known: Iterable[str], environ: Mapping[str, str] | None = None) -> Sett
 
 
 def looks(environ: Mapping[str, str] | None = None) -> bool:
-    """Returns whether `MEGATRON_IDEMPOTENT_CHECK` asks for what only looks, at a cost."""
+    """Return whether `MEGATRON_IDEMPOTENT_CHECK` asks for what only looks, at a cost."""
     return _switch(os.environ if environ is None else environ, f"{SWITCH}_CHECK", default=False)
 
 

@@ -102,7 +102,7 @@ class Body:
 
     @computed
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters, in order."""
+        """Name of the parameters, in order."""
         arguments = self.tree.args
         return tuple(
             a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
@@ -116,7 +116,7 @@ class Body:
         return ast.unparse(bare)
 
     def contains(self, fragment: str, *, outside_loops: bool = False) -> bool:
-        """Returns whether the body has an expression or statement with the code of `fragment`.
+        """Return whether the body has an expression or statement with the code of `fragment`.
 
         Formatting does not count; with `outside_loops` code in a `for` or `while` does not, either.
         """
@@ -244,7 +244,7 @@ def _definition(
 
 
 def digest(text: str) -> str:
-    """Returns the first twelve hexadecimal digits of a text's SHA-256."""
+    """Return the first twelve hexadecimal digits of a text's SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -282,7 +282,7 @@ def canonical(
 
 
 def without_docstring(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Returns the statements of a body without its docstring."""
+    """Return the statements of a body without its docstring."""
     if statements and isinstance(statements[0], ast.Expr):
         value = statements[0].value
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -314,7 +314,7 @@ def difference(code: CodeType, body: Body, qualname: str) -> str | None:
 
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
-    """Yields the body's code: from the .pyc, compiled by itself, and compiled in its file."""
+    """Yield the body's code: from the .pyc, compiled by itself, and compiled in its file."""
     found = _inside(kept(like.co_filename), qualname)
     if found is not None:
         yield found

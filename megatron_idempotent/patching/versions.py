@@ -31,7 +31,7 @@ class Installed(Record):
 
 
 def installed(distribution: str) -> Installed | None:
-    """Returns the version of what `import` would find; None if there is none, or it has none."""
+    """Return the version of what `import` would find; None if there is none, or it has none."""
     info = _PACKAGE_INFO.get(distribution)
     if info is None:
         return _from_metadata(distribution)
@@ -58,7 +58,7 @@ def absence(distribution: str) -> str:
 
 
 def supported(version: Installed, since: str, before: str) -> bool:
-    """Returns whether `since` <= release < `before`, both written like `0.12`.
+    """Return whether `since` <= release < `before`, both written like `0.12`.
 
     Pre-releases count as the release they lead to: `0.17.0rc0` holds 0.17's code, and under plain
     specifier rules it would be in neither `<0.17` nor `>=0.17`.

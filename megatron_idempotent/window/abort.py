@@ -181,7 +181,7 @@ def checked(
 
 
 def _forget_activations(chunk: Any) -> None:
-    """Drops activations and routings that modules keep for a later part of the same window."""
+    """Drop activations and routings that modules keep for a later part of the same window."""
     for module in chunk.modules():
         if hasattr(module, "pre_forward_comm"):
             reset_shared_experts(module)
@@ -195,7 +195,7 @@ def _forget_activations(chunk: Any) -> None:
 
 
 def _clear_logs() -> None:
-    """Clears the totals that layers log; those of earlier windows go too, if not logged yet."""
+    """Clear the totals that layers log; those of earlier windows go too, if not logged yet."""
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if logging is not None:  # from 0.18 on

@@ -21,7 +21,7 @@ from megatron_idempotent.patching.needs import Need, check_applied
 
 
 def configs_of(chunks: Sequence[Any]) -> list[Any]:
-    """Returns the chunks' configs, each once: mostly there is one for all of them."""
+    """Return the chunks' configs, each once: mostly there is one for all of them."""
     return list({id(config): config for config in map(get_model_config, chunks)}.values())
 
 
@@ -71,7 +71,7 @@ def start_held(chunk: Any) -> None:
 
 
 def _overlaps(chunk: Any) -> bool:
-    """Returns whether a backward of the chunk may start reductions.
+    """Return whether a backward of the chunk may start reductions.
 
     If it may not, Megatron-FSDP's `no_sync()` would turn reductions on for later backwards.
     """
@@ -134,7 +134,7 @@ def dividing_by(
 
 @functools.lru_cache(maxsize=8)
 def _places(function: Callable[..., Any]) -> tuple[int, int, int | None]:
-    """Returns three positions among the function's parameters.
+    """Return three positions among the function's parameters.
 
     They are those of the number of microbatches, of the config, and of the number of
     context-parallel ranks; None for the last before 0.14, where functions look it up themselves.
@@ -146,7 +146,7 @@ def _places(function: Callable[..., Any]) -> tuple[int, int, int | None]:
 
 
 def multiplies_by_ranks() -> bool:
-    """Returns whether `dividing_by(context_parallel=False)` leaves a multiplication by ranks.
+    """Return whether `dividing_by(context_parallel=False)` leaves a multiplication by ranks.
 
     0.12 multiplies a loss that comes with its tokens by the number of context-parallel ranks all
     the same: it looks the number up twice, the second time for losses without tokens.
@@ -190,7 +190,7 @@ class AccumulationWindow:
         self._broken = False
 
     def holds(self, chunk: Any) -> bool:
-        """Returns whether the chunk is one of this window's."""
+        """Return whether the chunk is one of this window's."""
         return any(chunk is mine for mine in self._chunks)
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:

@@ -213,7 +213,7 @@ def poison(reason: str) -> SessionPoisoned:
 
 
 def is_poisoned() -> bool:
-    """Returns whether an earlier window of this process could not be finished."""
+    """Return whether an earlier window of this process could not be finished."""
     return _session.poisoned is not None
 
 

@@ -56,7 +56,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a last stage's output: it, or those of a tuple or a list."""
+    """Return the tensors of a last stage's output: it, or those of a tuple or a list."""
     parts = output if isinstance(output, (tuple, list)) else [output]
     return [each for each in parts if isinstance(each, torch.Tensor)]
 

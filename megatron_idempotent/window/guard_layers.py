@@ -46,7 +46,7 @@ class Layers:
 
 
 def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Returns why ranks meet inside of a layer, None if they do not, and whether in lockstep.
+    """Return why ranks meet inside of a layer, None if they do not, and whether in lockstep.
 
     Tensor and context parallel ranks run in lockstep, the same code over one batch. Other ranks
     have batches of their own, so that one of them can fail alone.
@@ -66,7 +66,7 @@ def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool
 
 
 def across_replicas(config: Any) -> str | None:
-    """Returns the setting for which data-parallel replicas meet inside of a layer; else None."""
+    """Return the setting for which data-parallel replicas meet inside of a layer; else None."""
     if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
         return "moe_router_load_balancing_type=global_aux_loss"
     for name in ("expert_model_parallel_size", "gtp_weight_remat_size"):

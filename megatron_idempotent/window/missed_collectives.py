@@ -170,7 +170,7 @@ class MissedCollectives:
 
 
 def gathers_by_hooks(chunk: Any) -> bool:
-    """Returns whether forward pre-hooks of the chunk start and await its gathers."""
+    """Return whether forward pre-hooks of the chunk start and await its gathers."""
     return bool(getattr(chunk, "remove_forward_pre_hook_handles", None))
 
 
@@ -227,7 +227,7 @@ def _note(
 
 
 def _collectives(group: Any) -> list[int]:
-    """Counts the collectives that were started in each of the bucket group's process groups."""
+    """Count the collectives that were started in each of the bucket group's process groups."""
     held: list[Any] = [v for v in vars(group).values() if isinstance(v, dist.ProcessGroup)]
     return [int(each._get_sequence_number_for_group()) for each in held]
 
@@ -241,7 +241,7 @@ def _note_ready(
 
 
 def _counts(firsts: list[tuple[Any, Any]]) -> list[int]:
-    """Counts how often one parameter of each bucket group has registered its gradient."""
+    """Count how often one parameter of each bucket group has registered its gradient."""
     return [group.per_param_grad_ready_counts.get(first, 0) for group, first in firsts]
 
 
@@ -258,4 +258,4 @@ def _starts_from_hooks(group: Any) -> bool:
 
 
 def _no_check(**_: Any) -> None:
-    """Does nothing, in place of a gradient check that has run or has only zeros to look at."""
+    """Do nothing, in place of a gradient check that has run or has only zeros to look at."""

@@ -80,7 +80,7 @@ def _sync(chunk: Any) -> int:
 
 
 def _known(group: Any) -> bool:
-    """Returns whether the group's mark, or upstream's flag before the first, says what is pending.
+    """Return whether the group's mark, or upstream's flag before the first, says what is pending.
 
     If neither can be believed, the caller takes the group's gather for pending.
     """
@@ -93,7 +93,7 @@ def _known(group: Any) -> bool:
 
 
 def _watch_of(group: Any) -> str:
-    """Returns the key of `PROVIDED` for patches that watch updates and gathers of such a group."""
+    """Return the key of `PROVIDED` for patches that watch updates and gathers of such a group."""
     if gather.gathers_by_lists(group):
         return "list-gathers-watched"
     return "layer-wise-gathers-watched" if gather.is_layer_wise(group) else "gathers-watched"

@@ -24,7 +24,7 @@ def forget_no_sync(config: Any, chunks: Sequence[Any]) -> None:
 
 
 def is_megatrons_no_sync(installed: Any) -> bool:
-    """Returns whether a `no_sync_func` is the bound `no_sync` of Megatron's wrappers."""
+    """Return whether a `no_sync_func` is the bound `no_sync` of Megatron's wrappers."""
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
     functions = installed if isinstance(installed, (list, tuple)) else [installed]
@@ -59,7 +59,7 @@ def put_back(
 
 
 def rollout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs slime's or miles' `train` so that a worker can call it again for the next rollout."""
+    """Run slime's or miles' `train` so that a worker can call it again for the next rollout."""
     from megatron.core.utils import get_model_config
     from megatron.training.global_vars import get_args
 
@@ -86,7 +86,7 @@ def rollout_target(module: str) -> Target:
 
 
 def rollout_is_repaired(bodies: Mapping[str, Body]) -> bool:
-    """Returns whether `train` accepts its own `no_sync`, and turns the collector on again."""
+    """Return whether `train` accepts its own `no_sync`, and turns the collector on again."""
     return all(
         body.contains("gc.enable()") and not body.contains("config.no_sync_func is None")
         for body in bodies.values()

@@ -32,7 +32,7 @@ from megatron_idempotent.patching import Patch, Target, arguments
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs Bridge's `train_step`; if it raises, stops the timers that the step started."""
+    """Run Bridge's `train_step`; if it raises, stops the timers that the step started."""
     timers = arguments(original, args, kwargs)["global_state"].timers
     return stopping(timers, original, *args, **kwargs)
 

@@ -40,7 +40,7 @@ _TIMER = "interval-time"
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs Bridge's `train` so that it can be called again, also if it raises."""
+    """Run Bridge's `train` so that it can be called again, also if it raises."""
     from megatron.core.utils import get_model_config
 
     call = arguments(original, args, kwargs)

@@ -41,7 +41,7 @@ _WORKERS = ("megatron_policy_worker/", "megatron_value_worker/")
 
 
 def wrap_with_nvtx_name(original: Callable[..., Any], name: str) -> Any:
-    """Makes NeMo-RL's decorator; methods that it decorates undo their changes if they raise."""
+    """Make NeMo-RL's decorator; methods that it decorates undo their changes if they raise."""
     decorate = original(name)
     return partial(_decorate, decorate) if name.startswith(_WORKERS) else decorate
 

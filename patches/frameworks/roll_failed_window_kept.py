@@ -32,7 +32,7 @@ from . import _roll
 
 
 def train_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs `train_step`; if it raises, zeroes the gradients, as the next one expects."""
+    """Run `train_step`; if it raises, zeroes the gradients, as the next one expects."""
     try:
         return original(self, *args, **kwargs)
     except BaseException:

@@ -37,7 +37,7 @@ _LOST = "megatron_idempotent_lost_window"
 
 
 def forward_backward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs `forward_backward_mini_batch`; a call that raises drops its whole window."""
+    """Run `forward_backward_mini_batch`; a call that raises drops its whole window."""
     earlier = self._pending_grad_sync is not None
     try:
         return original(self, *args, **kwargs)
@@ -52,7 +52,7 @@ def forward_backward(original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 
 def run_pending_grad_sync(original: Callable[..., None], self: Any) -> None:
-    """Runs `run_pending_grad_sync`; raises if gradients of the window were dropped."""
+    """Run `run_pending_grad_sync`; raises if gradients of the window were dropped."""
     if vars(self).pop(_LOST, False):
         for chunk in self.actor_module:
             chunk.zero_grad_buffer()

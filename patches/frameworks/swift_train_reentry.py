@@ -30,7 +30,7 @@ from . import _copies
 
 
 def train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs the trainer's `train` so that it can be called again, also if it raises."""
+    """Run the trainer's `train` so that it can be called again, also if it raises."""
     config = self.config
     _copies.forget_no_sync(config, self.wrapped_models)
     return _copies.put_back(

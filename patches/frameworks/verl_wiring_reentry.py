@@ -36,7 +36,7 @@ from . import _copies
 
 
 def wire(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs `register_megatron_training_hooks` so that chunks with one config can be wired."""
+    """Run `register_megatron_training_hooks` so that chunks with one config can be wired."""
     chunks = arguments(original, args, kwargs)["model"]
     seen: list[Any] = []
     sharing: list[tuple[Any, Any]] = []

@@ -28,7 +28,7 @@ BUCKETS = "megatron/core/distributed/param_and_grad_buffer.py"
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> tuple[Path, Path]:
-    """Copies of the files of reviews and of statements, which the command writes, not ours."""
+    """Copy of the files of reviews and of statements, which the command writes, not ours."""
     folder = tmp_path / "_generated"
     shutil.copytree(module.FOLDER, folder)
     monkeypatch.setattr(module, "FOLDER", folder)
@@ -43,7 +43,7 @@ def release(root: Path, version: str) -> None:
 
 
 def drifted(root: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """Patches of megatron-core that the checkout refuses, beside those of main's own modules."""
+    """Patch of megatron-core that the checkout refuses, beside those of main's own modules."""
     found = {row["id"] for row in rows(capsys, root)[1] if row["standing"] == "drifted"}
     return found - {"fsdp-v2-wedged-by-abort"}
 
@@ -53,7 +53,7 @@ def accept(root: Path, *arguments: str) -> int:
 
 
 def added(before: Reviewed, after: Reviewed) -> dict[str, str]:
-    """Hashes that are new, with their labels."""
+    """Hash that are new, with their labels."""
     old = {
         name for known in (before.bodies, before.parts) for each in known.values() for name in each
     }
@@ -67,7 +67,7 @@ def added(before: Reviewed, after: Reviewed) -> dict[str, str]:
 
 
 def drifted_after(tree: Path, reviews: Path) -> set[str]:
-    """Patches that the checkout refuses with these reviews, which another process reads."""
+    """Patch that the checkout refuses with these reviews, which another process reads."""
     program = (
         "import sys\nfrom megatron_idempotent.patching import record\n"
         "record.generated = lambda name: open(sys.argv[1]).read().splitlines()[3:]\n"

@@ -149,7 +149,7 @@ def test_a_pages_short_list_has_the_hazards_of_its_framework_and_of_its_table(na
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory):
-    """Returns the source of a framework with the recipe's patch applied, which is made once."""
+    """Return the source of a framework with the recipe's patch applied, which is made once."""
     made = {}
 
     def of(name):

@@ -21,7 +21,7 @@ LAYOUTS = [
 
 
 def refusal(recipe: str | None, shared: bool, local: int, gathered: int) -> str | None:
-    """Returns what Transformer Engine 2.20 finds wrong with an input of `local` tokens on a rank,
+    """Return what Transformer Engine 2.20 finds wrong with an input of `local` tokens on a rank,
     of which there are `gathered` when the ranks that share them have put them together."""
     if recipe is None:
         return None

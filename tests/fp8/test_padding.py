@@ -47,7 +47,7 @@ def masks(draw: st.DrawFn) -> Any:
 
 @st.composite
 def batches(draw: st.DrawFn, mask: Any) -> Any:
-    """Returns values for each position of the mask, not always adjacent in memory."""
+    """Return values for each position of the mask, not always adjacent in memory."""
     trailing = draw(st.sampled_from([(), (3,), (2, 0), (2, 3)]))
     torch.manual_seed(draw(st.integers(0, 99)))
     batch = torch.randn(*mask.shape, *trailing)

@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> Device:
-    """Returns the device of `megatron_ranks`: "cpu", "checked" or "cuda"."""
+    """Return the device of `megatron_ranks`: "cpu", "checked" or "cuda"."""
     return chosen(request.config.getoption("--megatron-device"))
 
 

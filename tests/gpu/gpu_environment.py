@@ -116,7 +116,7 @@ def make(python: str, machine: Machine, wheels: Path, folder: Path) -> Path:
 
 
 def versions(wheels: Path) -> dict[str, str]:
-    """Returns the versions of Megatron and of this package, as their wheels name them."""
+    """Return the versions of Megatron and of this package, as their wheels name them."""
     named = {name_of(wheel): wheel.name.split("-")[1] for wheel in wheels.glob("*.whl")}
     return {name: named[name] for name in _OURS if name in named}
 
@@ -127,7 +127,7 @@ def name_of(wheel: Path) -> str:
 
 
 def environ(root: Path, device: str) -> dict[str, str]:
-    """Returns the environment variables that every stage runs with."""
+    """Return the environment variables that every stage runs with."""
     # The tree, whose tests and benchmarks are run; the package is that of the wheel folder.
     helpers = str(root / "tests" / "gpu")
     path = os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])

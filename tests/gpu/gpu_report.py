@@ -103,5 +103,5 @@ def _cell(value: Any) -> str:
 
 
 def all_good(rows: list[dict[str, Any]]) -> bool:
-    """Returns whether no row of a stage tells of a failure, or of a number that misses its aim."""
+    """Return whether no row of a stage tells of a failure, or of a number that misses its aim."""
     return all(row.get("outcome", row.get("verdict", "ok")) in _GOOD for row in rows)

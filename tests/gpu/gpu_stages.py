@@ -90,7 +90,7 @@ class Stage:
 
 
 def doctor(run: Run) -> tuple[Rows, str]:
-    """Lists what would be applied with CUDA present."""
+    """List what would be applied with CUDA present."""
     process = run.start("doctor", "-m", "megatron_idempotent", "doctor", "--json")
     code = process.wait()
     if code is None or not process.output:
@@ -154,7 +154,7 @@ DRY_SUITES = (
 
 
 def suites(run: Run) -> tuple[Rows, str]:
-    """Tests, each with its outcome, also of a run that is out of time."""
+    """Test, each with its outcome, also of a run that is out of time."""
     outcomes = run.out / "outcomes.jsonl"
     outcomes.unlink(missing_ok=True)
     process = run.start(

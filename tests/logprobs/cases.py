@@ -182,7 +182,7 @@ def truth(given: Case) -> Truth:
 
 
 def close(what: str, value: Any, expected: Any, bound: Any, name: object) -> None:
-    """Holds values to their bounds; what is infinite is so on both sides."""
+    """Hold values to their bounds; what is infinite is so on both sides."""
     value = value.detach().cpu().double()
     error = torch.where(value == expected, 0.0, (value - expected).abs())
     beyond = (error / bound)[~(error <= bound)].tolist()  # NaN too

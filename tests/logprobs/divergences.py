@@ -58,7 +58,7 @@ def case(seed: int, size: int, widths: tuple[int, ...] = WIDTHS) -> tuple[Case, 
 
 
 def shares(arguments: dict[str, Any]) -> tuple[float, float]:
-    """Returns those of the forward and of the reverse direction."""
+    """Return those of the forward and of the reverse direction."""
     mix = arguments["mix"]
     known = {"forward": (1.0, 0.0), "reverse": (0.0, 1.0), "mixed": (mix, 1.0 - mix)}
     return known[arguments["direction"]]

@@ -22,7 +22,7 @@ def widths(seed: int) -> tuple[int, ...]:
 
 
 def with_hidden(given: Case) -> tuple[Case, Any, Any]:
-    """Draws hidden states and a weight in the place of a case's logits, which are their product.
+    """Draw hidden states and a weight in the place of a case's logits, which are their product.
 
     Both are whole numbers of 1/4 up to 1, so that a product of H features is one of 1/16 up to 8:
     exact in each type and in any order. Once in a while the weight is four times as large.
@@ -80,7 +80,7 @@ def within_bounds(
     weight: Any,
     name: object,
 ) -> list[bytes]:
-    """Calls on a rank that shares the vocabulary, with hidden states whole and in pieces.
+    """Call on a rank that shares the vocabulary, with hidden states whole and in pieces.
 
     Holds each output of `call`, and what `backward` leaves, to its bound. Returns outputs as bytes.
     """

@@ -27,7 +27,7 @@ def in_blocks(shape: str = "small") -> Iterator[None]:
 
 
 def launches(run: Callable[..., Any], *arguments: Any) -> tuple[Any, list[str]]:
-    """Returns what the function returns, and which kernels it launched."""
+    """Return what the function returns, and which kernels it launched."""
     import pytest
 
     from megatron_idempotent.logprobs import on_gpu

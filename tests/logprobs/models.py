@@ -36,14 +36,14 @@ def build(**options: Any) -> Any:
 
 
 def has_mup() -> bool:
-    """Returns whether this release scales logits."""
+    """Return whether this release scales logits."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return "use_mup" in {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
 def inputs(tokens_BS: Any) -> dict[str, Any]:
-    """Returns the arguments that a model is called with, by name."""
+    """Return the arguments that a model is called with, by name."""
     positions = tokens_BS.shape[1]
     return {
         "input_ids": tokens_BS,
@@ -91,7 +91,7 @@ def total(stats: Any) -> Any:
 
 
 def gradients(model: Any, run: Callable[[], Any]) -> dict[str, Any]:
-    """Returns what each parameter gets in a run that ends in a loss, in its own memory or DDP's."""
+    """Return what each parameter gets in a run that ends in a loss, in its own memory or DDP's."""
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.grad = None

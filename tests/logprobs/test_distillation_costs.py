@@ -10,7 +10,7 @@ B, S, V = 2, 64, 4096
 
 
 def _calls(logits: Any, teacher: Any, **common: Any) -> dict[str, Any]:
-    """Returns functions that compute something that may be differentiated."""
+    """Return functions that compute something that may be differentiated."""
     import torch
 
     from megatron_idempotent import token_logprobs

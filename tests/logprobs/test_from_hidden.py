@@ -185,7 +185,7 @@ def what_is_needed() -> None:
 
 
 def run_parts(tokens: int, columns: int) -> int:
-    """Counts the parts in which the backward makes the logits."""
+    """Count the parts in which the backward makes the logits."""
     import torch
 
     from megatron_idempotent.logprobs.sources import ProductParts

@@ -122,7 +122,7 @@ def allowed() -> float:
 
 @pytest.fixture(scope="module")
 def bound(megatron_rank_pool) -> float:
-    """Returns the same, of float64."""
+    """Return the same, of float64."""
     (found,) = megatron_rank_pool.run(1, allowed)
     assert found * 2.0**-53 < 2.0**-30  # far below a rounding of float32 or bfloat16
     return found * 2.0**-53

@@ -10,7 +10,7 @@ H = 8
 
 
 def _kept(logits: Any, temperature: Any, sampling: Any) -> Any:
-    """Returns which columns are kept, one token at a time, as the words of `Sampling` say it."""
+    """Return which columns are kept, one token at a time, as the words of `Sampling` say it."""
     import torch
 
     kept = torch.zeros_like(logits, dtype=torch.bool)
@@ -130,7 +130,7 @@ def _truth(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _close(value: Any, expected: Any, dtype: Any, name: str) -> None:
-    """Sums of fewer than 200 terms of numbers below 32, and the rounding of a result's type."""
+    """Sum of fewer than 200 terms of numbers below 32, and the rounding of a result's type."""
     import torch
 
     computed = 2.0**-52 if dtype == torch.float64 else 2.0**-23

@@ -11,7 +11,7 @@ IGNORED = -100
 
 
 def row_by_row(tokens: list[int], lengths: list[int]) -> list[int]:
-    """Shifts the targets of packed sequences, in plain Python."""
+    """Shift the targets of packed sequences, in plain Python."""
     targets, start = [], 0
     for length in lengths:
         sequence = tokens[start : start + length]

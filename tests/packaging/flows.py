@@ -25,7 +25,7 @@ _FUNCTION = 0x1  # CO_OPTIMIZED: neither a module nor the body of a class
 
 @contextmanager
 def traced() -> Iterator[set[str]]:
-    """Collects the files of the package in which functions run, in any thread."""
+    """Collect the files of the package in which functions run, in any thread."""
     found: set[str] = set()
     monitoring = sys.monitoring
     tool, starts = monitoring.PROFILER_ID, monitoring.events.PY_START

@@ -44,7 +44,7 @@ def imported(path: Path, *, at_import: bool = False) -> Iterator[str]:
 
 
 def is_case(module: str) -> bool:
-    """Returns whether it is in a case file, and not in what reproductions share."""
+    """Return whether it is in a case file, and not in what reproductions share."""
     inside = module.removeprefix(f"{NAME}.").removeprefix("frameworks.")
     return module.startswith(f"{NAME}.") and not inside.startswith("_")
 

@@ -28,7 +28,7 @@ def pins() -> dict[str, str]:
 
 
 def direct() -> list[Requirement]:
-    """Lists what the project, its extra `trainer`, and the groups ask for by name."""
+    """List what the project, its extra `trainer`, and the groups ask for by name."""
     asked = [*PROJECT["project"]["dependencies"]]
     for extra in ("trainer", "controller"):
         asked += PROJECT["project"]["optional-dependencies"][extra]

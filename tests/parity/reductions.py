@@ -260,7 +260,7 @@ def _net(config: Any, kind: str) -> Any:
                     param.allreduce = False
 
         def set_input_tensor(self, _: Any) -> None:
-            """Returns the forward-step function for the schedules."""
+            """Return the forward-step function for the schedules."""
 
         def forward(self, rows: Any) -> Any:
             for layer in self.layers:

@@ -56,7 +56,7 @@ def abort_at_every_stage(recovery: str, options: dict[str, Any]) -> dict[str, st
 
 
 def _updated(model: Any) -> bool:
-    """Returns what `abort_window` says: the inner optimizer's step count tells."""
+    """Return what `abort_window` says: the inner optimizer's step count tells."""
     optimizers = getattr(model.optimizer, "chained_optimizers", [model.optimizer])
     return any(
         int(state["step"]) > 0
@@ -78,7 +78,7 @@ def _left(model: Any) -> int:
 
 
 def _finish(model: Any) -> None:
-    """Returns what `abort_window` says to do after an update, on all ranks."""
+    """Return what `abort_window` says to do after an update, on all ranks."""
     for optimizer in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
         if hasattr(optimizer, "_copy_main_params_to_model_params"):
             optimizer._copy_main_params_to_model_params()

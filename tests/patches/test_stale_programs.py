@@ -96,7 +96,7 @@ def run_program(operations: list[tuple[str, int]], *, overlap: bool, **layout) -
 
 
 def gathers(chunk, operation: str) -> None:
-    """Lists what a program may do to the gathers of one chunk at any time."""
+    """List what a program may do to the gathers of one chunk at any time."""
     if operation == "disable_with_sync":
         chunk.disable_forward_pre_hook()
     elif operation == "disable_without_sync":

@@ -24,7 +24,7 @@ def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def megatron() -> None:
-    """Skips where there is no Megatron: patching/ is tested without one on other Pythons."""
+    """Skip where there is no Megatron: patching/ is tested without one on other Pythons."""
     if locate("megatron.core.package_info") is None:
         pytest.skip("there is no Megatron in this environment")
 

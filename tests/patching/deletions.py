@@ -22,7 +22,7 @@ Seen = dict[str, Any]
 
 
 def each_in_turn(folder: str, names: list[str]) -> dict[str, Seen]:
-    """Deletes each file of `names` in turn; what the package says with it, under "", and without.
+    """Delete each file of `names` in turn; what the package says with it, under "", and without.
 
     Args:
         folder: of a copy of the package with `patches/` inside, which is changed and put back.
@@ -37,7 +37,7 @@ def each_in_turn(folder: str, names: list[str]) -> dict[str, Seen]:
 
 
 def all_at_once(folder: str) -> list[str]:
-    """Deletes every case file; returns modules of the library that cannot be imported then."""
+    """Delete every case file; returns modules of the library that cannot be imported then."""
     _warm(folder)
     for path in Path(folder, "megatron_idempotent", "patches").rglob("*.py"):
         if path.name != "__init__.py":
@@ -46,7 +46,7 @@ def all_at_once(folder: str) -> list[str]:
 
 
 def windowless(folder: str, names: list[str]) -> str:
-    """Deletes these case files at once; returns what `accumulation_window()` says then."""
+    """Delete these case files at once; returns what `accumulation_window()` says then."""
     _warm(folder)
     for name in names:
         Path(folder, "megatron_idempotent", name).unlink()

@@ -25,7 +25,7 @@ def live() -> dict[str, Any]:
 
 
 def stock(name: str) -> bool:
-    """Returns whether upstream's own function stands there."""
+    """Return whether upstream's own function stands there."""
     return live()[name].__code__.co_filename.endswith(
         ("random.py", "optimizer/__init__.py", "distributed_data_parallel.py")
     )
@@ -105,7 +105,7 @@ def copy_is_imported(path: str, **arguments: Any) -> dict[str, Any]:
 
 
 def fresh_modules() -> dict[str, Any]:
-    """Returns the modules that importing the package and `apply()` pull in."""
+    """Return the modules that importing the package and `apply()` pull in."""
     before = set(sys.modules)
     import megatron_idempotent
 

@@ -100,7 +100,7 @@ def test_reviewed_hashes_and_fragments_are_well_formed():
 
 @functools.cache
 def parsed(module: str) -> tuple[dict[str, ast.AST], dict[str, tuple[str, str]]]:
-    """Reads what a module of this project defines and imports, by name, without running it."""
+    """Read what a module of this project defines and imports, by name, without running it."""
     ours = module.startswith("megatron_idempotent.")
     spec = importlib.util.find_spec(module) if ours else None
     if spec is None or spec.origin is None:
@@ -148,7 +148,7 @@ def under(module: str, name: str, package: str = "") -> Iterator[tuple[str, str,
 
 
 def can_raise(module: str, name: str) -> bool:
-    """Returns whether this project's code under a function has a `raise` of an error of its own."""
+    """Return whether this project's code under a function has a `raise` of an error of its own."""
     return any(
         isinstance(node, ast.Raise) and node.exc is not None
         for _, _, body in under(module, name)
@@ -170,7 +170,7 @@ def test_a_patch_that_can_raise_names_a_right_program_beside_the_hazard():
 
 
 def test_a_helper_that_can_raise_is_called_by_a_right_program_beside_a_hazard():
-    """Lists those that act on a Megatron program; losses, packing and FP8 only take arguments."""
+    """List those that act on a Megatron program; losses, packing and FP8 only take arguments."""
     acting = {
         **homes("megatron_idempotent.window"),
         "verify": "megatron_idempotent.patching.verify",

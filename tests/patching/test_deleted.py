@@ -39,7 +39,7 @@ def package(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_deleting_any_case_file_changes_nothing_else(warm, package, every):
-    """Deletes each in turn, or of those that library code does not stand on each fifth."""
+    """Delete each in turn, or of those that library code does not stand on each fifth."""
     rest = [hazard_id for hazard_id in hazards() if hazard_id not in STOOD_ON]
     deleted = [*STOOD_ON, *rest[::every]]
     names = [case_file_of(hazard_id) for hazard_id in deleted]

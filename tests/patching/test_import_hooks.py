@@ -17,7 +17,7 @@ GREET = "def greet(name):\n    return f'hello {name}'\n"
 
 @pytest.fixture
 def applying(monkeypatch, toys):
-    """Lets a toy call `apply()` by importing `toy_apply`."""
+    """Let a toy call `apply()` by importing `toy_apply`."""
     toys.write("toy_apply", "import toy_hook\ntoy_hook.now()\n")
     toys.write("toy_hook", "now = None\n")
     importlib.import_module("toy_hook").now = toys.apply

@@ -38,7 +38,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def run(path: Path, program: str, *options: str) -> str:
-    """Returns what the program prints where the package is at `path`."""
+    """Return what the program prints where the package is at `path`."""
     command = [
         sys.executable,
         *options,

@@ -228,7 +228,7 @@ def test_hashes_are_the_same_on_every_python():
 
 
 def changed(old: str, new: str) -> Change:
-    """Returns what is said of UPSTREAM with one text in another's place."""
+    """Return what is said of UPSTREAM with one text in another's place."""
     assert old in UPSTREAM
     found = change(body_of(UPSTREAM.replace(old, new)), {READ: "1.0 to 1.4"})
     assert found is not None

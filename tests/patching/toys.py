@@ -83,7 +83,7 @@ class Toys:
         return apply(exclude=others, **arguments)
 
     def status(self, patch_id: str) -> str:
-        """Returns the status of one patch."""
+        """Return the status of one patch."""
         return report()[patch_id].status
 
     def close(self) -> None:

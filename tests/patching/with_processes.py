@@ -101,7 +101,7 @@ def spawned() -> list[Any]:
 
 
 def order_in_spawned_child() -> list[Any]:
-    """Returns whether patches came along, and whether `apply()` works here."""
+    """Return whether patches came along, and whether `apply()` works here."""
     import megatron_idempotent
 
     came = {row.reason for row in megatron_idempotent.report()}

@@ -84,6 +84,6 @@ def _site(frame: Any, event: str, argument: Any) -> Site | None:
 
 
 def _spreads(frame: Any) -> bool:
-    """Returns whether the call is `f(*list)`: CPython 3.12 frees the list twice if a profiler
+    """Return whether the call is `f(*list)`: CPython 3.12 frees the list twice if a profiler
     raises."""
     return opname[frame.f_code.co_code[frame.f_lasti]] == "CALL_FUNCTION_EX"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def programs(heading: str) -> list[str]:
-    """Returns those under a heading, in their order."""
+    """Return those under a heading, in their order."""
     text = (Path(__file__).parents[2] / "docs" / "train-step.md").read_text("utf-8")
     section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)

@@ -262,7 +262,7 @@ def parameters(model):
 
 
 def state(model, optimizer, scheduler):
-    """Returns what the next step depends on: parameters, moments, rates, buffers, random state."""
+    """Return what the next step depends on: parameters, moments, rates, buffers, random state."""
     moments = [
         value.to_local() if hasattr(value, "to_local") else value
         for state in optimizer.state.values()
@@ -278,5 +278,5 @@ def state(model, optimizer, scheduler):
 
 
 def same(got, want):
-    """Returns whether two states have the same bits."""
+    """Return whether two states have the same bits."""
     return len(got) == len(want) and all(map(torch.equal, got, want))

@@ -68,7 +68,7 @@ def output_roundings(model: nn.Module, output: Callable[[], Tensor], *, terms: i
 
 
 def _largest(layers: _Layers) -> float:
-    """Returns s·√n."""
+    """Return s·√n."""
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(layers.elements(), generator=generator, dtype=torch.float64)
     found: list[float] = []
@@ -105,7 +105,7 @@ class _Layer(NamedTuple):
     place: int
 
     def off(self, output: Tensor, given: Tensor, of_inputs: list[Tensor], parts: int) -> _Off:
-        """Counts roundings, by the kind of the layer; `given` is the output's gradient."""
+        """Count roundings, by the kind of the layer; `given` is the output's gradient."""
         if hasattr(self.module, "softmax_scale"):
             return self._attention(given)
         weight, kind = self.module.weight.detach(), type(self.module).__name__
@@ -217,7 +217,7 @@ class _Layers:
                 hook.remove()
 
     def measure(self, terms: int, parts: int) -> float:
-        """Fills `scales`; returns what is off beside that: sums of parameters' gradients."""
+        """Fill `scales`; returns what is off beside that: sums of parameters' gradients."""
         total = self._run()
         given = self._given(total)
         norms = [float(each.detach().norm()) for each in self._points]
@@ -239,19 +239,19 @@ class _Layers:
         return self._last(total, own, terms, given[-1], len(norms) * 2 - 1)
 
     def _given(self, total: Tensor) -> list[Tensor]:
-        """Returns the gradients of all points."""
+        """Return the gradients of all points."""
         raise NotImplementedError
 
     def _last(self, total: Tensor, own: float, terms: int, given: Tensor, place: int) -> float:
-        """Counts the roundings after the last layer."""
+        """Count the roundings after the last layer."""
         raise NotImplementedError
 
     def _value(self, parts: list[Tensor], **options: Any) -> Tensor:
-        """Returns what is bounded, a vector, with all points moved by so much."""
+        """Return what is bounded, a vector, with all points moved by so much."""
         raise NotImplementedError
 
     def cut(self, vector: Tensor) -> list[Tensor]:
-        """Returns the parts of a vector, each in the shape of its point, times its scale."""
+        """Return the parts of a vector, each in the shape of its point, times its scale."""
         sizes = [each.numel() for each in self._shapes] * 2
         parts = zip(vector.split(sizes), self.scales, self._shapes * 2, strict=True)
         return [scale * part.view(shape) for part, scale, shape in parts]

@@ -100,7 +100,7 @@ def tree_of(code: str) -> ast.Module:
 
 
 def resolved(node: ast.expr, names: dict[str, Any]) -> Any:
-    """Returns the object of a dotted name there; None where it is only the example's."""
+    """Return the object of a dotted name there; None where it is only the example's."""
     first, *rest = ast.unparse(node).split(".")
     try:
         return functools.reduce(getattr, rest, names[first])
@@ -176,7 +176,7 @@ def check(example: Short) -> Checked:
 
 
 def seen_by(file: str, tree: ast.Module) -> dict[str, Any]:
-    """Names of a file's module, and others that an example in it uses: of this package, or whole
+    """Name of a file's module, and others that an example in it uses: of this package, or whole
     modules."""
     names = {**vars(builtins), **names_of(file)}
     for node in ast.walk(tree):
@@ -232,7 +232,7 @@ def _make(example: Short, tree: ast.Module, names: dict[str, Any]) -> bool:
 
 @functools.cache
 def names_of(file: str) -> dict[str, Any]:
-    """Returns what a file's examples may name: its module's names, and all that is public."""
+    """Return what a file's examples may name: its module's names, and all that is public."""
     package = megatron_idempotent
     rooms = (package, fp8, logprobs, step, window)
     place = re.sub(r"(/__init__)?\.py(:\w+)?$", "", file).replace("/", ".")

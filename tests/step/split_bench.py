@@ -197,7 +197,7 @@ def parameters(model):
 
 
 def state(model, scheduler):
-    """Returns what the next step depends on: parameters, moments, rates, schedule, random state.
+    """Return what the next step depends on: parameters, moments, rates, schedule, random state.
 
     Parameters are as they are, so that the next forward still has to gather them.
     """

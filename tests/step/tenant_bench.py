@@ -50,16 +50,16 @@ class Tenant:
         return self.step.finish(self.step_id)
 
     def batches(self, number: int, sizes: list[int]) -> list[Any]:
-        """Returns its batches in its step of that number, of so many microbatches each."""
+        """Return its batches in its step of that number, of so many microbatches each."""
         return list(cut(rows_of(self.name, number, sum(sizes), self.replica), sizes))
 
     def gradients(self) -> torch.Tensor:
-        """Returns what it has accumulated so far."""
+        """Return what it has accumulated so far."""
         return self.model.gradients()
 
 
 def rows_of(name: str, number: int, microbatches: int, replica: int) -> Any:
-    """Returns a tenant's rows in its step of that number."""
+    """Return a tenant's rows in its step of that number."""
     return data(100 * ord(name[0]) + number, microbatches * ROWS, replica)
 
 
@@ -149,7 +149,7 @@ def biases(chunks: Any) -> list[torch.Tensor]:
 
 
 def logged() -> list[torch.Tensor]:
-    """Returns what MoE layers have logged since the last call."""
+    """Return what MoE layers have logged since the last call."""
     from megatron_idempotent.step.snapshot import _logged
 
     found = [value.clone() for value in _logged()]
@@ -159,7 +159,7 @@ def logged() -> list[torch.Tensor]:
 
 
 def alone(name: str, microbatches: list[int], **options: Any) -> list[list[Any]]:
-    """Returns norm, adapter, biases and logs after each step of a model with this adapter only."""
+    """Return norm, adapter, biases and logs after each step of a model with this adapter only."""
     model, scheduler, replica = build(before_ddp=Lora(adapters=(name,), alike=True), **options)
     seed(name)
     logged()

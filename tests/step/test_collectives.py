@@ -14,7 +14,7 @@ Call = tuple[str, str, tuple[tuple[int, str], ...]]
 
 
 def recorded(run: Any) -> tuple[Counter[Call], Counter[Call]]:
-    """Records what reaches the process groups while `run` runs: the model's, and the host's
+    """Record what reaches the process groups while `run` runs: the model's, and the host's
     agreements.
 
     Messages between pipeline stages too. Seen by torch's dispatcher, so that it does not matter

@@ -114,7 +114,7 @@ def _run(file: str, **given: Any) -> dict[str, Any]:
 
 
 def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    """Names given to the examples that need no ranks, by file."""
+    """Name given to the examples that need no ranks, by file."""
     import megatron.core
     import torch
 
@@ -386,7 +386,7 @@ WRONG = {
 
 
 def bind_wrong(folder: Path) -> list[str]:
-    """Returns what is told of wrong examples in a file of the folder."""
+    """Return what is told of wrong examples in a file of the folder."""
     told, file = [], "proof/cpu/pool.py"
     (folder / file).parent.mkdir(parents=True)
     for example in WRONG:

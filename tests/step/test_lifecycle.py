@@ -100,7 +100,7 @@ def test_what_is_sent_again_changes_nothing(megatron_ranks, engine):
 
 
 def _refused(model) -> list[str]:
-    """Returns what a step is told that asks for what it cannot do."""
+    """Return what a step is told that asks for what it cannot do."""
     from megatron_idempotent import TrainStep
 
     told = []

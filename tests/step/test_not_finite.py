@@ -37,7 +37,7 @@ def _loss(what: str, bad: bool) -> Any:
 
 
 def _reads(run: Any) -> tuple[Any, int]:
-    """Returns what `run` returns, and how often it waits for a value from the device."""
+    """Return what `run` returns, and how often it waits for a value from the device."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):

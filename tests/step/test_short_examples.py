@@ -17,7 +17,7 @@ def examples() -> list[Short]:
 
 
 def told(of: Iterable[Short]) -> list[tuple[str, Checked | str | None]]:
-    """Returns what was held of each, or what is wrong with it; None where its module is not
+    """Return what was held of each, or what is wrong with it; None where its module is not
     importable."""
     found: list[tuple[str, Checked | str | None]] = []
     for example in of:

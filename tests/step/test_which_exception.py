@@ -87,7 +87,7 @@ def fail(options: dict[str, Any], where: str, last: bool) -> tuple[tuple[str, ..
 
 
 def _cases() -> list[Any]:
-    """Lists all of them; some always, and the others with `-m exhaustive`."""
+    """List all of them; some always, and the others with `-m exhaustive`."""
     often = {("dp", "loss"), ("dp", "layer"), ("pp", "layer"), ("tp", "layer"), ("cp", "loss")}
     return [
         pytest.param(

@@ -57,7 +57,7 @@ class _Loss:
 
 
 def _given(microbatch: Any) -> Rows | Packed:
-    """Returns rows as they are, and what the step has packed as `Subject` takes it."""
+    """Return rows as they are, and what the step has packed as `Subject` takes it."""
     return packs.described(microbatch) if "pack" in microbatch else microbatch
 
 

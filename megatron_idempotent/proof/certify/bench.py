@@ -28,8 +28,8 @@ from .forwards import Forwards
 from .layouts import EXPERTS, LAYERS, Layout
 from .losses import LOSSES
 from .memories import Memories
-from .oracle import MTP_FACTOR, Truth, Update, counted, negative_logprobs, truth_of
-from .parameters import Part, joined, parts, spread
+from .oracle import MTP_FACTOR, TrueUpdate, Truth, counted, negative_logprobs, truth_of
+from .parameters import ParameterPart, joined, parts, spread
 from .protocol import (
     MICRO_BATCH,
     Adapter,
@@ -97,7 +97,7 @@ class Bench:
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self._group = group
         kind, options = ("sgd", _SGD) if self.double else ("adam", _ADAM)
-        self.update = Update(kind, lr=self._rate, **options)
+        self.update = TrueUpdate(kind, lr=self._rate, **options)
         self.adapter.build(self.subject)
         self.memories = Memories(self.subject)
         self._forwards_of: tuple[Any, Forwards] | None = None
@@ -274,7 +274,7 @@ class Bench:
 
     @property
     def forwards(self) -> Forwards:
-        """Returns what watches the chunks' forwards; another one after another model was made."""
+        """Return what watches the chunks' forwards; another one after another model was made."""
         if self._forwards_of is None or self._forwards_of[0] is not self.subject:
             self._forwards_of = self.subject, Forwards(self.subject.chunks)
         return self._forwards_of[1]
@@ -322,10 +322,10 @@ class Bench:
             for calls_of in steps:
                 self.take(calls_of)
             return
-        before: list[list[Part]] = []
+        before: list[list[ParameterPart]] = []
         finished = []
         for calls_of in steps:
-            used: list[Part] = []
+            used: list[ParameterPart] = []
             with self.forwards.reading(functools.partial(self._copy_chunk, used)):
                 finished.append(self.step(calls_of))
             before.append(used)
@@ -338,7 +338,7 @@ class Bench:
             found = self.whole(before[index + 1] if index + 1 < len(before) else None)
             self.expect(finished[index], self.everybody(calls_of), found=found)
 
-    def _copy_chunk(self, to: list[Part], chunk: int) -> None:
+    def _copy_chunk(self, to: list[ParameterPart], chunk: int) -> None:
         to += self._own_parts(synced=False, chunks=[chunk])
 
     def expect(
@@ -427,7 +427,7 @@ class Bench:
         return half.rounded(self.known, self.subject.config.params_dtype)
 
     def tolerance(self, truth: Truth) -> float:
-        """Returns by what part of its norm a gradient may differ from the definition."""
+        """Return by what part of its norm a gradient may differ from the definition."""
         if self.half:
             bound = _HALF[self.layout.loss_kind, self.layout.auxiliary]
             return bound / _FINER[self.layout.dtype]
@@ -526,7 +526,7 @@ class Bench:
         raise Wrong(f"the gradient is off by {100 * error / size:.3g} % of its norm, {where}")
 
     def _clipped(self, finished: Finished, truth: Truth, factor: float) -> str:
-        """Returns what to say of a gradient that is too small, if its reported norm is right."""
+        """Return what to say of a gradient that is too small, if its reported norm is right."""
         norm = finished.grad_norm
         if not 0 < factor < 1 or norm is None:
             return ""
@@ -554,7 +554,7 @@ class Bench:
         self.of_bound = max(self.of_bound, error / bound if bound else 0.0)
         return True
 
-    def whole(self, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
+    def whole(self, own: Sequence[ParameterPart] | None = None) -> dict[str, Tensor]:
         """Gather the whole model's parameters by Megatron's names. All ranks take part.
 
         `own` is what this rank has of it; None for what it has now. In bfloat16 these are the main
@@ -564,7 +564,7 @@ class Bench:
             Wrong: two replicas have different bits.
         """
         everybody = self.told_by_all(self._own_parts() if own is None else own)
-        found: dict[str, dict[int, Part]] = {}
+        found: dict[str, dict[int, ParameterPart]] = {}
         shards: dict[tuple[str, int], list[half.Main]] = {}
         for rank, theirs in enumerate(everybody):
             for part in theirs:
@@ -581,11 +581,13 @@ class Bench:
                     of_rank[rank] = dataclasses.replace(part, value=main)
         return {name: joined(list(of_rank.values())) for name, of_rank in found.items()}
 
-    def _own_parts(self, *, synced: bool = True, chunks: Sequence[int] | None = None) -> list[Part]:
+    def _own_parts(
+        self, *, synced: bool = True, chunks: Sequence[int] | None = None
+    ) -> list[ParameterPart]:
         """Copy what this rank has of these chunks; `synced` waits for gathers under way."""
         if self.layout.fsdp2:
             return [
-                Part(name=name, dimension=0, rank=self.rank, size=self.ranks, value=shard)
+                ParameterPart(name=name, dimension=0, rank=self.rank, size=self.ranks, value=shard)
                 for name, shard in fsdp2.shards(self.sharded).items()
             ]
         if synced:
@@ -639,7 +641,7 @@ def forward(chunk: Any, rows: Rows) -> Tensor:
 
 
 def _auxiliary(layout: Layout) -> dict[str, Any]:
-    """Returns the fields of `TransformerConfig` of the layers that have a loss of their own."""
+    """Return the fields of `TransformerConfig` of the layers that have a loss of their own."""
     routers = {"moe_router_topk": experts.TOPK, "moe_aux_loss_coeff": experts.COEFFICIENT}
     heads = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": MTP_FACTOR}
     return {**(routers if layout.experts else {}), **(heads if "mtp" in layout.flags else {})}

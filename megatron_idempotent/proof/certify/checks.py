@@ -10,9 +10,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from .draws import CALLS
+from .failures import alike, fail, failures, or_aborted
 from .protocol import MICRO_BATCH, Calls, Finished, Rows, Wrong
 
 if TYPE_CHECKING:
@@ -85,20 +86,13 @@ def _check(
     return enter
 
 
-def _of(bench: Bench, seed: int, *numbers: int) -> Calls:
-    """Make a call of so many rows for each number, the same numbers in all replicas."""
-    return lambda replica: [
-        bench.rows(replica, 10 * seed + call, number) for call, number in enumerate(numbers)
-    ]
-
-
 @_check(
     "a step in one call has the gradient of its definition, and its norm",
     hazards=("grad-scale-func", "finalize-func-overwritten"),
 )
 def whole_step(bench: Bench) -> None:
     for seed in range(2):
-        bench.take(_of(bench, seed, 2 * CALL))
+        bench.take(alike(bench, seed, 2 * CALL))
 
 
 @_check("the mean is over all positions, or sequences, that count, however microbatches share them")
@@ -131,7 +125,7 @@ def packed_lengths(bench: Bench) -> None:
 )
 def split_step(bench: Bench) -> None:
     for seed in range(2):
-        bench.take(_of(bench, seed, CALL, CALL, CALL))
+        bench.take(alike(bench, seed, CALL, CALL, CALL))
 
 
 @_check(
@@ -140,7 +134,7 @@ def split_step(bench: Bench) -> None:
 )
 def sizes_change(bench: Bench) -> None:
     for seed, factor in enumerate((2, 1, 3)):
-        bench.take(_of(bench, seed, factor * CALL))
+        bench.take(alike(bench, seed, factor * CALL))
 
 
 def _by_replica(bench: Bench, seed: int, numbers: Sequence[int]) -> Calls:
@@ -207,7 +201,7 @@ def nothing_valid(bench: Bench) -> None:
 
     def masked(empty: Callable[[int, int], slice], seed: int) -> Calls:
         def calls(replica: int) -> list[Rows]:
-            made = _of(bench, seed, 2 * size, 2 * size)(replica)
+            made = alike(bench, seed, 2 * size, 2 * size)(replica)
             for call, rows in enumerate(made):
                 # Frameworks differ in whether a sequence counts of which no position does.
                 name = "token_mask" if seed % 2 and not by_sequence else "sample_mask"
@@ -240,7 +234,7 @@ def unwatched_steps(bench: Bench) -> None:
     steps = []
     for seed in range(12 if bench.thorough else 5):
         sizes = draw.sizes(draw.number(1, 3), bench.multiple, most=2)
-        steps.append(_of(bench, seed, *(MICRO_BATCH * size for size in sizes)))
+        steps.append(alike(bench, seed, *(MICRO_BATCH * size for size in sizes)))
     bench.unwatched(steps)
 
 
@@ -252,7 +246,7 @@ def unwatched_steps(bench: Bench) -> None:
 def auxiliary_losses(bench: Bench) -> None:
     def calls(replica: int) -> list[Rows]:
         # Calls of other sizes, whose microbatches count other shares of their positions.
-        small, large = _of(bench, 30, CALL, 3 * CALL)(replica)
+        small, large = alike(bench, 30, CALL, 3 * CALL)(replica)
         large["token_mask"][:CALL, large["input_ids"].shape[1] // 2 :] = 0
         return [small, large]
 
@@ -267,7 +261,7 @@ def auxiliary_losses(bench: Bench) -> None:
 )
 def logprobs_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
-    first, second = (_of(bench, seed, CALL) for seed in range(2))
+    first, second = (alike(bench, seed, CALL) for seed in range(2))
     # The looks of a step are at other rows, of the same number.
     here, there = (bench.draw.sizes(1, bench.multiple, most=5)[0] for _ in range(2))
     finished = bench.step(first, between=lambda: _hold_logprobs(bench, here))
@@ -279,7 +273,7 @@ def logprobs_in_mid_step(bench: Bench) -> None:
 
 
 def _hold_logprobs(bench: Bench, microbatches: int = 2) -> None:
-    """Raises `Wrong` unless the adapter's log-probs of some rows are right."""
+    """Raise `Wrong` unless the adapter's log-probs of some rows are right."""
     adapter: Any = bench.adapter
     rows = _some(bench, microbatches)
     _compare_logprobs(bench, rows, adapter.logprobs(rows))
@@ -307,7 +301,7 @@ def _compare_logprobs(bench: Bench, rows: Rows, found: Any) -> None:
 )
 def export_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
-    first, second = (_of(bench, seed, CALL) for seed in range(2))
+    first, second = (alike(bench, seed, CALL) for seed in range(2))
     unseen: list[Finished] = []
 
     def export() -> None:
@@ -335,21 +329,7 @@ def abort_and_retry(bench: Bench) -> None:
             adapter.microbatch(bench.rows(bench.replica, 50 + call, MICRO_BATCH * size))
         adapter.abort()
         bench.unchanged("abort()")
-        bench.take(_of(bench, 60 + calls, 2 * CALL))
-
-
-def _or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None, Finished | None]:
-    """Returns what a step raised on this rank, which then aborts it, or what it returned."""
-    from megatron_idempotent.window.agreement import describe
-
-    try:
-        return None, step()
-    except Wrong:
-        bench.adapter.abort()
-        raise
-    except Exception as error:  # noqa: BLE001  it is what is asked for
-        bench.adapter.abort()
-        return describe(error).splitlines()[0], None
+        bench.take(alike(bench, 60 + calls, 2 * CALL))
 
 
 @_check(
@@ -357,117 +337,9 @@ def _or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None,
     hazards=("first-window-aborted",),
 )
 def failure_on_one_rank(bench: Bench) -> None:
-    for failure in _failures(bench):
-        _fail(bench, failure)
-        bench.take(_of(bench, bench.draw.number(1, 10**5), CALL))
-
-
-_Where = Literal["loss", "forward", "backward"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Failure:
-    """Says where a step fails."""
-
-    ranks: tuple[int, ...]
-    where: _Where
-    sizes: tuple[int, ...]
-    """Microbatches of each call."""
-    call: int
-    microbatch: int
-    """Microbatches of the call before the one that fails."""
-
-    def __str__(self) -> str:
-        place = f"of microbatch {self.microbatch + 1} in call {self.call + 1} of {len(self.sizes)}"
-        return f"the {self.where} {place} failed on rank {', '.join(map(str, self.ranks))}"
-
-
-def _failures(bench: Bench) -> list[_Failure]:
-    """Deal out failures: of the loss on each rank that has one, and in the model on others too."""
-    draw, times = bench.draw, 3 if bench.thorough else 1
-    places: dict[tuple[int, int], list[int]] = {}
-    losses = []
-    for rank, (replica, stage, last) in enumerate(bench.told_by_all(bench.seat)):
-        places.setdefault((replica, stage), []).append(rank)
-        losses += [rank] if last else []
-    # A framework that drops no open step keeps a step's earlier calls.
-    keeps = bench.declares("abort-and-retry")
-    number = max(2, len(losses)) * times
-    ranks = draw.dealt(losses, number)
-    found = [
-        _failure(bench, [rank], "loss", later_call=later and not keeps)
-        for rank, later in zip(ranks, draw.dealt((True, False), number), strict=True)
-    ]
-    if bench.fails_within_model:
-        kinds: list[Any] = draw.dealt(("forward", "backward"), max(2, len(places) // 2) * times)
-        found += [
-            _failure(bench, place, kind, later_call=later and not keeps)
-            for kind, place, later in zip(
-                kinds,
-                draw.dealt(list(places.values()), len(kinds)),
-                draw.dealt((True, False), len(kinds)),
-                strict=True,
-            )
-        ]
-    return draw.shuffled(found)
-
-
-def _failure(bench: Bench, ranks: Sequence[int], where: _Where, *, later_call: bool) -> _Failure:
-    """Draw the sizes of a step that fails, and in which microbatch.
-
-    A loss fails in the first one of a call, as adapters have it, and a model after others.
-    """
-    draw = bench.draw
-    calls = draw.number(2, 4) if later_call else 1
-    sizes = [max(2, each) for each in draw.sizes(calls, bench.multiple, most=3)]
-    call = draw.number(1, calls - 1) if later_call else 0
-    return _Failure(
-        ranks=tuple(ranks),
-        where=where,
-        sizes=tuple(sizes),
-        call=call,
-        microbatch=0 if where == "loss" else draw.number(1, sizes[call] - 1),
-    )
-
-
-def _fail(bench: Bench, failure: _Failure) -> None:
-    """Take a step that fails so, and hold all ranks to raising and to dropping it."""
-    adapter = bench.adapter
-    seed = bench.draw.number(1, 10**5)
-    calls_of = _of(bench, seed, *(MICRO_BATCH * size for size in failure.sizes))
-    fails = bench.rank in failure.ranks
-
-    def step() -> Finished:
-        adapter.begin()
-        for call, rows in enumerate(calls_of(bench.replica)):
-            loss = fails and failure.where == "loss" and call == failure.call
-            adapter.microbatch(rows, fail=loss)
-        return adapter.finish()
-
-    if failure.where == "loss":
-        raised, finished = _or_aborted(bench, step)
-        met = fails
-    else:
-        before = sum(failure.sizes[: failure.call]) + failure.microbatch
-        with bench.forwards.failing(before if fails else None, failure.where):
-            raised, finished = _or_aborted(bench, step)
-        met = bench.forwards.met
-    told = bench.told_by_all((raised, met))
-    nobody_raised = all(each is None for each, _ in told)
-    fails_again = failure.where == "loss" and any(met for _, met in told)
-    if finished is not None and nobody_raised and not fails_again:
-        # The adapter runs other microbatches, or none by the chunk's own forward, or has run again
-        # what had failed once: a loss that is to fail does so each time.
-        try:
-            bench.expect(finished, bench.everybody(calls_of))
-        except Wrong as wrong:
-            raise Wrong(f"{failure} (nothing raised): {wrong}") from None
-        return
-    calm = [rank for rank, (each, _) in enumerate(told) if each is None]
-    if calm:
-        said = next((told[rank][0] for rank in failure.ranks if told[rank][0]), "nothing raised")
-        raise Wrong(f"{failure} ({said}), and rank {calm[0]} finished the step")
-    bench.unchanged("a step that failed")
+    for failure in failures(bench):
+        fail(bench, failure)
+        bench.take(alike(bench, bench.draw.number(1, 10**5), CALL))
 
 
 @_check("no rank updates with a NaN in any call and replica, and the next step is right")
@@ -480,14 +352,14 @@ def nan(bench: Bench) -> None:
         calls = draw.number(2, 4) if later else 1
         call = draw.number(1, calls - 1) if later else 0
         _not_a_number(bench, replica, calls, call)
-        bench.take(_of(bench, draw.number(1, 10**5), CALL))
+        bench.take(alike(bench, draw.number(1, 10**5), CALL))
 
 
 def _not_a_number(bench: Bench, replica: int, calls: int, call: int) -> None:
     """Take a step with a NaN in one call of one replica, and hold all ranks to not updating."""
     adapter, draw = bench.adapter, bench.draw
     sizes = [max(2, size) for size in draw.sizes(calls, bench.multiple, most=3)]
-    calls_of = _of(bench, draw.number(1, 10**5), *(MICRO_BATCH * size for size in sizes))
+    calls_of = alike(bench, draw.number(1, 10**5), *(MICRO_BATCH * size for size in sizes))
     # In later calls not in the first microbatch, which may be all that is looked at.
     row = draw.number(MICRO_BATCH if call else 0, MICRO_BATCH * sizes[call] - 1)
 
@@ -500,7 +372,7 @@ def _not_a_number(bench: Bench, replica: int, calls: int, call: int) -> None:
             adapter.microbatch(rows)
         return adapter.finish()
 
-    raised, finished = _or_aborted(bench, step)
+    raised, finished = or_aborted(bench, step)
     told = bench.told_by_all((raised, finished is not None and finished.updated))
     place = f"a loss of replica {replica} is NaN, in call {call + 1} of {calls}"
     if any(updated for _, updated in told):
@@ -544,7 +416,7 @@ def resume(bench: Bench) -> None:
 def offload_between_steps(bench: Bench) -> None:
     for seed in range(3):  # the first before there is any optimizer state
         bench.away_and_back()
-        bench.take(_of(bench, seed, CALL))
+        bench.take(alike(bench, seed, CALL))
 
 
 @_check(
@@ -560,7 +432,7 @@ def logprobs_while_offloaded(bench: Bench) -> None:
         bench.away_and_back(freeing=False)
 
     read()
-    bench.take(_of(bench, 0, CALL))
+    bench.take(alike(bench, 0, CALL))
     read()
 
 
@@ -570,7 +442,7 @@ def logprobs_while_offloaded(bench: Bench) -> None:
     hazards=("offload-drops-gradients",),
 )
 def offload_in_mid_step(bench: Bench) -> None:
-    calls = _of(bench, 0, CALL)
+    calls = alike(bench, 0, CALL)
 
     def exchange() -> None:
         bench.memories.offload(bench.adapter, freeing=False)
@@ -584,7 +456,7 @@ def offload_in_mid_step(bench: Bench) -> None:
         exchange()
         return bench.adapter.finish()
 
-    raised, finished = _or_aborted(bench, step)
+    raised, finished = or_aborted(bench, step)
     told = bench.told_by_all(raised)
     if finished is not None and not any(told):
         bench.expect(finished, [row for one in range(bench.layout.replicas) for row in calls(one)])
@@ -592,7 +464,7 @@ def offload_in_mid_step(bench: Bench) -> None:
     if not all(told):
         raise Wrong("an offload in an open step is refused on some ranks, and others went on")
     bench.unchanged("a step that was refused")
-    bench.take(_of(bench, 1, CALL))
+    bench.take(alike(bench, 1, CALL))
 
 
 @_check(
@@ -606,7 +478,7 @@ def swapped_adapters(bench: Bench) -> None:
     names = "alice", "bob"
     base = Base(bench, names)
     alice, bob = pair = [Tenant(bench, base, name) for name in names]
-    calls = {each: _of(bench, seed, CALL, CALL) for seed, each in enumerate(pair)}
+    calls = {each: alike(bench, seed, CALL, CALL) for seed, each in enumerate(pair)}
     for each in (alice, bob, alice):  # one after the other
         each.take(calls[each])
     bob.unchanged("a step of alice")

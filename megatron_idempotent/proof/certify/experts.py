@@ -28,7 +28,7 @@ these margins, as tests/proof/certify/test_bounds.py finds."""
 def mixture(
     parameters: Mapping[str, Tensor], at: str, x_BTH: Tensor, routed: list[Tensor]
 ) -> Tensor:
-    """Returns what a layer's experts make of x [B, T, H], and adds the router's logits to `routed`.
+    """Return what a layer's experts make of x [B, T, H], and add the router's logits to `routed`.
 
     A token goes to the experts with its largest logits, and gets the sum of their outputs, each
     times the softmax over these logits alone.
@@ -61,7 +61,7 @@ def mixture(
 
 
 def balance(logits_BTE: Tensor) -> Tensor:
-    """Returns a router's auxiliary loss of one microbatch, times its positions.
+    """Return a router's auxiliary loss of one microbatch, times its positions.
 
     Of a microbatch of M tokens it is COEFFICIENT x E x the sum over experts of f x p: f is the
     share of the M x TOPK choices that took the expert, and p the mean over tokens of the expert's
@@ -76,7 +76,7 @@ def balance(logits_BTE: Tensor) -> Tensor:
 
 
 def decided(name: str, value: Tensor) -> Tensor:
-    """Returns what to add to a whole parameter so that routers decide by wide margins.
+    """Return what to add to a whole parameter so that routers decide by wide margins.
 
     Each token of the vocabulary gets an order of the experts, written into the first E hidden
     values of its embedding so large that no layer changes it; routers read these values, and the

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .parameters import Part
+from .parameters import ParameterPart
 
 
 def compared(
-    exported: Any, own: Sequence[Part], whole: Mapping[str, Tensor]
+    exported: Any, own: Sequence[ParameterPart], whole: Mapping[str, Tensor]
 ) -> tuple[set[str], str | None]:
     """Return the names of parameters that a rank has exported, and how they differ from the model.
 
@@ -59,7 +59,7 @@ def _tensors(exported: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _same(has: Tensor, right: Tensor) -> bool:
-    """Returns whether the values are the right ones, or these in the export's precision."""
+    """Return whether the values are the right ones, or these in the export's precision."""
     return torch.equal(has, right.detach().cpu().to(has.dtype))
 
 

@@ -56,7 +56,7 @@ def grid() -> list[str]:
 
 
 def _is_late(picked: tuple[str, ...]) -> bool:
-    """Returns whether the words are covered after all others.
+    """Return whether the words are covered after all others.
 
     Packs of auxiliary losses came later. So the other layouts are those that were run before.
     """

@@ -133,7 +133,7 @@ class Layout:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `cpu.tiny.build`."""
+        """Return the arguments of `cpu.tiny.build`."""
         sharded = "distopt" in self.flags
         return {
             "tp": self.sizes["tp"],

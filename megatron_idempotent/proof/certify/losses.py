@@ -19,7 +19,7 @@ from .protocol import Packed, Rows
 
 
 def of_positions(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
-    """Returns the sum over positions that count, each times its row's scale, and their number."""
+    """Return the sum over positions that count, each times its row's scale, and their number."""
     if packs.is_pack(rows):
         own = packs.own(rows)
         return (output * own["loss_mask"] * own["scale"]).sum(), own["loss_mask"].sum()
@@ -28,7 +28,7 @@ def of_positions(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
 
 
 def of_sequences(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the sequences' means, each times its scale, and the number of sequences.
+    """Return the sum of the sequences' means, each times its scale, and the number of sequences.
 
     Each mean is over the positions that count. Where ranks share positions, a rank returns its part
     of these means, and counts the sequences of which it has the first position.

@@ -129,7 +129,7 @@ class Memories:
         return _storage(tensor)._cdata in self._host
 
     def _parameters(self) -> dict[str, Any]:
-        """Returns what a forward reads, by name."""
+        """Return what a forward reads, by name."""
         return {
             f"{name} of chunk {index}": each
             for index, chunk in enumerate(self._subject.chunks)
@@ -137,7 +137,7 @@ class Memories:
         }
 
     def _held(self) -> dict[str, Any]:
-        """Returns the same with gradients and what the optimizer keeps."""
+        """Return the same with gradients and what the optimizer keeps."""
         held = self._parameters()
         for name, each in list(held.items()):
             for kind in ("main_grad", "grad"):
@@ -164,7 +164,7 @@ def _storage(tensor: Any) -> Any:
 
 
 def _size(tensor: Any) -> int:
-    """Returns the bytes of the memory that a tensor is in: 0 once that is freed."""
+    """Return the bytes of the memory that a tensor is in: 0 once that is freed."""
     return int(_storage(tensor).nbytes())
 
 

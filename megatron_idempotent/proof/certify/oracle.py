@@ -149,7 +149,7 @@ def _alone(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def counted(rows: Rows) -> Tensor:
-    """Returns 1 where position t predicts a token that counts, [B, T]; 0 at the last one."""
+    """Return 1 where position t predicts a token that counts, [B, T]; 0 at the last one."""
     mask_BT = rows["token_mask"] * rows["sample_mask"][:, None]
     return functional.pad(mask_BT[:, 1:], (0, 1))
 
@@ -157,7 +157,7 @@ def counted(rows: Rows) -> Tensor:
 def negative_logprobs(
     parameters: Parameters, tokens_BT: Tensor, layers: int, heads: int, epsilon: float = 1e-5
 ) -> Tensor:
-    """Returns -log p of the token after each position, [B, T]; after the last one of the first."""
+    """Return -log p of the token after each position, [B, T]; after the last one of the first."""
     gpt = Gpt(parameters, layers, heads, epsilon)
     return gpt.negative_logprobs(gpt.hidden(tokens_BT), tokens_BT, 1)
 
@@ -184,7 +184,7 @@ class Gpt:
         positions_T: Tensor | None = None,
         attending: int | None = None,
     ) -> Tensor:
-        """Returns the hidden states [B, T, H] after the last norm.
+        """Return the hidden states [B, T, H] after the last norm.
 
         Positions are counted from 0 unless given. Those from `attending` on attend to nothing.
         """
@@ -195,7 +195,7 @@ class Gpt:
         return self.norm(x_BTH, "decoder.final_layernorm")
 
     def negative_logprobs(self, x_BTH: Tensor, tokens_BT: Tensor, after: int) -> Tensor:
-        """Returns -log p of the token so many after each position, [B, T]; the row is a ring."""
+        """Return -log p of the token so many after each position, [B, T]; the row is a ring."""
         output = "output_layer.weight"
         if output not in self._parameters:  # tied
             output = "embedding.word_embeddings.weight"
@@ -204,7 +204,7 @@ class Gpt:
         return -logits_BTV.log_softmax(-1).gather(-1, targets_BT1)[..., 0]
 
     def embedded(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> Tensor:
-        """Returns embeddings [B, T, H] of tokens and their positions."""
+        """Return embeddings [B, T, H] of tokens and their positions."""
         x_BTH = self._parameters["embedding.word_embeddings.weight"][tokens_BT]
         learned = self._parameters.get("embedding.position_embeddings.weight")
         if learned is None:
@@ -212,7 +212,7 @@ class Gpt:
         return x_BTH + (learned[: x_BTH.shape[1]] if positions_T is None else learned[positions_T])
 
     def layer(self, x_BTH: Tensor, at: str) -> Tensor:
-        """Returns what the transformer layer of that name makes of x."""
+        """Return what the transformer layer of that name makes of x."""
         batch, length, _ = x_BTH.shape
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
         normed = self.norm(x_BTH, f"{at}.input_layernorm")
@@ -233,12 +233,12 @@ class Gpt:
         return x_BTH + self.linear(inner, f"{at}.mlp.linear_fc2")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """Returns x times a weight, plus its bias if there is one."""
+        """Return x times a weight, plus its bias if there is one."""
         bias = self._parameters.get(f"{name}.bias")
         return functional.linear(x, self._parameters[f"{name}.weight"], bias)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """Returns x in a layer norm."""
+        """Return x in a layer norm."""
         weight, bias = self._parameters[f"{name}.weight"], self._parameters[f"{name}.bias"]
         return functional.layer_norm(x, weight.shape, weight, bias, eps=self._epsilon)
 
@@ -319,7 +319,7 @@ class _Auxiliary:
 def after_the_next(
     gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns -log p of the token after the next [B, T] by the MTP layer, and 1 where it counts.
+    """Return -log p of the token after the next [B, T] by the MTP layer, and 1 where it counts.
 
     Position t sees its hidden state and the next token, and predicts the one after that, where
     t + 1 counts; elsewhere the loss is 0.
@@ -334,10 +334,10 @@ def after_the_next(
     return gpt.negative_logprobs(x_BTH, tokens_BT, 2) * after_BT, after_BT
 
 
-class Update:
+class TrueUpdate:
     """Predicts what an optimizer does with a gradient: SGD with momentum, or Adam.
 
-    Example: `Update("sgd", lr=0.5, momentum=0.5).next(parameters, gradient)`.
+    Example: `TrueUpdate("sgd", lr=0.5, momentum=0.5).next(parameters, gradient)`.
     """
 
     def __init__(self, kind: str, *, lr: float, **options: float) -> None:

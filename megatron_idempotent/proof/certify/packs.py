@@ -78,7 +78,7 @@ def one_pack(rows: Rows, config: Any, tokens: int) -> dict[str, Any]:
 
 
 def is_pack(rows: Mapping[str, Any]) -> bool:
-    """Returns whether a microbatch is a pack, and not rows."""
+    """Return whether a microbatch is a pack, and not rows."""
     return _BORDERS in rows
 
 
@@ -107,7 +107,7 @@ def own(pack: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns each token's part of its sequence's mean, and 1 where a sequence begins, [1, S].
+    """Return each token's part of its sequence's mean, and 1 where a sequence begins, [1, S].
 
     A sequence of which nothing counts has no part and no beginning.
     """
@@ -121,7 +121,7 @@ def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _padded(pack: Mapping[str, Any]) -> Tensor:
-    """Returns where a pack's sequences begin and end, padding included."""
+    """Return where a pack's sequences begin and end, padding included."""
     borders = pack[_BORDERS]
     padded = borders.cu_seqlens_q_padded
     found: Tensor = borders.cu_seqlens_q if padded is None else padded

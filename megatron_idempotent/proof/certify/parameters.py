@@ -20,7 +20,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ParameterPart:
     """Holds a parameter of this rank, and its place in the whole model."""
 
     name: str
@@ -33,7 +33,7 @@ class Part:
     """The part that the rank has of what the optimizer updates in float32; None without."""
 
 
-def parts(chunk: Any, layout: Layout) -> Iterator[Part]:
+def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
     """Yield the parameters of a chunk, by Megatron's names in a model that one rank has.
 
     An output layer that shares the embedding's weight has the embedding's name.
@@ -64,7 +64,7 @@ def parts(chunk: Any, layout: Layout) -> Iterator[Part]:
                 continue  # nobody reads it: the stage has the embedding too, for the MTP layer
             whole = _EMBEDDING
         sharded = getattr(parameter, "tensor_model_parallel", False) and size > 1
-        yield Part(
+        yield ParameterPart(
             name=whole,
             dimension=parameter.partition_dim if sharded else None,
             rank=rank if sharded else 0,
@@ -96,7 +96,7 @@ def spread(chunk: Any, layout: Layout) -> None:
             part.value.add_(added.to(part.value))
 
 
-def joined(shards: Sequence[Part]) -> Tensor:
+def joined(shards: Sequence[ParameterPart]) -> Tensor:
     """Join the shards of one parameter, of which each rank has one.
 
     Raises:

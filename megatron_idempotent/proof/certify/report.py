@@ -87,7 +87,7 @@ _ONLY = {"grad-scale-func": frozenset({"fp16", "moe", "mtp"})}
 
 
 def _on_stock(hazard: Hazard) -> str:
-    """Returns the pattern of what the hazard's reproduction raises without the patch, or ""."""
+    """Return the pattern of what the hazard's reproduction raises without the patch, or ""."""
     return str(getattr(hazard, "stock_error", ""))
 
 

@@ -189,7 +189,7 @@ class Certification:
         return result("failed" if fault else "passed", fault, **found)
 
     def _compared(self, found: Result) -> str:
-        """Returns what is wrong if a layout with another number of replicas has other bits."""
+        """Return what is wrong if a layout with another number of replicas has other bits."""
         first = self._bits.setdefault(alike(found.layout), found)
         if first.bits == found.bits:
             return ""
@@ -282,14 +282,14 @@ def _is_check(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _refuses_packs_with_mtp() -> bool:
-    """Returns whether the installed Megatron says that it has not written this; 0.12 to 0.15 do."""
+    """Return whether the installed Megatron says that it has not written this; 0.12 to 0.15 do."""
     path = locate("megatron.core.transformer.multi_token_prediction")
     said = "multi token prediction + sequence packing is not yet supported"
     return path is not None and said in path.read_text(encoding="utf-8")
 
 
 def facts(adapter: str) -> Facts | str:
-    """Runs on a rank: says what an adapter offers, or why it cannot be taken."""
+    """Runs on a rank: say what an adapter offers, or why it cannot be taken."""
     try:
         kind = load(adapter)
     except ValueError as error:
@@ -334,7 +334,7 @@ def alike(layout: str) -> str:
 def _outcome(
     pool: RankPool, adapter: str, check: Check, layout: Layout, how: How
 ) -> tuple[str, float, str]:
-    """Returns what `outcome_of` does, and the digest of `same-bits`."""
+    """Return what `outcome_of` does, and the digest of `same-bits`."""
     deadline_s = DEADLINE_S * (4 if how.thorough else 1)
     try:
         told: list[tuple[int, str, float, str]] = pool.run(
@@ -354,7 +354,7 @@ def _outcome(
 
 
 def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, float, str]:
-    """Runs on a rank: makes one check; returns what is wrong, the least number if it is the cause.
+    """Runs on a rank: make one check; return what is wrong, the least number if it is the cause.
 
     After that come the largest error of a step, as a part of its bound, and the digest of bits.
 

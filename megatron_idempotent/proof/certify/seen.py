@@ -22,7 +22,7 @@ from .protocol import Rows, Wrong
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class SeenPart:
     """Holds what one rank saw of a pack, on the CPU."""
 
     place_s: Tensor
@@ -47,7 +47,7 @@ class PacksSeen:
         """Put a hook on a chunk, below what wraps it. Stages after the first see no tokens."""
         while hasattr(chunk, "module"):
             chunk = chunk.module
-        self._shares: list[Share] = []
+        self._shares: list[SeenPart] = []
         if getattr(chunk, "pre_process", True):
             chunk.register_forward_pre_hook(self._note, with_kwargs=True)
 
@@ -62,7 +62,7 @@ class PacksSeen:
         place_S = torch.arange(int(starts_n[-1]), device=ends_n.device)
         padding = given.get("padding_mask")
         self._shares.append(
-            Share(
+            SeenPart(
                 place_s=own_positions(place_S[None], cu_seqlens=starts_n)[0].cpu(),
                 tokens_s=given["input_ids"].detach().flatten().cpu(),
                 positions_s=given["position_ids"].detach().flatten().cpu(),
@@ -83,7 +83,7 @@ class PacksSeen:
         Raises:
             Wrong: a row that counts is in no pack.
         """
-        whole: dict[tuple[int, int], list[Share]] = {}
+        whole: dict[tuple[int, int], list[SeenPart]] = {}
         for other, shares in gather((replica, self._shares)):
             for index, share in enumerate(shares):
                 whole.setdefault((other, index), []).append(share)
@@ -114,7 +114,7 @@ def _sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
         yield rows["input_ids"][row, :length].cpu(), mask_BT[row, :length]
 
 
-def _joined(shares: Sequence[Share], missing: dict[tuple[int, ...], Tensor]) -> PackSeen | None:
+def _joined(shares: Sequence[SeenPart], missing: dict[tuple[int, ...], Tensor]) -> PackSeen | None:
     """Join what ranks saw of a pack, and take its rows out of `missing`; None if it has none."""
     first = shares[0]
     size = first.starts[-1]

@@ -83,7 +83,7 @@ def restore(subject: Subject, state: dict[str, Any]) -> None:
 
 
 def _updated(optimizer: Any) -> list[Any]:
-    """Returns the parameters that a torch optimizer updates."""
+    """Return the parameters that a torch optimizer updates."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 

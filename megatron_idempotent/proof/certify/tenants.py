@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from .bench import Bench, forward
 from .oracle import Truth
-from .parameters import Part, parts, spread
+from .parameters import ParameterPart, parts, spread
 from .protocol import Calls, Finished, Rows, Wrong
 
 
 def in_adapter(name: str) -> bool:
-    """Returns whether a parameter is in adapters: norms are, and biases.
+    """Return whether a parameter is in adapters: norms are, and biases.
 
     That of linear_qkv is not: stock Megatron computes no gradient of it where the weight is frozen
     (the patch frozen-weight-bias-untrained does).
@@ -150,7 +150,7 @@ class Tenant(Bench):
             raise Wrong(f"a step of {self._name} has moved {moved[0]} of the frozen base")
 
     def tolerance(self, truth: Truth) -> float:
-        """Returns the bound of the whole gradient's error, as a part of the adapter's norm."""
+        """Return the bound of the whole gradient's error, as a part of the adapter's norm."""
         return super().tolerance(truth) * self._ratio
 
     def _truth(self, everybody: Sequence[Rows]) -> Truth:
@@ -164,7 +164,7 @@ class Tenant(Bench):
         self._ratio = max(self._ratio, truth.grad_norm / norm)
         return dataclasses.replace(truth, gradient=gradient, grad_norm=norm)
 
-    def _own_parts(self, **which: Any) -> list[Part]:
+    def _own_parts(self, **which: Any) -> list[ParameterPart]:
         self._base.swap(self._name)
         found = super()._own_parts(**which)
         return [part for part in found if not part.name.startswith("adapters.")]

@@ -155,7 +155,7 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         return context.squeeze(1) if packed else context
 
     def _keys(self, block: QueryBlock, causal: bool | None) -> range:
-        """Returns the keys of its segment that any of the block's queries sees; all, if None."""
+        """Return the keys of its segment that any of the block's queries sees; all, if None."""
         if causal is None:
             return range(block.keys)
         left, right = self._reach(causal)
@@ -164,14 +164,14 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         return range(first, last if right >= 0 else block.keys)
 
     def _reach(self, causal: bool) -> tuple[int, int]:
-        """Returns the numbers of positions that a query sees before and after it; -1: no end."""
+        """Return the numbers of positions that a query sees before and after it; -1: no end."""
         left, right = self._window or (-1, -1)
         return left, 0 if causal else right
 
     def _hidden(
         self, queries: int, position: int, keys: range, causal: bool, device: torch.device
     ) -> Tensor | None:
-        """Returns what each query, counted from `position` in its segment, may not see."""
+        """Return what each query, counted from `position` in its segment, may not see."""
         left, right = self._reach(causal)
         if left < 0 and right < 0:
             return None
@@ -188,7 +188,7 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
     def _attend(
         self, query_QBND: Tensor, key_KBND: Tensor, value_KBND: Tensor, hidden: Tensor | None
     ) -> Tensor:
-        """Computes attention [Q, B, N * D], by upstream's operations in upstream's order."""
+        """Compute attention [Q, B, N * D], by upstream's operations in upstream's order."""
         queries, rows, heads, _ = query_QBND.shape
         query = query_QBND.reshape(queries, rows * heads, -1).transpose(0, 1)
         key = key_KBND.reshape(len(key_KBND), rows * heads, -1).transpose(0, 1)
@@ -272,12 +272,12 @@ def _replace(spec: Any, seen: set[int]) -> int:
 
 
 def _places(starts: list[int], positions: int) -> Tensor:
-    """Returns the places [positions, G] of G blocks that begin at `starts`, on the host."""
+    """Return the places [positions, G] of G blocks that begin at `starts`, on the host."""
     return torch.arange(positions)[:, None] + torch.tensor(starts)
 
 
 def _at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
-    """Returns the states [P, B, N, D] of one block, or of several of a pack, [P, G, N, D]."""
+    """Return the states [P, B, N, D] of one block, or of several of a pack, [P, G, N, D]."""
     positions, number = place_PG.shape
     if number == 1:
         first = int(place_PG[0, 0]) if positions else 0
@@ -287,7 +287,7 @@ def _at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
 
 
 def _in_order(parts: list[Tensor], places: list[Tensor], query: Tensor, value: Tensor) -> Tensor:
-    """Returns the parts [P, B, N * D] at their places in [T, B, N * D], and zeros elsewhere."""
+    """Return the parts [P, B, N * D] at their places in [T, B, N * D], and zeros elsewhere."""
     positions = len(query)
     place_P = torch.cat(places) if places else torch.arange(0)
     missing = positions - len(place_P)
@@ -302,7 +302,7 @@ def _in_order(parts: list[Tensor], places: list[Tensor], query: Tensor, value: T
 
 
 def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
-    """Returns the positions that this layer's queries see before and after them, if limited."""
+    """Return the positions that this layer's queries see before and after them, if limited."""
     window = getattr(config, "window_size", None)
     if not window:
         return None

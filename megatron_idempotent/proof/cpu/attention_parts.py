@@ -82,7 +82,7 @@ class Part:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def gather(self, key: Tensor, value: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gathers keys and values of all ranks [S, B, G, D], in their order in the sequences.
+        """Gather keys and values of all ranks [S, B, G, D], in their order in the sequences.
 
         The group's ranks take part in one all-gather.
         """
@@ -216,7 +216,7 @@ def _ends(packed: Any, of_queries: str, of_keys: str) -> Tensor | None:
 
 
 def own_mask(mask_BNQK: Tensor | None, query: Tensor, key: Tensor, cp: Part) -> Tensor | None:
-    """Returns the rows of an attention mask (true where hidden) that belong to this rank."""
+    """Return the rows of an attention mask (true where hidden) that belong to this rank."""
     if mask_BNQK is None:
         return None
     own, whole = len(query), len(key)

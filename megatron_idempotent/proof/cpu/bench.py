@@ -28,7 +28,7 @@ _MODULE = "megatron.core.optimizer.layer_wise_optimizer"
 
 
 def has_layout() -> bool:
-    """Returns whether this release lays DDP's buffers out for the optimizer."""
+    """Return whether this release lays DDP's buffers out for the optimizer."""
     return hasattr(_optimizer_class(), "compute_full_param_layout")
 
 
@@ -141,7 +141,7 @@ Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "v2
 
 
 def options(strategy: Strategy) -> dict[str, Any]:
-    """Returns fields of DistributedDataParallelConfig for a model under Megatron-FSDP."""
+    """Return fields of DistributedDataParallelConfig for a model under Megatron-FSDP."""
     second = strategy == "v2"
     return {
         "use_megatron_fsdp": True,
@@ -179,7 +179,7 @@ def _give_streams() -> None:
 
 
 def is_wrapped(chunk: Any) -> bool:
-    """Returns whether the chunk is in Megatron-FSDP."""
+    """Return whether the chunk is in Megatron-FSDP."""
     return hasattr(chunk.module, "param_and_grad_buffer") or _is_second(chunk)
 
 
@@ -195,7 +195,7 @@ def gradients(chunk: Any) -> list[Any]:
 
 
 def parameters(chunk: Any) -> list[Any]:
-    """Returns this rank's optimizer's parts of the parameters, in their order."""
+    """Return this rank's optimizer's parts of the parameters, in their order."""
     return [getattr(each, "_local_tensor", each).detach() for each in _held(chunk)]
 
 
@@ -275,7 +275,7 @@ class Tiny:
         return (1, sum(self.lengths)) if self.lengths else (self.batch, self.sequence)
 
     def step(self) -> tuple[bool, Any, Any]:
-        """Runs the optimizer; returns upstream's (success, gradient norm, number of zeros)."""
+        """Run the optimizer; return upstream's (success, gradient norm, number of zeros)."""
         result: tuple[bool, Any, Any] = self.optimizer.step()
         return result
 
@@ -339,7 +339,7 @@ class Tiny:
         return forward_step
 
     def _inputs(self) -> tuple[Callable[[Any], Any], Any, Any, dict[str, Any]]:
-        """Makes a function that cuts [B, T], the part's positions, a mask, a pack's arguments."""
+        """Make a function that cuts [B, T], the part's positions, a mask, a pack's arguments."""
         import torch
 
         # The runtime makes "cuda" the CPU.
@@ -382,7 +382,7 @@ def own_part(values: Any, cu_seqlens: Any = None) -> Any:
 
 
 def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
-    """Returns this rank's share of the mean over all context-parallel ranks, and the mean.
+    """Return this rank's share of the mean over all context-parallel ranks, and the mean.
 
     A loss function without tokens returns such a share: shares add up over these ranks, because the
     schedule multiplies by their number, and DDP then averages.
@@ -403,7 +403,7 @@ def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
 def microbatches(
     data_seed: int, batch: int = BATCH, sequence: int = SEQUENCE, vocabulary: int = VOCABULARY
 ) -> Iterator[torch.Tensor]:
-    """Yields this data-parallel rank's token ids [B, T], without end."""
+    """Yield this data-parallel rank's token ids [B, T], without end."""
     import torch
     from megatron.core import parallel_state
 

@@ -45,13 +45,13 @@ _gloo_groups: dict[str, bool] = PerProcessDict(__name__, "_gloo_groups")
 _Reference: Any = StorageWeakRef
 
 
-class _State(PerProcess):
+class _NewTensors(PerProcess):
     #: The place of tensors that are made now: "host", "device", "unknown", or None for that of
     #: their inputs.
     making: str | None = None
 
 
-_state = _State(__name__, "_state")
+_state = _NewTensors(__name__, "_state")
 
 
 def where(tensor: torch.Tensor) -> str | None:
@@ -150,7 +150,7 @@ def _moved(tensor: torch.Tensor, place: str) -> torch.Tensor:
 
 
 def _asked(device: Any) -> str:
-    """Returns the place that `device` means; "unknown" for the CPU, which may be a tensor's own."""
+    """Return the place that `device` means; "unknown" for the CPU, which may be a tensor's own."""
     if isinstance(device, torch.Tensor):
         return where(device) or "unknown"
     return "device" if placement.on_cpu(device) is not device else "unknown"

@@ -185,7 +185,7 @@ _nvtx_depth = 0
 
 
 def range_push(msg: str) -> int:
-    """Opens a range, and returns its depth, from 0, as NVTX counts."""
+    """Open a range, and return its depth, from 0, as NVTX counts."""
     global _nvtx_depth
     _nvtx_depth += 1
     return _nvtx_depth - 1

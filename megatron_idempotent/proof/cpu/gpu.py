@@ -48,7 +48,7 @@ _NOT_INITIALIZED = 3
 
 
 def prepare() -> None:
-    """Prepares the launcher, before it imports Megatron, for ranks that share a GPU.
+    """Prepare the launcher, before it imports Megatron, for ranks that share a GPU.
 
     Megatron binds collectives by names of its own while it is imported, so they are replaced here;
     each is torch's until a rank calls `staging.begin`.
@@ -66,7 +66,7 @@ def prepare() -> None:
 
 
 def require() -> None:
-    """Raises NoDeviceError if torch finds no GPU; leaves the driver alone in a launcher."""
+    """Raise NoDeviceError if torch finds no GPU; leave the driver alone in a launcher."""
     import torch
 
     from .errors import NoDeviceError
@@ -87,7 +87,7 @@ def require() -> None:
 
 
 def check_untouched(module: str) -> None:
-    """Checks in the launcher, after an import, that the driver was not started.
+    """Check in the launcher, after an import, that the driver was not started.
 
     Raises:
         RuntimeError: naming the module that has started it.
@@ -103,7 +103,7 @@ def check_untouched(module: str) -> None:
 
 
 def driver_started(maps: Path = Path("/proc/self/maps")) -> bool:
-    """Returns whether this process has called `cuInit`; asks the library only if it is loaded."""
+    """Return whether this process has called `cuInit`; ask the library only if it is loaded."""
     if "libcuda.so" not in maps.read_text(encoding="utf-8"):
         return False
     import ctypes
@@ -137,7 +137,7 @@ def settle(rank: int, world_size: int) -> None:
 
 
 def group_options(world_size: int) -> dict[str, Any]:
-    """Returns arguments of `init_process_group` for ranks that `settle` has placed."""
+    """Return arguments of `init_process_group` for ranks that `settle` has placed."""
     import torch
 
     if world_size > torch.cuda.device_count():

@@ -35,7 +35,7 @@ def round_as_a_gpu() -> None:
     cast, convert = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
 
     def rounded(source: Any, wanted: Any) -> Any:
-        """Rounds to the nearest number, ties to even, as torch converts; None for other types."""
+        """Round to the nearest number, ties to even, as torch converts; None for other types."""
         given, wanted = source.dtype.scalar, wanted.scalar
         if given == tl.bfloat16 and wanted == tl.float32:  # of which it has other subnormals
             bits = source.data.astype(np.uint32) << 16

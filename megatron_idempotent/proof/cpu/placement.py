@@ -97,7 +97,7 @@ def on_cpu(device: Any) -> Any:
 
 
 def placed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `original` so that its `device` argument means the CPU, and nothing is pinned."""
+    """Wrap `original` so that its `device` argument means the CPU, and nothing is pinned."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def tensor_replacements() -> list[tuple[Any, str, Any]]:
-    """Returns (owner, attribute, replacement) for all that decides where a tensor is."""
+    """Return (owner, attribute, replacement) for all that decides where a tensor is."""
     # torch collects once, at the first `with torch.device(...)`, the functions that such a block
     # is for. Under it they are called by ours, so it has to be before they are replaced.
     _device_constructors()
@@ -215,7 +215,7 @@ GROUP_MAKERS = (
 
 
 def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `original` so that backend "nccl", or none, which means NCCL on CUDA, is gloo."""
+    """Wrap `original` so that backend "nccl", or none, which means NCCL on CUDA, is gloo."""
     # init_process_group takes the backend first, the others by name.
     first = original.__name__ == "init_process_group"
 
@@ -235,14 +235,14 @@ def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gloo_for(backend: Any) -> Any:
-    """Returns the backend to use: gloo for "nccl", "cpu:gloo,cuda:nccl" or None; others as is."""
+    """Return the backend to use: gloo for "nccl", "cpu:gloo,cuda:nccl" or None; others as is."""
     if backend is None or "nccl" in str(backend).lower():
         return "gloo"
     return backend
 
 
 def with_listed_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps all_to_all_single so that split sizes may be tensors, which become lists.
+    """Wrap all_to_all_single so that split sizes may be tensors, which become lists.
 
     Megatron's token dispatcher brings the sizes to the host as numpy arrays, but only from tensors
     whose `is_cuda` is true; here it passes the tensors themselves.
@@ -262,7 +262,7 @@ def _listed(value: Any) -> Any:
 
 
 def with_unequal_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps all_gather so that it takes outputs of unequal sizes, as NCCL does, in one collective.
+    """Wrap all_gather so that it takes outputs of unequal sizes, as NCCL does, in one collective.
 
     Megatron gathers the tokens of tensor-parallel experts so, and whole parameters for the
     layer-wise optimizer. Each rank sends as much as the largest output holds.
@@ -328,7 +328,7 @@ class _PaddedGather:
 
 
 def holding_the_storage(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps isend so that it sends an alias, whose memory lives until the message has left.
+    """Wrap isend so that it sends an alias, whose memory lives until the message has left.
 
     The interleaved schedule frees a stage's output (`deallocate_output_tensor`) while its send is
     in flight. NCCL keeps the storage; gloo keeps the tensor object only, and would send what the

@@ -169,7 +169,7 @@ def run_ranks(
     device: str | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Calls `RankPool.run` on a pool of its own: it imports for each call, and leaves no process.
+    """Call `RankPool.run` on a pool of its own: it imports for each call, and leaves no process.
 
     Example:
         from megatron_idempotent.proof import cpu

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def allocations(run: Callable[[], Any]) -> list[int]:
-    """Returns the bytes that are allocated (positive) and freed (negative), in order of time.
+    """Return the bytes that are allocated (positive) and freed (negative), in order of time.
 
     It does not see what gloo's threads free, which counts as held.
     """
@@ -28,7 +28,7 @@ def allocations(run: Callable[[], Any]) -> list[int]:
 
 
 def peak_bytes(run: Callable[[], Any], *, runs: int = 3) -> int:
-    """Returns the most bytes that `run` holds at a time, above those held before it.
+    """Return the most bytes that `run` holds at a time, above those held before it.
 
     It calls `run` several times, and returns the least.
 
@@ -40,7 +40,7 @@ def peak_bytes(run: Callable[[], Any], *, runs: int = 3) -> int:
 
 @contextlib.contextmanager
 def watching_collectives(see: Callable[[str, list[Any]], None]) -> Iterator[None]:
-    """Calls `see` before each collective of torch in the block, with its operation and arguments.
+    """Call `see` before each collective of torch in the block, with its operation and arguments.
 
     Messages between two ranks count, too. The arguments come as one list of leaves: tensors, the
     process group, options. It sees what torch's dispatcher does, on this thread and in backwards.
@@ -94,7 +94,7 @@ class Activity:
         }
 
     def added_to(self, other: Activity) -> dict[str, int]:
-        """Returns by how much each count is above another's, operators by name; only such."""
+        """Return by how much each count is above another's, operators by name; only such."""
         more = {name: n - other.operators[name] for name, n in self.operators.items()}
         theirs = other.totals()
         more |= {k: v - theirs[k] for k, v in self.totals().items() if k != "operators"}

@@ -247,7 +247,7 @@ class _Provider:
 
 
 def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yields (tokens [B, T], positions [B, T], mask [1, 1, T, T], True where hidden), endlessly."""
+    """Yield (tokens [B, T], positions [B, T], mask [1, 1, T, T], True where hidden), endlessly."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -259,7 +259,7 @@ def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor,
 
 
 def _options(**values: Any) -> list[str]:
-    """Makes command-line options: `_options(lr=0.1, vpp=None) == ["--lr", "0.1"]`."""
+    """Make command-line options: `_options(lr=0.1, vpp=None) == ["--lr", "0.1"]`."""
     return [
         text
         for name, value in values.items()

@@ -59,7 +59,7 @@ def megatron_rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 def megatron_ranks(
     request: pytest.FixtureRequest, megatron_rank_pool: RankPool
 ) -> Callable[..., list[Any]]:
-    """Returns `RankPool.run` of the session's pool, which has fresh ranks for every call.
+    """Return `RankPool.run` of the session's pool, which has fresh ranks for every call.
 
     `megatron_ranks(world_size, fn, *args, timeout_s=…, **kwargs)` returns the ranks' results. A
     rank that raises or dies, or a hang, fails the test, with the traceback or the Python stacks of

@@ -166,7 +166,7 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Turns the runtime on inside of a block: `with cpu.enabled():`."""
+    """Turn the runtime on inside of a block: `with cpu.enabled():`."""
     enable()
     try:
         yield
@@ -175,7 +175,7 @@ def enabled() -> Iterator[None]:
 
 
 def is_enabled() -> bool:
-    """Returns whether the runtime is on: between `enable()` and its matching `disable()`."""
+    """Return whether the runtime is on: between `enable()` and its matching `disable()`."""
     return _runtime.active is not None
 
 
@@ -200,7 +200,7 @@ def _refuse_real_cuda() -> None:
 
 
 def real_cuda(device_count: int, visible: str | None) -> RuntimeError:
-    """Makes the error of `enable()` in a process that can use a CUDA device."""
+    """Make the error of `enable()` in a process that can use a CUDA device."""
     setting = "is not set" if visible is None else f"is {visible!r}"
     return RuntimeError(
         f"megatron_idempotent.proof.cpu emulates CUDA where there is none, but this process can "
@@ -210,7 +210,7 @@ def real_cuda(device_count: int, visible: str | None) -> RuntimeError:
 
 
 def _already_compiled() -> None:
-    """Does nothing, in place of a make for a library that the wheel ships built."""
+    """Do nothing, in place of a make for a library that the wheel ships built."""
 
 
 Complete = Callable[[ModuleType, str, Any], None]
@@ -304,7 +304,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a decorator so that it decorates plain functions late, and all else at once."""
+    """Wrap a decorator so that it decorates plain functions late, and all else at once."""
 
     @functools.wraps(decorate)
     def decorator(*args: Any, **options: Any) -> Any:

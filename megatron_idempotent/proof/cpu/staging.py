@@ -51,12 +51,12 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors that a collective writes to, each with the host's copy of it."""
 
 
-class _Staging(PerProcess):
+class _StagedDevice(PerProcess):
     #: The type of the device whose tensors are staged; None if nothing is staged.
     device: str | None = None
 
 
-_state = _Staging(__name__, "_state")
+_state = _StagedDevice(__name__, "_state")
 # Group → what the collectives of an open `_coalescing_manager` will have written.
 _coalesced: dict[Any, Copies] = {}
 
@@ -72,7 +72,7 @@ def end() -> None:
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """Returns (owner, attribute, replacement) for all names of torch's collectives."""
+    """Return (owner, attribute, replacement) for all names of torch's collectives."""
     on_gloo = {name: value for _, name, value in placement.collective_replacements()}
     owners = {(owner, name) for owner, name, _ in placement.collective_replacements()}
     owners |= {(owner, name) for owner in (dist, distributed_c10d) for name in WRITES}
@@ -101,7 +101,7 @@ def _while_staging(original: Callable[..., Any], other: Callable[..., Any]) -> C
 
 
 def _staged(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a collective so that it runs on copies in host memory."""
+    """Wrap a collective so that it runs on copies in host memory."""
     signature = inspect.signature(original)
     place = WRITES[original.__name__]
     writes = "" if place is None else list(signature.parameters)[place]
@@ -173,7 +173,7 @@ class _Staged:
 
 
 def _staged_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `_coalescing_manager` so that its collectives' outputs are copied back at its end."""
+    """Wrap `_coalescing_manager` so that its collectives' outputs are copied back at its end."""
 
     @functools.wraps(original)
     @contextlib.contextmanager

@@ -45,7 +45,7 @@ class Event:
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Returns the milliseconds from this event's `record` to that of `end_event`.
+        """Return the milliseconds from this event's `record` to that of `end_event`.
 
         Raises RuntimeError, as CUDA does, if either event was not recorded or has no timing.
         """

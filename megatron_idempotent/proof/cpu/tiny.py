@@ -274,6 +274,6 @@ def _precision(dtype: Dtype) -> tuple[dict[str, bool], torch.dtype]:
 
 
 def _fields_of(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the items of `values` that are fields of this release's dataclass."""
+    """Return the items of `values` that are fields of this release's dataclass."""
     names = {field.name for field in fields(record)}
     return {name: value for name, value in values.items() if name in names}

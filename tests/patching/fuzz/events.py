@@ -60,7 +60,7 @@ def call(name: str, function: Callable[[], Any], state: State, undone: State = n
 
 
 def compare(stock: Sequence[Event], patched: Sequence[Event], died: str) -> tuple[str, int]:
-    """Returns how they differ in a call that works on stock, and the program's number of such
+    """Return how they differ in a call that works on stock, and the program's number of such
     calls.
 
     Args:

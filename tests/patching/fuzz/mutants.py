@@ -102,7 +102,7 @@ def mutants(source: str) -> list[Mutant]:
 
 
 def sample(all_of_them: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Takes that number of mutants that are programs, in turn from each operator: of rare ones
+    """Take that number of mutants that are programs, in turn from each operator: of rare ones
     all."""
     generator = random.Random(seed)
     by_operator: dict[str, list[Mutant]] = {}

@@ -46,7 +46,7 @@ class Changed(SourceTree):
 
 
 def verdict(patch: Patch, tree: SourceTree) -> tuple[bool, str]:
-    """Returns whether the patch would be applied to the tree, and why or why not."""
+    """Return whether the patch would be applied to the tree, and why or why not."""
     bodies = {t.address: tree.body(t.module, t.qualname) for t in patch.targets}
     found = judge(patch, bodies, tree, tree.versions[MEGATRON], named=False)
     return found.status is None, found.reason
@@ -54,7 +54,7 @@ def verdict(patch: Patch, tree: SourceTree) -> tuple[bool, str]:
 
 @functools.cache
 def applied() -> list[Patch]:
-    """Patches of Megatron that the installed one gets."""
+    """Patch of Megatron that the installed one gets."""
     version = TREES[0].versions[MEGATRON]
     return [
         patch
@@ -67,7 +67,7 @@ def applied() -> list[Patch]:
 
 @functools.cache
 def mentioned(patch_id: str) -> frozenset[str]:
-    """Names that a patch's wrappers, and functions of ours that these use, have in bytecode."""
+    """Name that a patch's wrappers, and functions of ours that these use, have in bytecode."""
     found: set[str] = set()
     done: set[int] = set()
     waiting: list[object] = [target.wrapper for target in patches()[patch_id].targets]
@@ -87,7 +87,7 @@ def mentioned(patch_id: str) -> frozenset[str]:
 
 
 def _reached(function: types.FunctionType) -> Iterator[object]:
-    """Yields globals that a function uses, and items of our modules."""
+    """Yield globals that a function uses, and items of our modules."""
     codes = [function.__code__]
     while codes:
         code = codes.pop()
@@ -134,7 +134,7 @@ def all_mutants() -> list[Around]:
 
 
 def wrong(mutant: Around) -> Iterator[str]:
-    """Yields a sentence for each patch that the engine decides wrongly on a mutant."""
+    """Yield a sentence for each patch that the engine decides wrongly on a mutant."""
     tree = Changed(mutant)
     for patch in applied():
         concerned = mutant.concerns(patch, mentioned(patch.id))

@@ -21,7 +21,7 @@ COUNT = 4
 
 
 def _pinned() -> dict[str, tuple[Body, list]]:
-    """Maps an address to the function's body here, and every target that pins it and accepts it."""
+    """Map an address to the function's body here, and every target that pins it and accepts it."""
     found: dict[str, tuple[Body, list]] = {}
     for patch in patches().values():
         for target in patch.targets:

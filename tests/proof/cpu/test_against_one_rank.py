@@ -100,7 +100,7 @@ def _part(tensor, dimension, rank, size):
 
 @pytest.fixture(scope="module")
 def one_rank(megatron_rank_pool):
-    """Returns (losses, gradients by name) of one rank, by whether there are experts, adapters
+    """Return (losses, gradients by name) of one rank, by whether there are experts, adapters
     and what else changes what is computed."""
     known = {}
 

@@ -320,7 +320,7 @@ def test_a_rank_with_padding_only_meets_the_others_in_the_backward(megatron_rank
 
 
 def refusals(cp):
-    """Returns the error of each wrong input."""
+    """Return the error of each wrong input."""
     import torch
 
     from megatron_idempotent.proof.cpu.attention import ExactAttention, with_exact_attention

@@ -17,7 +17,7 @@ def checked_ranks(request: pytest.FixtureRequest) -> Any:
 
 
 def on_a_rank(name: str) -> str:
-    """Returns the reason for which the program of that name is refused."""
+    """Return the reason for which the program of that name is refused."""
     from megatron_idempotent.proof.cpu.errors import PlacementError
 
     try:

@@ -104,7 +104,7 @@ def rendezvous_by_environment():
 
 
 def send_and_free(batched):
-    """Returns what arrives of a tensor whose memory is released while it is being sent."""
+    """Return what arrives of a tensor whose memory is released while it is being sent."""
     import torch
     import torch.distributed as dist
 

@@ -8,7 +8,7 @@ SIZES = (3, 0, 5)
 
 
 def part(rank, dtype):
-    """Returns the part of `rank`, [rows, 2]; no two rows are alike."""
+    """Return the part of `rank`, [rows, 2]; no two rows are alike."""
     import torch
 
     rows = torch.arange(SIZES[rank] * 2) + 100 * rank + 1
@@ -16,7 +16,7 @@ def part(rank, dtype):
 
 
 def gathered_wrong():
-    """Names of the gathers whose outputs are not the parts of all ranks, in order."""
+    """Name of the gathers whose outputs are not the parts of all ranks, in order."""
     import torch
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ def gathered_wrong():
 
 
 def sums_wrong():
-    """Names of the reduce-scatters that are not the sums of all ranks' parts."""
+    """Name of the reduce-scatters that are not the sums of all ranks' parts."""
     import torch
     import torch.distributed as dist
 

@@ -85,7 +85,7 @@ class PlaneContract:
 
     @pytest.fixture
     def make_plane(self):
-        """Makes an empty plane."""
+        """Make an empty plane."""
         raise NotImplementedError
 
     def run(self, make_plane, scenario):
@@ -159,7 +159,7 @@ class PlaneContract:
 
     @on_plane
     async def test_a_group_made_again_takes_the_place_of_the_first(self, plane, make_plane):
-        """Repeats a put that was done and then raised: the next attempt has other samples."""
+        """Repeat a put that was done and then raised: the next attempt has other samples."""
         await plane.put(group(4, seed=1, samples=4, tokens=9))
         await plane.put(group(4, seed=2, samples=2, tokens=3, failed=2))
         assert await plane.get(4) == group(4, seed=2, samples=2, tokens=3, failed=2)

@@ -212,7 +212,7 @@ class Toy:
         )
 
     def run(self, until):
-        """Run on a virtual clock; returns this toy, with `status`."""
+        """Runs on a virtual clock; returns this toy, with `status`."""
 
         async def main():
             self.status = await self.controller.run(until)
@@ -230,7 +230,7 @@ class Toy:
 
 
 def conserved(status):
-    """Returns whether no group is lost or counted twice."""
+    """Return whether no group is lost or counted twice."""
     counts = status.counts
     out = counts["trained"] + counts["filtered"] + counts["evicted"]
     return counts["submitted"] == out + counts["running"]

@@ -33,12 +33,12 @@ class Watched:
         self.model.base_model.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def hold(self) -> None:
-        """Forwards stop at their begin, from now on until `release()`."""
+        """Forward stop at their begin, from now on until `release()`."""
         self._held.clear()
         self._go.clear()
 
     def release(self) -> None:
-        """Forwards go on."""
+        """Forward go on."""
         self._go.set()
 
     async def held(self) -> None:

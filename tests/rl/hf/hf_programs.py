@@ -31,7 +31,7 @@ def parallel(*, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1) -
 
 
 def config_of(arch: Architecture, **overrides: Any) -> Any:
-    """Returns the configuration of the layout that is up."""
+    """Return the configuration of the layout that is up."""
     from megatron.core import parallel_state as state
 
     vpp = state.get_virtual_pipeline_model_parallel_world_size()

@@ -19,7 +19,7 @@ def written(timeline, tmp_path):
 
 
 def check_rules(trace):
-    """Checks what the format asks of the events that are used, and what viewers need to name
+    """Check what the format asks of the events that are used, and what viewers need to name
     them."""
     assert trace["displayTimeUnit"] in ("ms", "ns")
     threads, processes, slices = set(), set(), defaultdict(list)
@@ -69,7 +69,7 @@ def assert_nested(events):
 
 
 def names(trace, what="thread_name"):
-    """Names of threads or processes, by id, in the order in which a viewer sorts them."""
+    """Name of threads or processes, by id, in the order in which a viewer sorts them."""
     key = "tid" if what == "thread_name" else "pid"
     order = {
         event[key]: event["args"]["sort_index"]

@@ -85,7 +85,7 @@ def queue(cluster):
 
 @pytest.fixture(scope="session")
 def one_actor(cluster):
-    """Yields the actor that the engines of most tests are in, and ends it after the tests."""
+    """Yield the actor that the engines of most tests are in, and ends it after the tests."""
     from one_actor import OneActor
 
     yield

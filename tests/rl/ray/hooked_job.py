@@ -15,7 +15,7 @@ HAZARD = "second-window-not-reduced"
 
 
 def statuses() -> dict[str, str]:
-    """Run in a worker: a patch's status before and after Megatron is imported."""
+    """Runs in a worker: a patch's status before and after Megatron is imported."""
     import megatron_idempotent
 
     before = {row.id: row.status for row in megatron_idempotent.report()}

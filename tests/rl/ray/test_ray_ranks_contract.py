@@ -10,7 +10,7 @@ from megatron_idempotent.rl.workers.ray import RayRanks
 
 @pytest.fixture(scope="module")
 def make_ranks(cluster):
-    """Makes ranks on this machine's cluster."""
+    """Make ranks on this machine's cluster."""
     return lambda spec, size: RayRanks(spec, size)
 
 

@@ -36,7 +36,7 @@ class TestTransferQueuePlane(PlaneContract):
         self.run(make_plane, scenario)
 
     def test_torch_computes_with_as_many_threads_as_before(self, queue, make_plane):
-        """Reads in batches of another number: sums come out in another order."""
+        """Read in batches of another number: sums come out in another order."""
 
         async def scenario(plane):
             before = torch.get_num_threads()

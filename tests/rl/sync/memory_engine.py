@@ -112,7 +112,7 @@ class MemoryEngine:
         self._before: tuple[int | None, dict[str, torch.Tensor]] | None = None
 
     async def _call(self, method: str, when: str) -> None:
-        """Returns the fault at this point of a call, if there is one."""
+        """Return the fault at this point of a call, if there is one."""
         if self.dead:
             raise EngineDead(f"engine {self.name} does not answer")
         due = self.faults.get(method, [])

@@ -58,7 +58,7 @@ def left_behind(tmp_path: pathlib.Path) -> list[str]:
 async def send_update(
     sender: t.Sender, update: WeightUpdate, buckets: list[Bucket], peers: Peers, ranks: int = 1
 ) -> list[list[dict]]:
-    """Returns what each of the other processes has received, per bucket."""
+    """Return what each of the other processes has received, per bucket."""
     opened = json.loads(json.dumps(await sender.open(update)))
     for rank in range(1, ranks + 1):
         peers[rank - 1].ask("open", name=update.id, opened=opened, rank=rank)

@@ -31,7 +31,7 @@ _SENDERS = {
 
 
 def described(bucket: Bucket) -> dict[str, Any]:
-    """Returns what a test compares: every tensor's type, shape, bytes, and whether it owns its
+    """Return what a test compares: every tensor's type, shape, bytes, and whether it owns its
     memory."""
     return {
         "index": bucket.index,

@@ -55,7 +55,7 @@ class Worker:
         return list(self.seen)
 
     def echo(self, *values: Any) -> tuple[Any, ...]:
-        """Returns what it got."""
+        """Return what it got."""
         return values
 
     def add_up(self, value: float) -> float:
