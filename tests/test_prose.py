@@ -22,10 +22,11 @@ FIRST = re.compile(
     r"(Of|What|Whether|Where|That|As|Whoever|Whose|Which|Who|How|When|If|Behind|For|To|By|In|On|With"
     r"|At|From|Those|So)\b"
 )
-#: A function does something, so that its docstring begins with a verb; a property may be a noun.
+#: A function does something, so that its docstring begins with a verb in the imperative; a property
+#: may be a noun.
 NOUN = re.compile(
     r"(The|A|An|All|One|Its|Every|Each|Both|Two|Some|Another|Around|Before|After|Until|Why|Windows"
-    r"|Steps)\b"
+    r"|Steps|Returns|Yields|Raises|Computes|Makes|Gives|Takes|Calls|Reads|Writes)\b"
 )
 #: Rooms whose functions are not held to it yet.
 NOUNS_ALLOWED = {"benchmarks", "tests"}
