@@ -58,9 +58,9 @@ def body_of(text: str) -> Body:
 
 def target_for(wrapper, *relies_on: str, known: str = UPSTREAM) -> Target:
     """A target whose part was read in `known`, and whose body was not."""
-    fields = {"address": "up.stream:run", "wrapper": wrapper, "relies_on": relies_on}
-    part = part_of(Target(**fields), body_of(known))
-    return Target(**fields, parts={part.hash: "1.0"})
+    fields = ("up.stream:run", wrapper, *relies_on)
+    part = part_of(Target(*fields), body_of(known))
+    return Target(*fields, parts={part.hash: "1.0"})
 
 
 HOOK = ("config.hook is None", "timers('run', log_level=0)")
