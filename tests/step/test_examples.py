@@ -389,7 +389,7 @@ WRONG = {
 def bind_wrong(folder: Path) -> list[str]:
     """Returns what is told of wrong examples in a file of the folder."""
     told, file = [], "proof/cpu/pool.py"
-    (folder / file).parent.mkdir()
+    (folder / file).parent.mkdir(parents=True)
     for example in WRONG:
         lines = example.replace("\n", "\n    ")
         (folder / file).write_text(f'"""Example:\n    {lines}\n"""\n')
