@@ -5,8 +5,7 @@ from megatron.core.parallel_state import get_context_parallel_rank
 from nemo_rl.models.megatron.data import get_microbatch_iterator
 from nemo_rl.models.megatron.train import LossPostProcessor, forward_with_post_processing_fn
 
-from megatron_idempotent import TrainStep
-from megatron_idempotent.step import valid_counts
+from megatron_idempotent.step import TrainStep, valid_counts
 
 
 class Loss:

@@ -73,8 +73,7 @@ def run() -> list[str]:
 
 
 def main() -> None:
-    print("tokens, and how far their log-probs are from those of Megatron's weights, at most:")
-    print(*cpu.run_ranks(2, run)[0], sep="\n")
+    print("tokens, and how far they are from Megatron's:", *cpu.run_ranks(2, run)[0], sep="\n")
 
 
 if __name__ == "__main__":
