@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron_idempotent.proof.certify.exports import compared
-from megatron_idempotent.proof.certify.parameters import Part
+from megatron_idempotent.proof.certify.parameters import ParameterPart
 
 WHOLE = {"a": torch.arange(8.0).view(4, 2) + 0.1, "b": torch.arange(3.0) + 20.3}
 OWN = [
-    Part(name="a", dimension=0, rank=1, size=2, value=WHOLE["a"][2:]),
-    Part(name="b", dimension=None, rank=0, size=1, value=WHOLE["b"]),
+    ParameterPart(name="a", dimension=0, rank=1, size=2, value=WHOLE["a"][2:]),
+    ParameterPart(name="b", dimension=None, rank=0, size=1, value=WHOLE["b"]),
 ]
 BOTH = {"a", "b"}
 

@@ -63,7 +63,7 @@ def hashes(tensors):
 def run_and_note(job, *, with_row_norms=False):
     """Runs on a rank: a whole run."""
     from megatron_idempotent.rl.engines.transformers.engine import _load
-    from megatron_idempotent.rl.engines.transformers.weights import _own_tensors
+    from megatron_idempotent.rl.engines.transformers.weights import ServedWeights
     from megatron_idempotent.rl.trainer import launch
     from megatron_idempotent.rl.trainer.engines import Engines
     from megatron_idempotent.rl.trainer.policy import MegatronPolicy
@@ -92,7 +92,7 @@ def run_and_note(job, *, with_row_norms=False):
 
     Engines.publish, MegatronPolicy.train = noting_publish, noting_train
     launch.run_rank(job)
-    noted.saved = hashes(_own_tensors(_load(job.out / "model", None)))
+    noted.saved = hashes(ServedWeights(_load(job.out / "model", None))._tensors)
     return noted
 
 
