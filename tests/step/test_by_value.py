@@ -28,7 +28,7 @@ def all_by_value() -> tuple[bytes, bytes]:
 
     import megatron_idempotent
     from megatron_idempotent import TrainStep
-    from megatron_idempotent.patching.catalog import hazards
+    from megatron_idempotent.patching.catalog import case_file_of, hazards
     from megatron_idempotent.window.agreement import is_poisoned, poison
 
     os.environ["A_SECRET"] = "of this process alone"
@@ -41,7 +41,8 @@ def all_by_value() -> tuple[bytes, bytes]:
 
     package = "megatron_idempotent."
     names = [each.name for each in pkgutil.walk_packages(megatron_idempotent.__path__, package)]
-    names += [f"{package}patches.{name.replace('-', '_')}" for name in hazards()]
+    files = map(case_file_of, hazards())
+    names += [package + file.removesuffix(".py").replace("/", ".") for file in files]
     everything = {}
     for name in names:
         if name.endswith("__main__"):
