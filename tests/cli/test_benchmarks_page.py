@@ -100,6 +100,7 @@ def test_what_a_benchmark_prints_beside_its_json_is_refused():
         _record.captured("rank_calls", lambda: print("first call 3 s"))
 
 
+@pytest.mark.exhaustive
 def test_the_command_writes_what_the_page_reads(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "rank_calls", "--busy", "--json", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

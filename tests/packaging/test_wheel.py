@@ -135,6 +135,7 @@ def metadata(wheel: Path) -> Message:
     return message_from_bytes(contents(wheel)[name])
 
 
+@pytest.mark.exhaustive
 def test_a_bump_is_one_line_and_a_run_of_the_casebook(tree, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(tree, source, ignore=shutil.ignore_patterns("*.egg-info", "build"))
