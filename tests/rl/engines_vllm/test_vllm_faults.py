@@ -36,8 +36,8 @@ class TestFaults(Faults):
         await self.rolled_back(engine, old, new, await self.switch(engine, old))
 
     @served
-    async def test_without_a_copy_it_stays_dirty_until_it_is_committed_again(self, first, old, new):
-        await first.close()
+    async def test_without_a_copy_it_stays_dirty_until_it_is_committed_again(self, engine, old, new):
+        await engine.close()
         async with self.shared.engine(old, keep_copy=False) as engine:
             await self.switch(engine, old)
             _, calls, update = await self.broken(engine, new)
@@ -115,13 +115,13 @@ class TestFaults(Faults):
         await sender.close()
 
     @served
-    async def test_a_bucket_that_never_comes_is_an_error_in_time(self, first, old, new):
+    async def test_a_bucket_that_never_comes_is_an_error_in_time(self, engine, old, new):
         class Silent(ProcessGroupSender):
             async def transmit(self, bucket):
                 await asyncio.Event().wait()
 
-        version = (await first.health()).version
-        await first.close()
+        version = (await engine.health()).version
+        await engine.close()
         silent = lambda: Silent(timeout_s=5.0)  # noqa: E731
         limits = fast(bucket_s=0.5)
         async with self.shared.engine(old, transport=silent, timeouts=limits) as engine:
@@ -132,9 +132,9 @@ class TestFaults(Faults):
 
     @pytest.mark.parametrize("kind", ["disk", "process_group"])
     @served
-    async def test_weights_come_over_every_transport(self, first, old, new, kind, tmp_path):
+    async def test_weights_come_over_every_transport(self, engine, old, new, kind, tmp_path):
         made = {"disk": lambda: DiskSender(tmp_path), "process_group": ProcessGroupSender}
-        await first.close()
+        await engine.close()
         async with self.shared.engine(old, transport=made[kind]) as engine:
             await self.serves(engine, new, await self.switch(engine, new))
             assert list(tmp_path.iterdir()) == []  # nothing is left of what was sent
@@ -151,8 +151,8 @@ class TestFaults(Faults):
         await engine.generate(self.request())
 
     @served
-    async def test_an_engine_without_a_transport_serves_and_is_not_updated(self, first, old, new):
-        await first.close()
+    async def test_an_engine_without_a_transport_serves_and_is_not_updated(self, engine, old, new):
+        await engine.close()
         async with self.shared.engine(old, transport=None) as engine:
             update = await next_update(engine)
             with pytest.raises(ValueError, match="transport"):
