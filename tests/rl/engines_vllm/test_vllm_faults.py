@@ -36,7 +36,9 @@ class TestFaults(Faults):
         await self.rolled_back(engine, old, new, await self.switch(engine, old))
 
     @served
-    async def test_without_a_copy_it_stays_dirty_until_it_is_committed_again(self, engine, old, new):
+    async def test_without_a_copy_it_stays_dirty_until_it_is_committed_again(
+        self, engine, old, new
+    ):
         await engine.close()
         async with self.shared.engine(old, keep_copy=False) as engine:
             await self.switch(engine, old)
