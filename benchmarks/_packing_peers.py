@@ -32,7 +32,7 @@ def peers() -> dict[str, Packer | str]:
 
 
 def _nemo(source: str, name: str) -> Packer:
-    """Pack of the whole batch, dealt out to ranks in turn (`shard_by_batch_size`)."""
+    """Packs of the whole batch, dealt out to ranks in turn (`shard_by_batch_size`)."""
     path = Path(source, "nemo_rl", "data", "packing", "algorithms.py")
     spec = importlib.util.spec_from_file_location("_peer_nemo_packing", path)
     assert spec is not None

@@ -142,7 +142,7 @@ def _told(run: Mapping[str, Any]) -> str:
 
 
 def summaries(root: Path) -> dict[str, str]:
-    """Return the first sentence of each benchmark's own documentation; imports none of them."""
+    """Return the first sentence of each benchmark's own documentation; import none of them."""
     found = {}
     for name in RATIOS:
         text = (root / "benchmarks" / f"{name}.py").read_text("utf-8")

@@ -112,7 +112,7 @@ class SettingsReader(Generic[Record]):
         self._lines = dict(_lines(text))
 
     def set(self, *texts: str) -> SettingsReader[Record]:
-        """Apply texts `key=value` or `section.key=value`, in order; returns this reader.
+        """Apply texts `key=value` or `section.key=value`, in order; return this reader.
 
         A value is TOML, or a string without quotes. Errors: `error` for a text of another form.
         """

@@ -33,7 +33,7 @@ from megatron_idempotent.patching import Patch
 
 
 def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load, then gives each parameter a counter of its own, at the saved step."""
+    """Run upstream's load, then give each parameter a counter of its own, at the saved step."""
     import torch
 
     original(self, state_dict)

@@ -39,7 +39,7 @@ _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_varia
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule, then puts the scalers' values back if the model has auxiliary losses."""
+    """Run a schedule, then put the scalers' values back if the model has auxiliary losses."""
     from megatron.core.utils import get_model_config
 
     model = kwargs["model"]

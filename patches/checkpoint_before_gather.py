@@ -40,7 +40,7 @@ from . import _scenarios
 
 
 def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Gather the update that the state_dict is to have, then runs `dist_checkpointing.save`."""
+    """Gather the update that the state_dict is to have, then run `dist_checkpointing.save`."""
     pending = [
         chunk
         for chunk in gather.watched_chunks()
@@ -73,7 +73,7 @@ def _parameter_storages(chunk: Any) -> Iterator[int]:
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
-    """Remember the chunks, marks what the optimizer writes, and runs its update."""
+    """Remember the chunks, mark what the optimizer writes, and run its update."""
     for chunk in self.model_chunks:
         if hasattr(chunk, "bucket_groups"):
             gather.watch(chunk)

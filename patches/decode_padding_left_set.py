@@ -65,7 +65,7 @@ def _keep(holder: Any, names: tuple[str, ...]) -> None:
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Put back what generation has set, then runs a schedule."""
+    """Put back what generation has set, then run a schedule."""
     while _found:
         holder, name, value = _found.pop()
         if value is not _MISSING:

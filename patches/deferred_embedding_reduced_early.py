@@ -39,7 +39,7 @@ _deferring: PerProcessWeakKeys[Any, bool] = PerProcessWeakKeys(__name__, "_defer
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule with pipelining, and puts off its deferred gradient's reduction."""
+    """Run a schedule with pipelining, and put off its deferred gradient's reduction."""
     group = None if kwargs.get("forward_only", False) else _group(kwargs["model"])
     if group is None:
         return original(*args, **kwargs)
@@ -71,7 +71,7 @@ def _group(model: Any) -> Any:
 
 
 def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a bucket group's reduction, or puts it off while a deferred gradient is to come."""
+    """Start a bucket group's reduction, or put it off while a deferred gradient is to come."""
     if self in _deferring:
         _deferring[self] = True
     else:
@@ -79,7 +79,7 @@ def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwar
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Finishes a bucket group, or raises if the gradient that it waits for was never computed."""
+    """Finish a bucket group, or raise if the gradient that it waits for was never computed."""
     if _defer_no_more(self) is not None:
         raise RuntimeError(
             "the output layer's gradient is deferred and was not computed: the schedule does that "
@@ -104,7 +104,7 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Compute the deferred gradient, then starts the reduction that waits for it."""
+    """Compute the deferred gradient, then start the reduction that waits for it."""
     if embedding_activation_buffer or grad_output_buffer:
         original(config, embedding_activation_buffer, grad_output_buffer, weight, *args, **kwargs)
     # Else a failure that guarded_window() carries has dropped them; the peers reduce all the same.

@@ -37,7 +37,7 @@ from . import _scenarios
 
 
 def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `evaluate`, and undoes its changes also if it raises."""
+    """Run upstream's `evaluate`, and undo its changes also if it raises."""
     from megatron.training import get_timers
 
     call = arguments(original, args, kwargs)

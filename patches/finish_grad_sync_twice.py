@@ -34,7 +34,7 @@ from megatron_idempotent.patching import Patch
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Finishes a reduction, unless no gradient has come since the last one."""
+    """Finish a reduction, unless no gradient has come since the last one."""
     if ddp.is_idle(self):
         for group in bucket_groups(self):
             # As upstream does at every call.

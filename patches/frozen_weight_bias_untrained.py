@@ -33,7 +33,7 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def linear(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Compute the product alone, and adds the bias where autograd sees it."""
+    """Compute the product alone, and add the bias where autograd sees it."""
     given = arguments(original, args, kwargs)
     bias = given["bias"]
     if bias is None or not bias.requires_grad:

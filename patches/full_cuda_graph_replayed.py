@@ -51,7 +51,7 @@ _captured: dict[str, tuple[list[Callable[[], Any]], list[Any]]] = {}
 
 
 def replay(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run or replays a window, and drops a graph that was captured from other arguments."""
+    """Run or replay a window, and drop a graph that was captured from other arguments."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     if any(name not in kwargs for name in _NEEDED):

@@ -31,7 +31,7 @@ from megatron_idempotent.patching import Patch, a_body_has
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train`, then turns the collector on again if it was on."""
+    """Run upstream's `train`, then turn the collector on again if it was on."""
     was_on = gc.isenabled()
     try:
         return original(*args, **kwargs)

@@ -52,7 +52,7 @@ _SCALE_THEMSELVES = {"areal.engine.megatron_engine": ("MegatronEngine", "train_b
 
 
 def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build an optimizer, and wires its loss scale into the configs of its chunks."""
+    """Build an optimizer, and wire its loss scale into the configs of its chunks."""
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.utils import get_model_config
 
@@ -93,7 +93,7 @@ def _of_an_optimizer(function: Any) -> bool:
 
 
 def scale_loss(original: Callable[..., Any], self: Any, loss: Tensor) -> Any:
-    """Scale a loss; notes that the program scales by hand, which then holds for its whole step."""
+    """Scale a loss; note that the program scales by hand, which then holds for its whole step."""
     # Not one that asks for the scale of a number.
     if loss.requires_grad and OURS not in vars(self):
         setattr(self, SCALED, True)

@@ -33,7 +33,7 @@ _MODULE = "megatron.core.tensor_parallel.random"
 
 
 def seed(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Forgets a tracker that was made for inference, then seeds for training."""
+    """Forget a tracker that was made for inference, then seed for training."""
     from megatron.core.tensor_parallel import random
 
     held = random._CUDA_RNG_STATE_TRACKER

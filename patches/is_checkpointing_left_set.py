@@ -33,7 +33,7 @@ _FUNCTION = "megatron.core.tensor_parallel.random:CheckpointFunction"
 
 
 def clear_on_error(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the forward or backward of upstream's checkpoint; clears the flag if it raises."""
+    """Run the forward or backward of upstream's checkpoint; clear the flag if it raises."""
     try:
         return original(*args, **kwargs)
     except BaseException:

@@ -46,7 +46,7 @@ from megatron_idempotent.patching import Patch
 
 
 def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Finishes a bucket group's reduction, and notes that its gradients wait for a step."""
+    """Finish a bucket group's reduction, and note that its gradients wait for a step."""
     result = original(self, *args, **kwargs)
     if gather.gathers_by_lists(self):
         gather.hold_gradients(self, True)
@@ -54,7 +54,7 @@ def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
-    """Wait for gathers into the gradients' memory, then zeroes the gradients."""
+    """Wait for gathers into the gradients' memory, then zero the gradients."""
     import torch
 
     for group in bucket_groups(self):
@@ -66,7 +66,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
-    """Note that no gradient waits any more, then runs a chain's update."""
+    """Note that no gradient waits any more, then run a chain's update."""
     for group in gather.deferred_groups(self):
         if gather.gathers_by_lists(group):
             gather.hold_gradients(group, False)

@@ -46,7 +46,7 @@ from . import _scenarios
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
-    """Mark groups whose gather is left to a forward as outdated, then runs a chain's update."""
+    """Mark groups whose gather is left to a forward as outdated, then run a chain's update."""
     gather.watch_layer_wise(self)
     for group in gather.deferred_groups(self):
         gather.outdate(group)
@@ -54,7 +54,7 @@ def step(original: Callable[..., Any], self: Any) -> Any:
 
 
 def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
-    """Start a group's gather; waits for one in flight so that its result is copied."""
+    """Start a group's gather; wait for one in flight so that its result is copied."""
     if force_sync and self.param_gather_handle is not None and gather.gathers_by_lists(self):
         gather.wait(self)
         return None

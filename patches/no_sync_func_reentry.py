@@ -34,7 +34,7 @@ from megatron_idempotent.patching import Patch, arguments, no_body_has
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Clear the `no_sync` that an earlier call installed, then runs upstream's `train`."""
+    """Clear the `no_sync` that an earlier call installed, then run upstream's `train`."""
     call = arguments(original, args, kwargs)
     config = call["config"]
     installed = config.no_sync_func

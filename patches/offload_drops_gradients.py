@@ -47,7 +47,7 @@ _OWNERS = "megatron_idempotent_gradient_owners"
 
 
 def offload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `offload_grad_buffers`, and notes which gradients it drops that no step has used."""
+    """Run `offload_grad_buffers`, and note which gradients it drops that no step has used."""
     in_flight = sum(group.grad_reduce_handle is not None for group in bucket_groups(self))
     if in_flight:
         raise RuntimeError(
@@ -63,7 +63,7 @@ def offload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
 
 
 def offload_buffer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run a buffer's `offload_to_cpu`, and notes if it drops gradients that no step has used."""
+    """Run a buffer's `offload_to_cpu`, and note if it drops gradients that no step has used."""
     grads = self.grad_data
     pending = grads is not None and _pending(grads)
     original(self, *args, **kwargs)
@@ -78,7 +78,7 @@ def reset(original: Callable[..., None], self: Any) -> None:
 
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raise if gradients were dropped; else runs a step or an update, and notes they are used."""
+    """Raise if gradients were dropped; else run a step or an update, and note they are used."""
     grads = [
         grad
         for optimizer in getattr(self, "chained_optimizers", (self,))

@@ -51,7 +51,7 @@ _running = {"forward_only": False}
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule, notes whether it is forward-only, and drops what it leaves if it raises."""
+    """Run a schedule, note whether it is forward-only, and drop what it leaves if it raises."""
     from megatron.core.utils import get_model_config
 
     config = get_model_config(schedules.chunks(kwargs["model"])[0])

@@ -37,7 +37,7 @@ from megatron_idempotent.patching import Patch, Target
 
 
 def offload(original: Callable[..., None], self: Any) -> None:
-    """Run `offload_to_cpu`, and keeps the parameters that are views of the buffers as views."""
+    """Run `offload_to_cpu`, and keep the parameters that are views of the buffers as views."""
     buffers = {
         buffer.param_data.untyped_storage().data_ptr()
         for buffer in getattr(self, "buffers", ())

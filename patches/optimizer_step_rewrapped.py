@@ -34,7 +34,7 @@ from . import _scenarios
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train`, and puts `optimizer.step` back also if it raises."""
+    """Run upstream's `train`, and put `optimizer.step` back also if it raises."""
     optimizer = arguments(original, args, kwargs)["optimizer"]
     if optimizer is None:  # Megatron's inference-only mode
         return original(*args, **kwargs)

@@ -32,7 +32,7 @@ from megatron_idempotent.patching import Patch, arguments, no_body_has
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train`, and puts `param_sync_func` back also if it raises."""
+    """Run upstream's `train`, and put `param_sync_func` back also if it raises."""
     from megatron.training import get_args
 
     call = arguments(original, args, kwargs)

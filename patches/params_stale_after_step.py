@@ -37,7 +37,7 @@ from . import _scenarios
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
-    """Wait for gathers in flight and marks them as outdated, then runs the optimizer's update."""
+    """Wait for gathers in flight and mark them as outdated, then run the optimizer's update."""
     for group in gather.owned_groups(self):
         if group.param_gather_handle is not None:
             # Only waited for: what it brings is about to be overwritten.

@@ -44,7 +44,7 @@ from . import _scenarios
 def disable(
     original: Callable[..., None], self: Any, param_sync: bool = True, *args: Any, **kwargs: Any
 ) -> None:
-    """Run `disable_forward_pre_hook`, and makes the gathers that the hooks still had to make."""
+    """Run `disable_forward_pre_hook`, and make the gathers that the hooks still had to make."""
     original(self, param_sync, *args, **kwargs)
     if (
         not param_sync
@@ -55,7 +55,7 @@ def disable(
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gather an update that came while the hooks were off, then runs a chunk's forward."""
+    """Gather an update that came while the hooks were off, then run a chunk's forward."""
     # Megatron-FSDP shares the method and has no such hooks.
     if getattr(self, "use_forward_hook", False) and not self.remove_forward_pre_hook_handles:
         _gather_behind_hooks(self)

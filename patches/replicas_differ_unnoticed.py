@@ -38,7 +38,7 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build an optimizer, and remembers which chunks it updates."""
+    """Build an optimizer, and remember which chunks it updates."""
     from megatron.core.optimizer import MegatronOptimizer
 
     optimizer = original(*args, **kwargs)
@@ -48,7 +48,7 @@ def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare the replicas, then runs the step."""
+    """Compare the replicas, then run the step."""
     from megatron_idempotent.megatron.replica_check import check_replicas
 
     chunks = getattr(self, _CHUNKS, ())

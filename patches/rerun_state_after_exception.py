@@ -44,7 +44,7 @@ from megatron_idempotent.patching import Patch, Target
 def should_run_forward_backward(
     original: Callable[..., bool], self: Any, *args: Any, **kwargs: Any
 ) -> bool:
-    """End a step that an exception has left, then asks `should_run_forward_backward`."""
+    """End a step that an exception has left, then ask `should_run_forward_backward`."""
     training.abandon_if_left(self)
     runs = original(self, *args, **kwargs)
     if runs:
@@ -55,7 +55,7 @@ def should_run_forward_backward(
 
 
 def state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """End a step that an exception has left, then makes the state of a checkpoint."""
+    """End a step that an exception has left, then make the state of a checkpoint."""
     training.abandon_if_left(self)
     return original(self, *args, **kwargs)
 

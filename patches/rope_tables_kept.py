@@ -34,7 +34,7 @@ from megatron_idempotent.patching import Limit
 
 
 def deleted_model() -> Any:
-    """Run a model on a rank, deletes it, and returns a weak reference to its rotary embedding."""
+    """Run a model on a rank, delete it, and return a weak reference to its rotary embedding."""
     import gc
     import weakref
 

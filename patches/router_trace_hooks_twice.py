@@ -28,7 +28,7 @@ from megatron_idempotent.patching import Patch, Target
 
 
 def register(original: Callable[..., Any], self: Any, model: Any) -> None:
-    """Take the tracer's hooks off the modules, then runs `RouterTracer.register_hooks`."""
+    """Take the tracer's hooks off the modules, then run `RouterTracer.register_hooks`."""
     chunks = model if isinstance(model, (list, tuple)) else [model]
     here = {id(module._forward_hooks) for chunk in chunks for module in chunk.modules()}
     for handle in list(self._hook_handles):

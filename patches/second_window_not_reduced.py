@@ -47,7 +47,7 @@ _AGAIN = "_megatron_idempotent_reduced_again"
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Finishes a reduction, again if new gradients came on top of reduced ones, or raises."""
+    """Finish a reduction, again if new gradients came on top of reduced ones, or raise."""
     if ddp.grown(self):
         _require_exact(self)
         setattr(self, _AGAIN, True)
@@ -86,7 +86,7 @@ def _require_exact(chunk: Any) -> None:
 
 
 def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `finalize_model_grads`; raises if it would apply sums to reduced gradients again."""
+    """Run `finalize_model_grads`; raise if it would apply sums to reduced gradients again."""
     chunks = list(model)
     if any(ddp.grown(chunk) and not getattr(chunk, _ZEROED, False) for chunk in chunks):
         num_tokens = args[0] if args else kwargs.get("num_tokens")
@@ -97,7 +97,7 @@ def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: An
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Note if the caller has zeroed gradients without `zero_grad_buffer`, then runs a forward."""
+    """Note if the caller has zeroed gradients without `zero_grad_buffer`, then run a forward."""
     reduced = ddp.reduced(self)
     if reduced is not None and not getattr(self, _ZEROED, False):
         _look_for_zeros(self, reduced)

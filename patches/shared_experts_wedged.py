@@ -33,7 +33,7 @@ from megatron_idempotent.patching import Patch, Target
 
 
 def pre_forward_comm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Drop what an interrupted forward has left, then runs the first of the pieces."""
+    """Drop what an interrupted forward has left, then run the first of the pieces."""
     reset_shared_experts(self)
     original(self, *args, **kwargs)
 

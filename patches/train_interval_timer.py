@@ -35,7 +35,7 @@ _TIMER = "interval-time"
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Reset the timer that an earlier call left running, then runs upstream's `train`."""
+    """Reset the timer that an earlier call left running, then run upstream's `train`."""
     from megatron.training import get_timers
 
     timers = get_timers()

@@ -46,7 +46,7 @@ _COUNTERS = frozenset({"start_iteration", "iteration", "num_floating_point_opera
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train`, and keeps `args.iteration` up to date."""
+    """Run upstream's `train`, and keep `args.iteration` up to date."""
     from megatron.training import get_args
 
     options = get_args()
@@ -75,7 +75,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train_step`, and notes that it is done."""
+    """Run upstream's `train_step`, and note that it is done."""
     from megatron.training import get_args
 
     result = original(*args, **kwargs)

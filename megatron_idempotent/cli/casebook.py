@@ -144,7 +144,7 @@ def mark(word: str) -> str:
 
 
 def read_findings(folder: Path) -> Proven:
-    """Read what `prove --json` wrote to a folder's files `NAME.json`; returns verdicts by NAME.
+    """Read what `prove --json` wrote to a folder's files `NAME.json`; return verdicts by NAME.
 
     NAME is a release, or the name of a commit.
 
@@ -243,7 +243,7 @@ def citing(citation: str, source: str) -> str:
 
 
 def main(argv: Sequence[str], root: Path) -> int:
-    """Rewrite the generated files in the repository at `root`; returns the exit code."""
+    """Rewrite the generated files in the repository at `root`; return the exit code."""
     import tomllib  # not in Python 3.10, which reads case files too
 
     parser = argparse.ArgumentParser(prog="python -m megatron_idempotent.cli.casebook")

@@ -64,7 +64,7 @@ class Drift:
 
 
 def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
-    """Open the source trees at these paths; returns them with the oldest release first.
+    """Open the source trees at these paths; return them with the oldest release first.
 
     A folder of wheels gives a tree for each wheel.
 
@@ -79,7 +79,7 @@ def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
 
 
 def compare(trees: Iterable[SourceTree]) -> list[Drift]:
-    """Compare each patch with each tree that has its distribution; returns a row for each pair."""
+    """Compare each patch with each tree that has its distribution; return a row for each pair."""
     trees = list(trees)
     rows = []
     for patch in patches().values():

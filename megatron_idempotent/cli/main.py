@@ -189,7 +189,7 @@ _PROVE = (
 
 
 def explain(patch_id: str | None) -> int:
-    """Print a hazard's case file, or without an id one line per hazard; returns the exit code 0.
+    """Print a hazard's case file, or without an id one line per hazard; return the exit code 0.
 
     Raises:
         UnknownPatchError: no case file has that id.

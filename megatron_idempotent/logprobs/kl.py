@@ -48,7 +48,7 @@ class TokenKL(NamedTuple):
 
 
 def weights_of(who: str, direction: str, mix: float) -> DirectionWeights:
-    """Return the shares of the two directions, or raises `ValueError`."""
+    """Return the shares of the two directions, or raise `ValueError`."""
     one_of(who, "direction", direction, _DIRECTIONS)
     if isinstance(mix, bool) or not isinstance(mix, (int, float)) or not 0 <= mix <= 1:
         raise ValueError(

@@ -195,7 +195,7 @@ class ComputeOptions(NamedTuple):
     def returned(
         self, ctx: Any, whole: Whole, temperature: Tensor | float
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return `(logprob, entropy, lse)`, and marks those that have no gradient for autograd."""
+        """Return `(logprob, entropy, lse)`, and mark those that have no gradient for autograd."""
         lse_N = whole.origin / temperature + whole.log_sum
         # Copies, because callers may change in place what the backward has saved.
         entropy_N = whole.entropy.clone() if self.entropy else None

@@ -37,7 +37,7 @@ class Order:
         return moved.reshape(math.prod(self._shape), *(moved.shape[place] for place in behind))
 
     def unflat(self, per_token_N: Tensor) -> Tensor:
-        """Return [N] as [...], or [N, K] as [..., K]; undoes `flat`."""
+        """Return [N] as [...], or [N, K] as [..., K]; undo `flat`."""
         behind = per_token_N.shape[1:]
         places = [*self._back, *range(len(self._back), len(self._back) + len(behind))]
         return per_token_N.view([*self._shape, *behind]).permute(places)

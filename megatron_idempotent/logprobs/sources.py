@@ -137,7 +137,7 @@ class Products:
         return self._hidden_NH[token_b] @ self._weight_VH.t()
 
     def at(self, column_NK: Tensor) -> Tensor:
-        """Return the logits [N, K]; multiplies only columns that some token asks for."""
+        """Return the logits [N, K]; multiply only columns that some token asks for."""
         used_U, place_NK = torch.unique(column_NK, return_inverse=True)
         found = self._hidden_NH.new_empty(column_NK.shape)
         if not len(self._weight_VH):

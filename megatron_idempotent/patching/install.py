@@ -145,7 +145,7 @@ def check(patch: Patch, bodies: Mapping[str, Body]) -> None:
 
 
 def prepare(patch: Patch, bodies: Mapping[str, Body]) -> list[tuple[Target, PatchPoint]]:
-    """Return the sites of those targets whose modules are there; changes nothing.
+    """Return the sites of those targets whose modules are there; change nothing.
 
     Raises:
         Conflict: somebody else's object stands at one of them.

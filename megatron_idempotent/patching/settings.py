@@ -87,7 +87,7 @@ def looks(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozenset[str]:
-    """Check ids that `source`, an argument or a variable, names; returns them as a set.
+    """Check ids that `source`, an argument or a variable, names; return them as a set.
 
     Raises:
         TypeError: `ids` is one string, or holds something that is not a string.

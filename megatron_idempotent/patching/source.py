@@ -102,7 +102,7 @@ class Body:
 
     @computed
     def parameters(self) -> tuple[str, ...]:
-        """Name of the parameters, in order."""
+        """Names of the parameters, in order."""
         arguments = self.tree.args
         return tuple(
             a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)

@@ -148,7 +148,7 @@ def outcome(
     applied: Iterable[str],
     repaired: bool = False,
 ) -> str:
-    """Run one reproduction with some patches; returns `ok` or `Type: message`.
+    """Run one reproduction with some patches; return `ok` or `Type: message`.
 
     Args:
         run: `RankPool.run`, or the pytest fixture `megatron_ranks`.
@@ -190,7 +190,7 @@ def _ended(
     applied: Iterable[str],
     *arguments: Any,
 ) -> tuple[str | None, list[Any]]:
-    """Run a function on the hazard's ranks; returns its error or None, and the ranks' results.
+    """Run a function on the hazard's ranks; return its error or None, and the ranks' results.
 
     An error is `Type: message`.
     """

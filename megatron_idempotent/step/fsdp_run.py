@@ -91,7 +91,7 @@ class Shards:
         return list(dict.fromkeys(found))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Reshards, and returns the parameters in the model's order, in which norms add up."""
+        """Reshard, and return the parameters in the model's order, in which norms add up."""
         self.reshard()
         return list(self.model.parameters())
 

@@ -627,7 +627,7 @@ def group_ids(batch: Any, sequences: int) -> tuple[Tensor, Tensor | None]:
 
 
 def distinct(found: Iterable[tuple[Tensor, Tensor | None]]) -> tuple[int, ...]:
-    """Return the ids of groups with a valid sequence, each once; reads from the device once."""
+    """Return the ids of groups with a valid sequence, each once; read from the device once."""
     valid = [ids_n if mask_n is None else ids_n[mask_n] for ids_n, mask_n in found]
     if not valid:
         return ()

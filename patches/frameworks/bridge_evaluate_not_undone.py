@@ -33,7 +33,7 @@ from megatron_idempotent.patching import Patch, Target, arguments
 
 
 def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run Bridge's `evaluate`, and undoes its changes also if it raises."""
+    """Run Bridge's `evaluate`, and undo its changes also if it raises."""
     call = arguments(original, args, kwargs)
     return undone(
         original,

@@ -37,7 +37,7 @@ from . import _copies
 
 
 def wire(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Clear the `no_sync` of an earlier setup, then runs `_update_model_config_funcs`."""
+    """Clear the `no_sync` of an earlier setup, then run `_update_model_config_funcs`."""
     config = arguments(original, args, kwargs)["model_config"]
     if _copies.is_megatrons_no_sync(config.no_sync_func):
         config.no_sync_func = None

@@ -34,7 +34,7 @@ from . import _copies
 
 
 def prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Clear the `no_sync` of an earlier training, then runs `_prepare_train_loop`."""
+    """Clear the `no_sync` of an earlier training, then run `_prepare_train_loop`."""
     _copies.forget_no_sync(self.model.config, self.models_wrapped)
     return original(self, *args, **kwargs)
 

@@ -37,7 +37,7 @@ from . import _nemo_rl
 def use_reference_model(
     original: Callable[..., AbstractContextManager[None]], self: Any
 ) -> AbstractContextManager[None]:
-    """Run `use_reference_model`'s block, and restores the policy also if it raises."""
+    """Run `use_reference_model`'s block, and restore the policy also if it raises."""
     return _restoring(original(self))
 
 

@@ -37,7 +37,7 @@ from . import _nemo_rl
 
 
 def export(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gather the pending update, then runs `_iter_params_with_optional_kv_scales`."""
+    """Gather the pending update, then run `_iter_params_with_optional_kv_scales`."""
     gather.finish_update([self.model])
     return original(self, *args, **kwargs)
 

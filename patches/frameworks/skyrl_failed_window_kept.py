@@ -52,7 +52,7 @@ def forward_backward(original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 
 def run_pending_grad_sync(original: Callable[..., None], self: Any) -> None:
-    """Run `run_pending_grad_sync`; raises if gradients of the window were dropped."""
+    """Run `run_pending_grad_sync`; raise if gradients of the window were dropped."""
     if vars(self).pop(_LOST, False):
         for chunk in self.actor_module:
             chunk.zero_grad_buffer()

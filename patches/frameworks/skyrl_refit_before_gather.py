@@ -35,7 +35,7 @@ from . import _skyrl
 
 
 def extract_weights(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gather the pending update, then runs `extract_weights`."""
+    """Gather the pending update, then run `extract_weights`."""
     gather.finish_update(self.actor_module)
     return original(self, *args, **kwargs)
 

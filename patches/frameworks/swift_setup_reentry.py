@@ -35,7 +35,7 @@ from . import _copies
 
 
 def setup(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Undo what an earlier training left in the config, then runs `setup_model_training`."""
+    """Undo what an earlier training left in the config, then run `setup_model_training`."""
     config = self.config
     _copies.forget_no_sync(config, self.wrapped_models)
     if config.param_sync_func is None:

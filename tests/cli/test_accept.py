@@ -28,7 +28,7 @@ BUCKETS = "megatron/core/distributed/param_and_grad_buffer.py"
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> tuple[Path, Path]:
-    """Copy of the files of reviews and of statements, which the command writes, not ours."""
+    """Copies of the files of reviews and of statements, which the command writes, not ours."""
     folder = tmp_path / "_generated"
     shutil.copytree(module.FOLDER, folder)
     monkeypatch.setattr(module, "FOLDER", folder)
@@ -53,7 +53,7 @@ def accept(root: Path, *arguments: str) -> int:
 
 
 def added(before: Reviewed, after: Reviewed) -> dict[str, str]:
-    """Hash that are new, with their labels."""
+    """Hashes that are new, with their labels."""
     old = {
         name for known in (before.bodies, before.parts) for each in known.values() for name in each
     }

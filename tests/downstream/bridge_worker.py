@@ -22,7 +22,7 @@ _REAL = (
 
 
 def modules(source: str) -> Any:
-    """Import Bridge's own modules; returns that of the losses."""
+    """Import Bridge's own modules; return that of the losses."""
     if source not in sys.path:
         sys.path.insert(0, source)
     return [_standins.import_alone(f"megatron.bridge.{name}", "modelopt") for name in _REAL][-1]
@@ -72,7 +72,7 @@ class BridgeWorker(_bridge.Bridge):
         self.wire()
 
     def take(self, microbatches: list[Any]) -> tuple[Any, ...]:
-        """Run one call of Bridge's `train_step`; returns what it does. All ranks take part."""
+        """Run one call of Bridge's `train_step`; return what it does. All ranks take part."""
         self._plan(self.calculator.reconfigure_num_microbatches_calculator, len(microbatches))
         self.program.config.seq_length = microbatches[0]["input_ids"].shape[1]
         self.program.data = [iter(microbatches)]

@@ -79,7 +79,7 @@ class SlimeWorker:
             chunk.module.register_forward_pre_hook(_complete, with_kwargs=True)
 
     def train(self, batches: list[Mapping[str, Any]], rows: int) -> dict[str, float]:
-        """Run one rollout over these microbatches, of `rows` rows on all replicas; returns its log.
+        """Run one rollout over these microbatches, of `rows` rows on all replicas; return its log.
 
         All ranks take part; those that do not log return an empty dictionary.
         """

@@ -154,7 +154,7 @@ DRY_SUITES = (
 
 
 def suites(run: Run) -> tuple[Rows, str]:
-    """Test, each with its outcome, also of a run that is out of time."""
+    """Tests, each with its outcome, also of a run that is out of time."""
     outcomes = run.out / "outcomes.jsonl"
     outcomes.unlink(missing_ok=True)
     process = run.start(

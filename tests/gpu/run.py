@@ -31,7 +31,7 @@ NO_GPU = 3
 
 
 def main() -> int:
-    """Look, make the environment, run the stages; returns the exit code."""
+    """Look, make the environment, run the stages; return the exit code."""
     asked = _parser().parse_args()
     machine = gpu_environment.look(asked.python)
     why_not = None if asked.dry else machine.why_not()

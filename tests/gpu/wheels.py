@@ -43,7 +43,7 @@ def refused(folder: Path, limit_mb: float) -> str | None:
 
 
 def main() -> int:
-    """Fetch, build, list, check; returns the exit code."""
+    """Fetch, build, list, check; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--to", type=Path, default=ROOT / "build" / "wheels")
     parser.add_argument("--python", default="3.12", help="of the GPU machine")

@@ -17,7 +17,7 @@ MOST = (
 
 
 def checked(found) -> int:
-    """Check what kernels at the speed of memory need; returns how many there were."""
+    """Check what kernels at the speed of memory need; return how many there were."""
     count = 0
     for each in found:
         count += 1

@@ -130,7 +130,7 @@ def _truth(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _close(value: Any, expected: Any, dtype: Any, name: str) -> None:
-    """Sum of fewer than 200 terms of numbers below 32, and the rounding of a result's type."""
+    """Sums of fewer than 200 terms of numbers below 32, and the rounding of a result's type."""
     import torch
 
     computed = 2.0**-52 if dtype == torch.float64 else 2.0**-23

@@ -147,7 +147,7 @@ class Project:
         return self.run("-m", "megatron_idempotent", *arguments, code=code)
 
     def casebook(self) -> dict[str, str]:
-        """Rewrite the generated files; returns their contents."""
+        """Rewrite the generated files; return their contents."""
         self.run("-m", "megatron_idempotent.cli.casebook")
         return self.generated()
 

@@ -34,7 +34,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def judged(
     megatron_ranks, ranks: int, programs: list[Program], applied: str = "forwards"
 ) -> Counter[tuple[str, str]]:
-    """Count how often stock and patched were right; fails with the programs that the patches
+    """Count how often stock and patched were right; fail with the programs that the patches
     broke."""
     limit_s = 120 + 5 * len(programs)
     stock = megatron_ranks(ranks, run, programs, applied=None, timeout_s=limit_s)

@@ -33,7 +33,7 @@ class Sites:
             raise Interrupted(f"site {here}, {name}")
 
     def interrupt(self, run: Callable[[], Any], at: int | None) -> BaseException | None:
-        """Run, raising at site number `at`; returns what was raised."""
+        """Run, raising at site number `at`; return what was raised."""
         self.passed, self.armed = [], at
         try:
             run()

@@ -37,7 +37,7 @@ def each_in_turn(folder: str, names: list[str]) -> dict[str, Seen]:
 
 
 def all_at_once(folder: str) -> list[str]:
-    """Delete every case file; returns modules of the library that cannot be imported then."""
+    """Delete every case file; return modules of the library that cannot be imported then."""
     _warm(folder)
     for path in Path(folder, "megatron_idempotent", "patches").rglob("*.py"):
         if path.name != "__init__.py":
@@ -46,7 +46,7 @@ def all_at_once(folder: str) -> list[str]:
 
 
 def windowless(folder: str, names: list[str]) -> str:
-    """Delete these case files at once; returns what `accumulation_window()` says then."""
+    """Delete these case files at once; return what `accumulation_window()` says then."""
     _warm(folder)
     for name in names:
         Path(folder, "megatron_idempotent", name).unlink()

@@ -27,7 +27,7 @@ FLAGS = [
 
 @contextlib.contextmanager
 def served():
-    """Serve the site on a port of this machine; gives its address."""
+    """Serve the site on a port of this machine; give its address."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):

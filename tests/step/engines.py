@@ -24,7 +24,7 @@ class Bench:
     rebuild: Callable[[], Any] | None
 
     def digest(self) -> str:
-        """Name of the state."""
+        """Names of the state."""
         digest = hashlib.sha256()
         for tensor in self.state():
             digest.update(tensor.detach().contiguous().numpy().tobytes())

@@ -72,7 +72,7 @@ class Pair:
 
 
 def run(engine: str, options: dict[str, Any], program: list[Operation]) -> None:
-    """Do it all; raises where the two sides differ."""
+    """Do it all; raise where the two sides differ."""
     if engine == "fsdp":
         from fsdp_programs import FSDPPair
 

@@ -217,7 +217,7 @@ class _Layers:
                 hook.remove()
 
     def measure(self, terms: int, parts: int) -> float:
-        """Fill `scales`; returns what is off beside that: sums of parameters' gradients."""
+        """Fill `scales`; return what is off beside that: sums of parameters' gradients."""
         total = self._run()
         given = self._given(total)
         norms = [float(each.detach().norm()) for each in self._points]

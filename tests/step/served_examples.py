@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 
 
 async def _run(file: str, *, instead: dict[str, str] | None = None, **given: Any) -> dict[str, Any]:
-    """Run the examples of a file, some of their texts replaced; returns their variables."""
+    """Run the examples of a file, some of their texts replaced; return their variables."""
     names = {**names_of(file), **given}
     await _run_in(names, file, instead or {})
     return names

@@ -176,7 +176,7 @@ def check(example: Short) -> Checked:
 
 
 def seen_by(file: str, tree: ast.Module) -> dict[str, Any]:
-    """Name of a file's module, and others that an example in it uses: of this package, or whole
+    """Names of a file's module, and others that an example in it uses: of this package, or whole
     modules."""
     names = {**vars(builtins), **names_of(file)}
     for node in ast.walk(tree):

@@ -105,7 +105,7 @@ def _examples(file: str, *, package: Path = PACKAGE) -> list[Any]:
 
 
 def _run(file: str, **given: Any) -> dict[str, Any]:
-    """Run the examples of a file; returns their variables."""
+    """Run the examples of a file; return their variables."""
     names = {**names_of(file), **given}
     for example in _examples(file):
         example.namespace = names
@@ -114,7 +114,7 @@ def _run(file: str, **given: Any) -> dict[str, Any]:
 
 
 def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    """Name given to the examples that need no ranks, by file."""
+    """Names given to the examples that need no ranks, by file."""
     import megatron.core
     import torch
 

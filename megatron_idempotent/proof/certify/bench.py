@@ -620,7 +620,7 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def forward(chunk: Any, rows: Rows) -> Tensor:
-    """Call a chunk; returns the negative log-probability of the next token [B, T] on the last."""
+    """Call a chunk; return the negative log-probability of the next token [B, T] on the last."""
     if packs.is_pack(rows):
         return packs.forward(chunk, rows)
     tokens_BT = rows["input_ids"]

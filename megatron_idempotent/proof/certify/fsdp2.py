@@ -119,7 +119,7 @@ def build(lr: float, momentum: float) -> tuple[Any, Any]:
 
 
 def forward(model: Any, rows: Rows) -> Tensor:
-    """Call the model; returns the negative log-probability of the next token [B, T]."""
+    """Call the model; return the negative log-probability of the next token [B, T]."""
     output: Tensor = model(rows["input_ids"])
     return output
 

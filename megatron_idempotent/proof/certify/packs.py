@@ -83,7 +83,7 @@ def is_pack(rows: Mapping[str, Any]) -> bool:
 
 
 def forward(chunk: Any, pack: Mapping[str, Any]) -> Tensor:
-    """Call a chunk with a pack; returns the negative log-probability of each label on the last."""
+    """Call a chunk with a pack; return the negative log-probability of each label on the last."""
     mine = own(pack)
     more = {}
     if getattr(chunk.config, "mtp_num_layers", None):

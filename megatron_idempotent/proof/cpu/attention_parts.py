@@ -140,7 +140,7 @@ def row_segment(query: Tensor, key: Tensor, cp: Part) -> RowSpan:
 def pack_segments(
     packed: Any, query: Tensor, key: Tensor, cp: Part
 ) -> tuple[list[RowSpan], Tensor | None]:
-    """Check a pack; returns its sequences, and their ends with padding [n + 1]."""
+    """Check a pack; return its sequences, and their ends with padding [n + 1]."""
     if packed.qkv_format != "thd":
         raise ValueError(
             f"ExactAttention got PackedSeqParams(qkv_format={packed.qkv_format!r}): pass 'thd'"

@@ -33,7 +33,7 @@ def has_layout() -> bool:
 
 
 def prepare(module: Any, ddp_config: Any, *, by_layout: bool, muon: bool) -> dict[str, Any]:
-    """Prepare a model that is not in DDP yet; returns further arguments for its DDP.
+    """Prepare a model that is not in DDP yet; return further arguments for its DDP.
 
     With Muon the vectors and embeddings go to a DistributedOptimizer of their own, as upstream
     routes them; without, the layer-wise optimizer has everything.
@@ -130,7 +130,7 @@ def _optimizer_class() -> Any:
 
 
 def with_exact_attention(spec: Any) -> Any:
-    """Give a layer spec the attention for packs and context parallelism; loads Megatron."""
+    """Give a layer spec the attention for packs and context parallelism; load Megatron."""
     from . import attention
 
     return attention.with_exact_attention(spec)
@@ -240,7 +240,7 @@ class Tiny:
         forward_only: bool = False,
         zero_first: bool = True,
     ) -> list[float]:
-        """Run one window through upstream's schedule; returns the losses on the last stage.
+        """Run one window through upstream's schedule; return the losses on the last stage.
 
         It zeroes the gradients first, unless forward-only or told otherwise. All ranks take part.
         Global microbatch g = i * DP size + DP rank has the same data in every layout, so that two

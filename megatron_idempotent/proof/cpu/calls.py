@@ -117,7 +117,7 @@ def refuse_if_importing() -> None:
 
 
 def resolve(ref: FunctionRef) -> Callable[..., Any]:
-    """Return the function of a reference, in a rank; imports its module, if needed from a file."""
+    """Return the function of a reference, in a rank; import its module, if needed from a file."""
     _importing.append(ref.file or ref.module)
     try:
         if ref.module == "__main__":

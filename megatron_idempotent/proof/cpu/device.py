@@ -52,7 +52,7 @@ def current_device() -> int:
 
 
 def set_device(device: Any) -> None:
-    """Select a device by number or name; raises RuntimeError for one that does not exist."""
+    """Select a device by number or name; raise RuntimeError for one that does not exist."""
     index = _index(device)
     if index >= device_count():
         raise RuntimeError(

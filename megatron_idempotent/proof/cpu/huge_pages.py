@@ -21,7 +21,7 @@ _HUGE_PAGE, _COLLAPSE = 14, 25
 
 
 def collapse() -> int:
-    """Move this process's private memory into huge pages; returns the bytes that were moved.
+    """Move this process's private memory into huge pages; return the bytes that were moved.
 
     It takes 2.5 s for each GB, changes no contents and is safe to repeat.
     """

@@ -113,7 +113,7 @@ class Round:
         os.close(release_read)
 
     def _wait(self, deadline_s: float) -> bool:
-        """Collect messages until every rank has reported; returns True if the deadline passed."""
+        """Collect messages until every rank has reported; return True if the deadline passed."""
         while waiting := [rank for rank in self._pids if not self._reported(rank)]:
             if self._failures:
                 deadline_s = min(deadline_s, self._first_failure_s + GRACE_S)

@@ -312,7 +312,7 @@ class _PaddedGather:
         self._outputs = tuple(outputs)
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        """Wait for the gather, then fill the outputs; takes arguments as `dist.Work.wait` does."""
+        """Wait for the gather, then fill the outputs; take arguments as `dist.Work.wait` does."""
         self._work.wait(*args, **kwargs)
         with torch.no_grad():
             for output, padded in zip(self._outputs, self._received, strict=True):

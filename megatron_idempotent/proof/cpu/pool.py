@@ -100,7 +100,7 @@ class RankPool:
         distributed: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on `world_size` ranks; returns their results, by rank.
+        """Call `fn(*args, **kwargs)` on `world_size` ranks; return their results, by rank.
 
         `fn` stands at the top of a module; it, its arguments and its results travel pickled.
         In a rank the CPU runtime is on unless the pool is on "cuda", RANK, WORLD_SIZE, LOCAL_RANK,

@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def megatron_rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Yield the pool of `megatron_ranks`, one per test session; starts with the first call."""
+    """Yield the pool of `megatron_ranks`, one per test session; start with the first call."""
     from .pool import PROGRAM_PRELOAD, RankPool
 
     max_world_size = int(request.config.getini("megatron_ranks_max"))

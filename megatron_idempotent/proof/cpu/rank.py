@@ -44,7 +44,7 @@ class RankSlot:
 
 
 def occupy(call: Call, seat: RankSlot) -> None:
-    """Run the call as one rank and end the process; does not return."""
+    """Run the call as one rank and end the process; do not return."""
     # Its own process group, so that ending a rank ends what it started too.
     os.setpgrp()
     _die_with_the_launcher()

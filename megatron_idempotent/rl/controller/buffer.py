@@ -297,7 +297,7 @@ class GroupBuffer:
         self._generating.renew(group_id, version)
 
     def commit(self, group_id: int, *, version: int) -> Held:
-        """Move a complete group from generating to ready; returns its record for samplers.
+        """Move a complete group from generating to ready; return its record for samplers.
 
         `version` is that of the oldest weights that drew any of its tokens.
         """
@@ -461,7 +461,7 @@ class GroupBuffer:
         return buffer
 
     def _need(self, group_ids: Iterable[int], state: State, *, to: str) -> list[int]:
-        """Check that each group is in a state and is named once; returns the ids as a list."""
+        """Check that each group is in a state and is named once; return the ids as a list."""
         ids = list(group_ids)
         for group_id in ids:
             if self._states.get(group_id) != state:

@@ -54,7 +54,7 @@ async def capture(shared: RunState, plane: DataPlane) -> dict[str, Any]:
 async def put_back(
     shared: RunState, plane: DataPlane, prompts: Prompts, state: Mapping[str, Any]
 ) -> list[int]:
-    """Set the run's versions, buffer and data plane to a captured state; returns its groups' ids.
+    """Set the run's versions, buffer and data plane to a captured state; return its groups' ids.
 
     Engines still serve what they did.
     Errors: `ControllerError` for a state of another sampler, of steps of another size, or of
@@ -82,7 +82,7 @@ async def put_back(
 
 
 async def _get(shared: RunState, plane: DataPlane, group_id: int) -> RolloutGroup | None:
-    """Read a group; returns None if the data plane has lost it. Errors: those of the last try."""
+    """Read a group; return None if the data plane has lost it. Errors: those of the last try."""
     try:
         return await retry(shared, "get", lambda: plane.get(group_id), final=(KeyError,))
     except KeyError:
@@ -254,7 +254,7 @@ class CheckpointSchedule:
         self._captured = await capture(self._shared, self._plane)
 
     async def save(self) -> None:
-        """Write a checkpoint with the captured state; does nothing without one or without a store.
+        """Write a checkpoint with the captured state; do nothing without one or without a store.
 
         The policy's weights must still be those of the captured version.
         """

@@ -95,7 +95,7 @@ is started with it. If it raises, the version's row has `evaluation/failed` and 
 
 
 async def evaluated(shared: RunState, evaluate: Evaluate, version: int) -> Mapping[str, float]:
-    """Evaluate a version; returns its metrics, or `evaluation/failed`. Errors: `RanksLost`."""
+    """Evaluate a version; return its metrics, or `evaluation/failed`. Errors: `RanksLost`."""
     with shared.measure.phase("evaluation", version=version):
         shared.doing = "evaluation"
         try:
@@ -186,7 +186,7 @@ class Controller:
         self._ended: asyncio.Event | None = None
 
     async def run(self, until: int) -> Status:
-        """Train until the weights have version `until`; returns the run's status.
+        """Train until the weights have version `until`; return the run's status.
 
         Versions count from the run's very beginning, before any resume. It may be called again with
         a later version: with a deterministic sampler the weights are then those of one longer run.
@@ -220,7 +220,7 @@ class Controller:
         return await self.ping()
 
     async def resume(self) -> int:
-        """Restore the newest checkpoint before `run`; returns its version, 0 without a checkpoint.
+        """Restore the newest checkpoint before `run`; return its version, 0 without a checkpoint.
 
         The controller must have a store.
         Errors: those of the store; `ControllerError` for a checkpoint of other settings.
@@ -310,7 +310,7 @@ class Controller:
         return results
 
     async def _at_version(self, version: int) -> Mapping[str, float]:
-        """Evaluate a version that engines have and no group was started with; returns its metrics.
+        """Evaluate a version that engines have and no group was started with; return its metrics.
 
         It also captures the controller's state if the version gets a checkpoint.
         """

@@ -155,7 +155,7 @@ class TransferQueuePlane:
 
 
 def connect(settings: Mapping[str, Any] | None = None) -> Any:
-    """Start TransferQueue, or join it where it runs already; returns the `transfer_queue` module.
+    """Start TransferQueue, or join it where it runs already; return the `transfer_queue` module.
 
     It blocks until TransferQueue has started. `settings` are those of TransferQueue's own `init`.
     Errors: `ModuleNotFoundError` without TransferQueue, `RuntimeError` without a Ray cluster.

@@ -213,7 +213,7 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def _sample(self, request: Request) -> Sample | Exception:
-        """Draw a sample in up to `sample_attempts`; returns it, or the last attempt's error.
+        """Draw a sample in up to `sample_attempts`; return it, or the last attempt's error.
 
         Errors: `EnginesLost` and `PoisonedPrompt`, which concern the whole group.
         """

@@ -144,7 +144,7 @@ class OptimizerStep:
         """True if the task was cancelled during an update, and the update was made nevertheless."""
 
     async def take(self, name: str) -> tuple[Sequence[RolloutGroup], StepOutcome]:
-        """Take the step; returns the groups that were trained, and the step's result.
+        """Take the step; return the groups that were trained, and the step's result.
 
         A step that fails is aborted and taken again with the same groups, `step_attempts` times.
         No other step, in any process, may have the name `name`.
@@ -206,7 +206,7 @@ class OptimizerStep:
         return ledger, outcome
 
     async def _add(self, step_id: str, call: int, *, left: int) -> list[RolloutGroup]:
-        """Hand the groups of one call to the policy; returns them.
+        """Hand the groups of one call to the policy; return them.
 
         `left` is the number of groups that the step lacked before this call.
         """
@@ -248,7 +248,7 @@ class OptimizerStep:
         return [held.id for held_together in self._held for held in held_together]
 
     def _may_try_again(self, step_id: str, error: BaseException) -> bool:
-        """Return whether a step that was undone is taken again; drops a group that is lost."""
+        """Return whether a step that was undone is taken again; drop a group that is lost."""
         # Of a sampler that is wrong, no group is to blame, and none has trained.
         final = (asyncio.CancelledError, PublishFailed, SamplerError, *self._selector.expected)
         if isinstance(error, final):
@@ -285,7 +285,7 @@ async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None
 
 
 async def finish_once(policy: Policy, step_id: str, *, limit_s: float) -> tuple[StepOutcome, bool]:
-    """Finish a step; returns its outcome, and whether the caller was cancelled meanwhile.
+    """Finish a step; return its outcome, and whether the caller was cancelled meanwhile.
 
     A finish that raises is asked for once more by the step's id, since the update may have been
     made. After a cancellation it has `limit_s` seconds to end.

@@ -209,7 +209,7 @@ class Generator(Protocol):
     """Turns prompts into scored samples, and brings new weights to the engines."""
 
     async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
-        """Draw and scores all samples of a prompt; returns them as a group.
+        """Draw and score all samples of a prompt; return them as a group.
 
         `attempt` is the number of failed attempts at this group. If it is cancelled, it ends the
         requests and frees what it held.
@@ -219,7 +219,7 @@ class Generator(Protocol):
         ...
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Bring the policy's weights to the engines, as the trainer's `version`; returns metrics.
+        """Bring the policy's weights to the engines, as the trainer's `version`; return metrics.
 
         The policy's weights do not change meanwhile. From then on every token is drawn with them,
         or its version names the older weights that drew it. The same version may be published
@@ -257,7 +257,7 @@ class Policy(Protocol):
         ...
 
     async def finish(self, step_id: str) -> StepOutcome:
-        """Reduce gradients and update the weights, once; returns the outcome.
+        """Reduce gradients and update the weights, once; return the outcome.
 
         If it is sent again with the same id, it returns the same outcome and changes nothing.
         """
@@ -284,7 +284,7 @@ class Recipe(Protocol):
     """Turns groups into batches, in plain functions that take milliseconds at most."""
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Say in a word or two why a group is of no use; returns "" to keep it.
+        """Say in a word or two why a group is of no use; return "" to keep it.
 
         Groups are counted by these words.
         """

@@ -59,7 +59,7 @@ class RolloutPump:
             await self._shared.change()
 
     async def finish(self, limit_s: float) -> None:
-        """Wait up to `limit_s` seconds for the groups that are being generated; starts none."""
+        """Wait up to `limit_s` seconds for the groups that are being generated; start none."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=limit_s)
 
@@ -172,7 +172,7 @@ class RolloutPump:
         return not self._shared.buffer.holds(group_id)
 
     async def _put(self, group: RolloutGroup) -> bool:
-        """Put a group into the data plane, in several attempts; returns whether it is there.
+        """Put a group into the data plane, in several attempts; return whether it is there.
 
         A group that could not be put is dropped.
         """

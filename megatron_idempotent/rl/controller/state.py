@@ -205,7 +205,7 @@ async def retry(
     *,
     final: tuple[type[Exception], ...] = (),
 ) -> _T:
-    """Make an idempotent call in up to `group_attempts` attempts; returns its result.
+    """Make an idempotent call in up to `group_attempts` attempts; return its result.
 
     Each failure counts as a retry of `what`. Errors: those of the last attempt; those of a type in
     `final` after the first, since trying again would not help.

@@ -111,7 +111,7 @@ class TrainPump:
                     raise
 
     async def _hand_over(self, *, last: bool) -> Mapping[str, float]:
-        """End an outer step: publish its weights, and let groups start with them; returns metrics.
+        """End an outer step: publish its weights, and let groups start with them; return metrics.
 
         Unless something has to be done at this version, the publish goes on during the next step.
         """

@@ -142,7 +142,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def commit(self, update_id: str) -> int:
-        """Serve the staged update from now on; returns its version. The engine must be paused.
+        """Serve the staged update from now on; return its version. The engine must be paused.
 
         Tokens of running requests that were drawn before keep their version; tokens that are drawn
         after it attend to a recomputed cache. Idempotent: with the id of the last commit it does

@@ -143,7 +143,7 @@ def _check_layers(config: Mapping[str, Any], name: Any, bad: list[str]) -> None:
 
 
 def _rope(config: Mapping[str, Any], bad: list[str]) -> tuple[float, float | None]:
-    """Return RoPE's base, and the factor of Llama 3's scaling or None; adds faults to `bad`."""
+    """Return RoPE's base, and the factor of Llama 3's scaling or None; add faults to `bad`."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -237,7 +237,7 @@ class Architecture:
 
     @classmethod
     def read(cls, directory: str | Path) -> Architecture:
-        """Read a checkpoint's config.json; takes the fields of transformers 4 and 5.
+        """Read a checkpoint's config.json; take the fields of transformers 4 and 5.
 
         Errors: `UnsupportedArchitecture` with a list of all that GPTModel would not compute
             exactly; `CheckpointDamaged` if the file is missing or no JSON.

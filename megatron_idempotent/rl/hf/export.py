@@ -231,7 +231,7 @@ class _Flight:
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for a packed part; waits for earlier messages if there is too little."""
+        """Return memory for a packed part; wait for earlier messages if there is too little."""
         size = math.prod(shape) * dtype.itemsize
         if self._packed + size > self._most:
             self.land()
@@ -348,7 +348,7 @@ class MegatronWeights:
         self._fetch = Shipping(plan, infos, device, group)
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return all tensors in the order in which they are sent; moves no data."""
+        """Return all tensors in the order in which they are sent; move no data."""
         return tuple(info for infos in self._outputs for info in infos)
 
     def buckets(self, *, bucket_bytes: int) -> BucketStream:

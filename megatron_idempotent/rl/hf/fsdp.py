@@ -49,7 +49,7 @@ class FSDPWeights:
         self._outputs = [_outputs(n, p, dtype) for n, p in _parameters(model).items()]
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return all tensors in the order of the model's parameters; moves no data."""
+        """Return all tensors in the order of the model's parameters; move no data."""
         return tuple(info for infos in self._outputs for info in infos)
 
     def buckets(self, *, bucket_bytes: int) -> BucketStream:

@@ -16,7 +16,7 @@ SHIPPED = Path(__file__).with_name("scenarios")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate each asked scenario, and print the results; returns the exit status.
+    """Simulate each asked scenario, and print the results; return the exit status.
 
     It is 0, or 2 for a scenario that cannot be read or a package that is missing.
     """

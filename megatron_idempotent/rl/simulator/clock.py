@@ -185,7 +185,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, Result], *, limit_s: float = math.inf) -> Result:
-    """Run a coroutine like `asyncio.run`, on a virtual clock that starts at 0; returns its result.
+    """Run a coroutine like `asyncio.run`, on a virtual clock that starts at 0; return its result.
 
     At the end it cancels the tasks that are left, and closes asynchronous generators.
     Errors: what `main` raises; `Deadlock`; `TooLong` after `limit_s` virtual seconds.

@@ -83,7 +83,7 @@ class SimulatedUpdates:
             self._staging = ""
 
     async def commit(self, update_id: str) -> int:
-        """Switch to the staged update; returns its version. The engine is DIRTY meanwhile.
+        """Switch to the staged update; return its version. The engine is DIRTY meanwhile.
 
         Errors: `EngineError` for an update that is not staged; `EngineDead`.
         """

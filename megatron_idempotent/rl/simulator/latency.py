@@ -112,7 +112,7 @@ class Empirical:
 
 
 def _part(given: Any) -> Any:
-    """Split a table into its share and the distribution; returns anything else as it is."""
+    """Split a table into its share and the distribution; return anything else as it is."""
     if not isinstance(given, Mapping):
         return given
     return given.get("share"), {key: value for key, value in given.items() if key != "share"}

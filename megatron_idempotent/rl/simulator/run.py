@@ -76,7 +76,7 @@ Hook = Callable[["Simulation"], Any]
 
 
 def simulate(scenario: Scenario, *, beside: Hook | None = None) -> SimulationReport:
-    """Run a scenario to its end on a virtual clock; returns the results.
+    """Run a scenario to its end on a virtual clock; return the results.
 
     Args:
         scenario: what is simulated.

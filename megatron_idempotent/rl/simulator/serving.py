@@ -113,7 +113,7 @@ class Sharing:
             self._waiting.append(job)
 
     def leave(self, job: ServedRequest) -> None:
-        """Drop a request that nobody waits for any more; does nothing if it has left already."""
+        """Drop a request that nobody waits for any more; do nothing if it has left already."""
         self._advance()
         if not job.started:
             if job in self._waiting:
@@ -421,7 +421,7 @@ class SimulatedServing:
         return jobs
 
     def _lose(self, job: ServedRequest) -> bool:
-        """Count the tokens of an unanswered request as lost; returns whether it was unanswered."""
+        """Count the tokens of an unanswered request as lost; return whether it was unanswered."""
         lost = self._requests.pop(job, None) is not None
         if lost:
             self.lost_tokens += self._drawn(job)

@@ -186,7 +186,7 @@ class SimulatedPolicy:
         return sum(group.tokens for group in groups) * self._tokens_per_entry
 
     async def _call(self, call: str, seconds: float) -> Fault | None:
-        """Take the time of a call; returns the fault that it has to raise once it is carried out.
+        """Take the time of a call; return the fault that it has to raise once it is carried out.
 
         Errors: those of a fault that happens before it is carried out; `RanksLost`.
         """
@@ -363,7 +363,7 @@ class CountingPlane(MemoryPlane):
             raise InjectedError("clear was carried out, and then it failed")
 
     def _fault(self, call: str) -> bool:
-        """Raise if a fault is due before the call; returns whether one is due after it."""
+        """Raise if a fault is due before the call; return whether one is due after it."""
         fault = self._faults.due("plane", _now(), call=call)
         if fault is not None and fault.kind == "raises":
             raise InjectedError(f"{call} fails by a fault of the scenario")

@@ -57,7 +57,7 @@ async def attempts(
     done: Callable[[EngineHealth], bool],
     settings: SyncSettings,
 ) -> str:
-    """Call until `done` says so of the engine's health; returns the last error, or "".
+    """Call until `done` says so of the engine's health; return the last error, or "".
 
     Health is asked after every attempt, failed or not: a call that times out may have been carried
     out, and one that comes back may not.

@@ -170,7 +170,7 @@ class UpdateAttempt:
         return f"staging failed: not done in {settings.stage_timeout_s:g} s"
 
     async def _wake(self, tag: str) -> list[str]:
-        """Wake colocated engines that are asleep; returns the error of each, or ""."""
+        """Wake colocated engines that are asleep; return the error of each, or ""."""
         if not self._settings.colocated:
             return [""] * len(self._engines)
 
@@ -193,7 +193,7 @@ class UpdateAttempt:
         return ""
 
     async def _commit(self, engine: RolloutEngine) -> str:
-        """Commit, and verify that by the engine's own health; returns the error, or ""."""
+        """Commit, and verify that by the engine's own health; return the error, or ""."""
         return await attempts(
             engine,
             "commit",

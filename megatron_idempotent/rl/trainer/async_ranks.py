@@ -136,7 +136,7 @@ class PolicyWorker(Exports):
         self._policy.microbatch(step_id, batch, microbatch_id=microbatch_id, last=last)
 
     def finish(self, step_id: str) -> StepOutcome:
-        """Reduce gradients and update the weights; returns the outcome over all ranks."""
+        """Reduce gradients and update the weights; return the outcome over all ranks."""
         result = self._policy.finish(step_id)
         metrics: dict[str, float] = dict(result.metrics)
         metrics["learning_rate"] = result.lr
@@ -147,7 +147,7 @@ class PolicyWorker(Exports):
         )
 
     def train(self, step_id: str, batch: Batch) -> StepOutcome:
-        """Take an optimizer step over this replica's rows; returns its outcome.
+        """Take an optimizer step over this replica's rows; return its outcome.
 
         A step that was taken already is not taken again: its outcome is returned once more. If it
         raises, the step is undone on all ranks.
@@ -167,13 +167,13 @@ class PolicyWorker(Exports):
         self._policy.abort()
 
     def save(self, directory: str, iteration: int) -> str:
-        """Write Megatron's checkpoint; returns the digest of the weights."""
+        """Write Megatron's checkpoint; return the digest of the weights."""
         with self._policy.weights() as modules:
             save_weights(self._policy.stock, Path(directory), iteration=iteration)
             return run_digest(modules, self._config)
 
     def load(self, directory: str) -> int:
-        """Load Megatron's checkpoint; returns the iteration that it was written with."""
+        """Load Megatron's checkpoint; return the iteration that it was written with."""
         return load_weights(self._policy.stock, Path(directory))
 
     def save_hf(self, directory: str) -> None:

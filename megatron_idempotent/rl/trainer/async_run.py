@@ -160,7 +160,7 @@ TRACE_FILE = "timeline.json"
 
 
 def run_controller(job: Job, prompts: PromptSet, *, pool: RankPool | None = None) -> bool:
-    """Run the job's controller in this process; returns whether the run came to its end.
+    """Run the job's controller in this process; return whether the run came to its end.
 
     If SIGTERM stops it, it returns False once a checkpoint is written from which it can go on.
     `pool` is a launcher that forks embedded ranks; None for one of their own.

@@ -56,7 +56,7 @@ class PolicyCheckpoints:
         dist.barrier()
 
     def load(self, checkpoint: Path) -> int:
-        """Load a checkpoint into the policy; returns the number of rollouts before it.
+        """Load a checkpoint into the policy; return the number of rollouts before it.
 
         It does not verify the files: the launching process has done so.
         """
@@ -83,7 +83,7 @@ def save_weights(stock: MegatronModel, directory: Path, *, iteration: int) -> No
 
 
 def load_weights(stock: MegatronModel, directory: Path) -> int:
-    """Load what `save_weights` wrote; returns the iteration it was written with. Collective."""
+    """Load what `save_weights` wrote; return the iteration it was written with. Collective."""
     from megatron.training.checkpointing import load_checkpoint
 
     # no_grad: the optimizer copies into views of float32 parameters, which are leaves here.

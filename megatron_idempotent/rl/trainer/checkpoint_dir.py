@@ -84,7 +84,7 @@ def keep_newest(directory: Path, count: int) -> None:
 
 
 def verify(checkpoint: Path) -> dict[str, Any]:
-    """Compare every file of a checkpoint with its list; returns the state given to `seal`.
+    """Compare every file of a checkpoint with its list; return the state given to `seal`.
 
     Errors: `CheckpointError`, which names the file that is missing, cut short or changed.
     """

@@ -27,7 +27,7 @@ PRELOAD = (
 
 
 def run_rank(job: Job) -> None:
-    """Train as one rank; imports the worker only here, in a process that may import torch."""
+    """Train as one rank; import the worker only here, in a process that may import torch."""
     from .loop import work
 
     work(job)
@@ -93,7 +93,7 @@ def _check_checkpoint(folder: Path, parallel: ParallelConfig) -> None:
 
 
 def launch(job: Job, prompts: PromptSet) -> bool:
-    """Run the job, draw its curves and print its table; returns whether the run came to its end.
+    """Run the job, draw its curves and print its table; return whether the run came to its end.
 
     It returns False if SIGTERM stopped an asynchronous run, which can be continued.
     Errors: those of `start_ranks` or, for an asynchronous run, of `run_controller`.

@@ -93,7 +93,7 @@ def train(config: Config, prompts: PromptSet, parts: TrainerParts, *, first_roll
 def evaluate(
     config: Config, prompts: PromptSet, parts: TrainerParts, *, done: int
 ) -> Mapping[str, float]:
-    """Measure the mean reward on held-out prompts after `done` rollouts; returns metrics.
+    """Measure the mean reward on held-out prompts after `done` rollouts; return metrics.
 
     Each prompt has one sample, at the training temperature. Collective.
     """
@@ -125,7 +125,7 @@ def draw(
 
 
 def score(scorer: Scorer, drawn: Sequence[tuple[Prompt, tuple[Sample, ...]]]) -> list[RolloutGroup]:
-    """Have the verifier score samples; returns each prompt's samples and rewards as a group.
+    """Have the verifier score samples; return each prompt's samples and rewards as a group.
 
     It is local to the rank.
     """

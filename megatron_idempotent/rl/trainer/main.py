@@ -36,7 +36,7 @@ _NEEDED = ("pydantic", "torch", "megatron", "tokenizers", "transformers", "rich"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments after `train`; returns the exit code.
+    """Run the command with the arguments after `train`; return the exit code.
 
     It is 0 if the run came to its end, 1 if ranks or the controller failed, 2 for a mistake in the
     settings, the data, the output directory or the checkpoint, 130 after Ctrl-C, and 143 if SIGTERM

@@ -93,7 +93,7 @@ class MemoryLedger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the memory of a block; leaves out a block that raises."""
+        """Measure the memory of a block; leave out a block that raises."""
         if self._read is None:
             yield
             return
@@ -130,7 +130,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the seconds and the memory of a block; leaves out a block that raises."""
+        """Measure the seconds and the memory of a block; leave out a block that raises."""
         started = time.perf_counter()
         with self._ledger.phase(name):
             yield

@@ -82,7 +82,7 @@ _FREE = frozenset(
 
 
 def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = False) -> Job:
-    """Make the output directory or, to resume, check the newest checkpoint in it; returns the job.
+    """Make the output directory or, to resume, check the newest checkpoint in it; return the job.
 
     With `started_anew`, which is for a run that something else starts again when it dies, it
     resumes if there is a checkpoint and begins from the start if there is none.

@@ -250,7 +250,7 @@ def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepM
 def ensure_checkpoint(
     directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
 ) -> Path:
-    """Have rank 0 write a random checkpoint unless it is there; returns its folder. Collective.
+    """Have rank 0 write a random checkpoint unless it is there; return its folder. Collective.
 
     The sizes and the seed alone decide its weights. The model has RMSNorm, rotary positions,
     SwiGLU, grouped queries and no biases; `positions` is the longest sequence. It is written under

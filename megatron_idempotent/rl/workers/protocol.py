@@ -58,7 +58,7 @@ class RankGroup(Protocol):
         per_rank: Sequence[Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method on all ranks; returns the results by rank.
+        """Call a method on all ranks; return the results by rank.
 
         Args:
             method: the name of the worker's method.

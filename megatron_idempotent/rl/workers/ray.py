@@ -457,7 +457,7 @@ async def _place(
 
 
 def _remove(ray: Any, group: Any) -> None:
-    """Give a placement group back; does nothing if the cluster is gone."""
+    """Give a placement group back; do nothing if the cluster is gone."""
     if not ray.is_initialized():  # else Ray would start one
         return
     with contextlib.suppress(ray.exceptions.RayError, RuntimeError):

@@ -38,7 +38,7 @@ class Connection:
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def ask(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Send a frame, and return the next that comes; waits for ever on an ended connection.
+        """Send a frame, and return the next that comes; wait for ever on an ended connection.
 
         Do not cancel it if another `ask` is to follow.
         """

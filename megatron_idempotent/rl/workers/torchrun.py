@@ -173,7 +173,7 @@ def start(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command to its end; returns its exit code, with 128 + N for signal N."""
+    """Run the command to its end; return its exit code, with 128 + N for signal N."""
     directory, run_id, dashes, *command = argv
     if dashes != "--" or not command:
         raise ValueError(f"got arguments {list(argv)!r}; allowed: DIRECTORY RUN_ID -- COMMAND…")
@@ -219,7 +219,7 @@ class TorchrunRank:
         self._one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
 
     def run(self) -> int:
-        """Serve until the controller ends; returns its exit code."""
+        """Serve until the controller ends; return its exit code."""
         self._cuda = _prepare(self._local_rank, one_machine=self._one_machine)
         from torch.distributed.rendezvous import rendezvous
 
@@ -369,7 +369,7 @@ def _prefixed(prefix: str, store: Any) -> Any:
 
 
 def _prepare(local_rank: int, *, one_machine: bool) -> bool:
-    """Prepare what must precede Megatron's import; returns whether there is CUDA."""
+    """Prepare what must precede Megatron's import; return whether there is CUDA."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
 

@@ -67,7 +67,7 @@ def applied() -> list[Patch]:
 
 @functools.cache
 def mentioned(patch_id: str) -> frozenset[str]:
-    """Name that a patch's wrappers, and functions of ours that these use, have in bytecode."""
+    """Names that a patch's wrappers, and functions of ours that these use, have in bytecode."""
     found: set[str] = set()
     done: set[int] = set()
     waiting: list[object] = [target.wrapper for target in patches()[patch_id].targets]

@@ -16,7 +16,7 @@ def part(rank, dtype):
 
 
 def gathered_wrong():
-    """Name of the gathers whose outputs are not the parts of all ranks, in order."""
+    """Names of the gathers whose outputs are not the parts of all ranks, in order."""
     import torch
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ def gathered_wrong():
 
 
 def sums_wrong():
-    """Name of the reduce-scatters that are not the sums of all ranks' parts."""
+    """Names of the reduce-scatters that are not the sums of all ranks' parts."""
     import torch
     import torch.distributed as dist
 

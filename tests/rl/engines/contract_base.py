@@ -126,7 +126,7 @@ class ContractBase:
         return update
 
     async def switch(self, engine: RolloutEngine, directory: Path) -> int:
-        """Stage, pause, commit, resume; returns the version."""
+        """Stage, pause, commit, resume; return the version."""
         update = await self.update(engine, directory)
         await engine.pause()
         version = await engine.commit(update.id)

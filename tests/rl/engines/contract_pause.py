@@ -15,7 +15,7 @@ class PauseContract(ContractBase):
     """An engine that stops between two tokens, and goes on."""
 
     async def start(self, engine, requests):
-        """Call that have drawn some tokens, and have more to draw."""
+        """Calls that have drawn some tokens, and have more to draw."""
         calls = [asyncio.ensure_future(engine.generate(each)) for each in requests]
         # A short request runs beside them: once it is answered, they have come as far.
         await engine.generate(self.request(max_tokens=6))

@@ -27,7 +27,7 @@ def test_keyed_uniforms_are_uniform_and_differ_in_both_keys():
 
 
 def test_keyed_uniforms_stay_what_they_are():
-    """Sample of a run that is resumed on another release are the same."""
+    """Samples of a run that is resumed on another release are the same."""
     found = keyed_uniforms(
         seeds_B=torch.tensor([0, 1, -1, 2**62]), places_B=torch.tensor([0, 1, 2, 3])
     )

@@ -47,7 +47,7 @@ def make_checkpoint(
     init_std: float = 0.3,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write config.json, model.safetensors and a tokenizer of characters; returns `directory`.
+    """Write config.json, model.safetensors and a tokenizer of characters; return `directory`.
 
     Every parameter is drawn from the seed, norms and biases too, so two seeds differ in all of
     them. `init_std` is that of the matrices: with 0.3 the distributions are far from uniform, and

@@ -69,7 +69,7 @@ def assert_nested(events):
 
 
 def names(trace, what="thread_name"):
-    """Name of threads or processes, by id, in the order in which a viewer sorts them."""
+    """Names of threads or processes, by id, in the order in which a viewer sorts them."""
     key = "tid" if what == "thread_name" else "pid"
     order = {
         event[key]: event["args"]["sort_index"]

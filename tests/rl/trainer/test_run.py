@@ -331,7 +331,7 @@ def whole(run):
 
 @pytest.fixture(scope="module")
 def resumed(run):
-    """Do the same run in two parts; returns the metrics after the first, and what `run` gives of
+    """Do the same run in two parts; return the metrics after the first, and what `run` gives of
     both."""
     half, noted = run("half", "run.rollouts=2")
     return len(reproducible(half)), noted, *run("half", "run.rollouts=3", resume=True)

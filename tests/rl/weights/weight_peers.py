@@ -126,7 +126,7 @@ class PeerProcess:
         self._reap()
 
     def end(self) -> str:
-        """Let it end by itself; returns what it wrote to its standard error."""
+        """Let it end by itself; return what it wrote to its standard error."""
         self._in.close()
         self._reap()
         return "".join(self._errors)

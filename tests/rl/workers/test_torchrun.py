@@ -65,7 +65,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="class")
 def started() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start the ranks of a class, and ends them after it."""
+    """Start the ranks of a class, and end them after it."""
     processes: list[subprocess.Popen[bytes]] = []
     yield processes
     for process in processes:

@@ -67,7 +67,7 @@ class RowCache(Cache):
         self._places.put(torch.cat([self._places.lengths_B.to(lengths.device), lengths]))
 
     def leave(self, gone: Sequence[int]) -> list[int]:
-        """Give up rows; returns, for each row that is left, the place it had before."""
+        """Give up rows; return, for each row that is left, the place it had before."""
         absent = set(gone)
         left = self._places.rows - len(absent)
         order = list(range(left))
@@ -118,7 +118,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one position per row, [B, H, 1, D]; returns all keys and values in use."""
+        """Write one position per row, [B, H, 1, D]; return all keys and values in use."""
         lengths_B, width = self._places.lengths_B, self._places.width + 1
         rows = len(lengths_B)
         kept = []
@@ -243,7 +243,7 @@ def draw(
     seeds_B: torch.Tensor,
     places_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row; returns tokens and their log-probs, [B] of int64 and float32.
+    """Draw a token for each row; return tokens and their log-probs, [B] of int64 and float32.
 
     Log-probs are natural, of the tempered distribution. The token is the one at which the
     cumulative distribution passes the uniform of (seed, place). If a row's logits are not finite
@@ -311,7 +311,7 @@ class DecodeBatch:
 
     @torch.no_grad()
     def join(self, sequences: Sequence[Sequence[int]], sequence_of_row: Sequence[int]) -> int:
-        """Compute sequences, each once, and add rows to them; returns the number of new rows.
+        """Compute sequences, each once, and add rows to them; return the number of new rows.
 
         Args:
             sequences: all tokens of a row but its last one; one may be empty.
@@ -367,5 +367,5 @@ class DecodeBatch:
 
     @torch.no_grad()
     def leave(self, gone: Sequence[int]) -> list[int]:
-        """Give up rows; returns, for each row that is left, the place it had before."""
+        """Give up rows; return, for each row that is left, the place it had before."""
         return self._cache.leave(gone)

@@ -141,7 +141,7 @@ class Scheduler:
         return len(self._waiting) + len(self._joining) + len(self._rows)
 
     async def answer(self, request: Request) -> Sample:
-        """Sample one response; waits for the gate and for a row."""
+        """Sample one response; wait for the gate and for a row."""
         slot = RequestSlot(
             order=self._taken,
             request=request,

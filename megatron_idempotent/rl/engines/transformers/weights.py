@@ -268,7 +268,7 @@ class WeightVersions:
         task.result()
 
     def commit(self, update_id: str) -> int:
-        """Serve the staged update; returns its version.
+        """Serve the staged update; return its version.
 
         Errors: `EngineError` for an id that is not staged, or if tensors cannot be exchanged.
         """

@@ -177,7 +177,7 @@ class Inbox:
         self._loaded: tuple[WeightUpdate, Weights] | None = None
 
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what the command says; returns the state after it, or the error as "error".
+        """Do what the command says; return the state after it, or the error as "error".
 
         Commands: "state"; "open" with update, opened, serving, keep, silence_s; "bucket" and
         "complete" and "drop" with an id. They return at once: receiving is a thread's work.

@@ -34,7 +34,7 @@ class StagingExtension:
     weight_transfer_engine: Any
 
     def megatron_idempotent(self, command: str) -> dict[str, Any]:
-        """Run one command of the client, given as JSON; returns the worker's state after it.
+        """Run one command of the client, given as JSON; return the worker's state after it.
 
         vLLM runs it between two steps of the model, so it does not wait for anything: a thread
         receives buckets. It never raises, because vLLM would log that as an error of the engine:

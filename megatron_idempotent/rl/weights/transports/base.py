@@ -30,11 +30,11 @@ class Sender(Protocol):
     """
 
     async def open(self, update: WeightUpdate) -> Announcement:
-        """Begin an update; returns what `receiver()` needs, its "kind" among it."""
+        """Begin an update; return what `receiver()` needs, its "kind" among it."""
         ...
 
     async def announce(self, bucket: Bucket) -> Announcement:
-        """Put a bucket where workers find it, or say that it comes; returns its metadata."""
+        """Put a bucket where workers find it, or say that it comes; return its metadata."""
         ...
 
     async def transmit(self, bucket: Bucket) -> None:
@@ -116,7 +116,7 @@ class SessionSender:
         raise NotImplementedError
 
     async def open(self, update: WeightUpdate) -> Announcement:
-        """Begin an update; returns what `receiver()` needs.
+        """Begin an update; return what `receiver()` needs.
 
         Errors: `TransportError` while another update is open.
         """

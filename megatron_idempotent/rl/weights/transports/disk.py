@@ -77,7 +77,7 @@ class DiskSender(SessionSender):
         return _Folder(path, like=self._like, keep=self._keep), {"folder": str(path)}
 
     async def finish(self) -> pathlib.Path:
-        """Make the open update's folder a complete Hugging Face checkpoint; returns its path.
+        """Make the open update's folder a complete Hugging Face checkpoint; return its path.
 
         Call it after all buckets have been announced. The index is written last: a folder with one
         is complete. Errors: `TransportError` without `like`, or if the folder cannot be written.

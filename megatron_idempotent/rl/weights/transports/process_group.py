@@ -35,7 +35,7 @@ class Rendezvous:
 
     @classmethod
     def serve(cls, host: str, port: int, *, token: str, timeout_s: float) -> tuple[Rendezvous, int]:
-        """Serve the store at one address of this machine, and at no other; returns the port too.
+        """Serve the store at one address of this machine, and at no other; return the port too.
 
         Errors: `TransportError` for an address that is not this machine's, or is taken.
         """
@@ -196,7 +196,7 @@ def _store(
 
 
 def _address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the route to another; sends nothing."""
+    """Return this machine's address on the route to another; send nothing."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with contextlib.closing(socket.socket(family, kind)) as probe:
         probe.connect(address)
