@@ -8,51 +8,6 @@ before Megatron is imported takes nothing from the standard library that a bare 
 loaded.
 """
 
-from __future__ import annotations
+from megatron_idempotent.lazy import attributes
 
-from .base import PatchError, UnknownPatchError, VerificationError
-from .catalog import OPEN, UNTRIED
-
-TYPE_CHECKING = False  # importing typing would cost what the index saves
-if TYPE_CHECKING:
-    from typing import Any
-
-    from .record import Helper, Limit, Patch, Target, a_body_has, arguments, no_body_has
-    from .source import Body
-
-__all__ = [
-    "OPEN",
-    "UNTRIED",
-    "Body",
-    "Helper",
-    "Limit",
-    "Patch",
-    "PatchError",
-    "Target",
-    "UnknownPatchError",
-    "VerificationError",
-    "a_body_has",
-    "arguments",
-    "no_body_has",
-]
-
-
-# What case files need, and apply() before Megatron's import does without.
-_LAZY = {
-    "Body": "source",
-    "Helper": "record",
-    "Limit": "record",
-    "Patch": "record",
-    "Target": "record",
-    "a_body_has": "record",
-    "arguments": "record",
-    "no_body_has": "record",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        value = getattr(__import__(f"{__name__}.{_LAZY[name]}", fromlist=[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = attributes(__name__)

@@ -1,0 +1,13 @@
+from .base import PatchError as PatchError
+from .base import UnknownPatchError as UnknownPatchError
+from .base import VerificationError as VerificationError
+from .catalog import OPEN as OPEN
+from .catalog import UNTRIED as UNTRIED
+from .record import Helper as Helper
+from .record import Limit as Limit
+from .record import Patch as Patch
+from .record import Target as Target
+from .record import a_body_has as a_body_has
+from .record import arguments as arguments
+from .record import no_body_has as no_body_has
+from .source import Body as Body
