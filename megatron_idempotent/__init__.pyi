@@ -2,6 +2,7 @@ from . import fp8 as fp8
 from . import logprobs as logprobs
 from . import step as step
 from . import window as window
+from .hook import init as init
 from .logprobs import TokenStats as TokenStats
 from .logprobs import token_logprobs as token_logprobs
 from .megatron.replica_check import ReplicaMismatchError as ReplicaMismatchError

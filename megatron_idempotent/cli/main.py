@@ -72,6 +72,10 @@ def _reader_left() -> bool:
 
 
 def _run(argv: list[str]) -> int:
+    if argv[:1] in (["hook"], ["run"]):
+        from . import doors
+
+        return (doors.hook if argv[0] == "hook" else doors.run)(argv[1:])
     if argv[:1] and argv[0] in _OWN_PARSERS:
         # They have a parser of their own, so that they can be used without this one.
         try:
@@ -168,6 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "certify", help="a framework's training step against its definition (see `certify --help`)"
     )
+    commands.add_parser("hook", help="patches wherever a variable is on: install, status, remove")
+    commands.add_parser("run", help="run a command with the patches in all processes below it")
     commands.add_parser("train", help="the reference RL trainer (see `train --help`)")
     commands.add_parser("simulate", help="an asynchronous run on a virtual clock")
     return parser

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 SWITCH = "MEGATRON_IDEMPOTENT"
 VARIABLES = {
-    f"{SWITCH}": "0 turns every patch off",
+    f"{SWITCH}": "0 turns every patch off, 1 applies them where the hook is installed",
     f"{SWITCH}_CHECK": "1 turns on the patches that only look",
     f"{SWITCH}_DISABLE": "ids of patches that are not applied",
     f"{SWITCH}_ONLY": "ids of patches, of which no others are applied",
     f"{SWITCH}_REBIND": "packages whose early-bound names are rebound too",
     f"{SWITCH}_REPORT": "file for the report, with {rank} filled in",
+    f"{SWITCH}_RUN": "folder for a report of each process, set by `megatron-idempotent run`",
     f"{SWITCH}_STRICT": "1 makes a problem an error",
 }
 """The variables that `apply()` reads; there is no other table of them."""
@@ -54,6 +55,8 @@ class Settings(Record):
     patched function are rebound too."""
     report_path: str | None
     """`MEGATRON_IDEMPOTENT_REPORT=path.json`: where the report is written, `{rank}` filled in."""
+    run_folder: str | None
+    """`MEGATRON_IDEMPOTENT_RUN=folder`: where each process writes a report, for `run`."""
     unknown: tuple[str, ...]
     """Sentences about variables that begin like these and mean nothing, as misspelt ones do."""
 
@@ -77,6 +80,7 @@ def read(known: Iterable[str], environ: Mapping[str, str] | None = None) -> Sett
         debug=_switch(environ, f"{SWITCH}_CHECK", default=False),
         rebind=_packages(environ, f"{SWITCH}_REBIND"),
         report_path=environ.get(f"{SWITCH}_REPORT") or None,
+        run_folder=environ.get(f"{SWITCH}_RUN") or None,
         unknown=tuple(_unknown(environ)),
     )
 

@@ -66,6 +66,7 @@ def test_readme_says_how_large_a_part_is(part):
 
 #: What each entry point brings into a process, beside what has loaded it.
 BROUGHT = {
+    "megatron_idempotent.auto": {"hook"},
     "megatron_idempotent.proof.cpu.pytest_plugin": {
         "proof", "proof.cpu", "proof.cpu.gpu", "proof.cpu.table",
     },

@@ -1,0 +1,100 @@
+"""Applies the patches in programs that nobody edits: by a door of theirs, or at Python's start."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # a process that never imports Megatron pays for this module
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from .patching.report import Report
+
+PACKAGES = frozenset(
+    {
+        "mcore_adapter",
+        "megatron",
+        "miles",
+        "nemo_rl",
+        "roll",
+        "skyrl",
+        "slime",
+        "swift",
+        "verl",
+    }
+)
+"""The top-level packages that have patches. The first import of one of them applies all."""
+
+
+def init(args: object = None) -> Report:
+    """Apply the patches, as a function that a framework calls with arguments of its own.
+
+    slime and miles take it as `--custom-megatron-init-path megatron_idempotent.init`.
+
+    Args:
+        args: whatever the door passes, such as the parsed command line; it is not read.
+
+    Returns:
+        The report of `apply()`.
+
+    Raises:
+        PatchError, UnknownPatchError, ValueError: as `apply()` does.
+    """
+    from .patching.api import apply
+
+    report = apply()
+    for row in report.problems:
+        _say(f"{row.id}: {row.status} on {row.version} ({row.reason})")
+    return report
+
+
+def watch() -> None:
+    """Apply the patches with this process's first import of one of `PACKAGES`, or now, if it was.
+
+    Nothing happens if `MEGATRON_IDEMPOTENT` is off. Safe to call any number of times.
+    """
+    if os.environ.get("MEGATRON_IDEMPOTENT", "").strip().lower() in {"0", "false", "off", "no"}:
+        return
+    if not PACKAGES.isdisjoint(sys.modules):
+        _apply()
+    elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch())
+
+
+class _Watch:
+    """Waits, as a finder, for the first import of a package that has patches.
+
+    At Python's start the path is not complete: the script's own folder is missing, and what later
+    `.pth` files add. So nothing is decided before such an import. The finder stays in
+    `sys.meta_path`, because an import under way would skip the finder after one that is taken out.
+    """
+
+    waits = True
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not self.waits or fullname not in PACKAGES:
+            return None
+        self.waits = False
+        _apply()
+        # `apply()` has put its own finder before this one, where this import no longer comes by.
+        from importlib.util import find_spec
+
+        return find_spec(fullname)
+
+
+def _apply() -> None:
+    try:
+        init()
+    except Exception as error:
+        # verl tells of a plugin that fails at debug level only.
+        _say(f"no patch is in place: {type(error).__name__}: {error}")
+        raise
+
+
+def _say(text: str) -> None:
+    print(f"megatron-idempotent: {text}", file=sys.stderr, flush=True)
