@@ -32,7 +32,8 @@ PACKAGES = frozenset(
 def init(args: object = None) -> Report:
     """Apply the patches, as a function that a framework calls with arguments of its own.
 
-    slime and miles take it as `--custom-megatron-init-path megatron_idempotent.init`.
+    The first training call of a job then checks that all of its ranks have them. slime and miles
+    take it as `--custom-megatron-init-path megatron_idempotent.init`.
 
     Args:
         args: whatever the door passes, such as the parsed command line; it is not read.
@@ -44,8 +45,11 @@ def init(args: object = None) -> Report:
         PatchError, UnknownPatchError, ValueError: as `apply()` does.
     """
     from .patching.api import apply
+    from .patching.install import state
 
     report = apply()
+    if state.selection is not None:
+        state.verify_within = state.selection.settings.verify_within
     for row in report.problems:
         _say(f"{row.id}: {row.status} on {row.version} ({row.reason})")
     return report

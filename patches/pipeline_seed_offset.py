@@ -32,8 +32,6 @@ from typing import Any
 from megatron_idempotent.megatron.training import STAGE_OFFSET
 from megatron_idempotent.patching import Patch, Target, a_body_has
 
-"""Upstream's own distance between the seeds of two stages."""
-
 
 def seed_all_stages(original: Callable[..., Any], seed: int, *args: Any, **kwargs: Any) -> Any:
     """Seed; if all pipeline stages have the same states then, seeds again with an offset."""

@@ -83,7 +83,7 @@ def hook_line(file: Path, found: str | None) -> str:
         return f"{file} is of another version: run `megatron-idempotent hook install` again"
     value = os.environ.get(SWITCH)
     state = f"here it is {value}" if value is not None else "here it is unset"
-    return f"{file} is in place: each Python of {sys.prefix} with {SWITCH}=1 has patches; {state}"
+    return f"{file} is in place: a Python that reads it and has {SWITCH}=1 applies patches; {state}"
 
 
 def run(argv: Sequence[str]) -> int:

@@ -17,7 +17,9 @@ from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from megatron_idempotent.patching import Target
+from megatron_idempotent.patching.install import state
 from megatron_idempotent.patching.per_process import PerProcessList
+from megatron_idempotent.patching.verify import verify_at_start
 
 #: A key of `patching.record.PROVIDED`.
 ASKS_WINDOWS = "schedules-ask-windows"
@@ -71,6 +73,8 @@ def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
         schedule: what the wrapper got as its original.
         model: the schedule's argument.
     """
+    if state.verify_within:
+        verify_at_start()
     for window in open_windows:
         if any(window.holds(chunk) for chunk in chunks(model)):
             return schedule if window in _running else partial(_run, window, schedule)

@@ -41,6 +41,9 @@ class State(PerProcess):
         """The sites by target address. No flag on the target says so: a flag set through a wrapper
         lands on the original and outlives it. A site without layers stays, so that the next
         `apply()` patches its function again for everything that holds it."""
+        self.verify_within = 0.0
+        """Seconds within which all ranks have to say in their first schedule call that they have
+        the same patches; 0 where nobody asked for that, and after it."""
 
 
 REVERTED = "reverted"

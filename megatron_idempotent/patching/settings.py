@@ -23,6 +23,7 @@ VARIABLES = {
     f"{SWITCH}_REPORT": "file for the report, with {rank} filled in",
     f"{SWITCH}_RUN": "folder for a report of each process, set by `megatron-idempotent run`",
     f"{SWITCH}_STRICT": "1 makes a problem an error",
+    f"{SWITCH}_VERIFY": "seconds in which all ranks must have patches that a hook applied; 0: any",
 }
 """The variables that `apply()` reads; there is no other table of them."""
 _ELSEWHERE = frozenset(
@@ -57,6 +58,9 @@ class Settings(Record):
     """`MEGATRON_IDEMPOTENT_REPORT=path.json`: where the report is written, `{rank}` filled in."""
     run_folder: str | None
     """`MEGATRON_IDEMPOTENT_RUN=folder`: where each process writes a report, for `run`."""
+    verify_within: float
+    """`MEGATRON_IDEMPOTENT_VERIFY=600`: seconds that the first training call waits for the patches
+    of all ranks, where a hook has applied them; 0 leaves ranks alone."""
     unknown: tuple[str, ...]
     """Sentences about variables that begin like these and mean nothing, as misspelt ones do."""
 
@@ -81,7 +85,23 @@ def read(known: Iterable[str], environ: Mapping[str, str] | None = None) -> Sett
         rebind=_packages(environ, f"{SWITCH}_REBIND"),
         report_path=environ.get(f"{SWITCH}_REPORT") or None,
         run_folder=environ.get(f"{SWITCH}_RUN") or None,
+        verify_within=_seconds(environ, f"{SWITCH}_VERIFY", default=600.0),
         unknown=tuple(_unknown(environ)),
+    )
+
+
+def _seconds(environ: Mapping[str, str], variable: str, *, default: float) -> float:
+    text = environ.get(variable, "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if 0 <= value < float("inf"):
+        return value
+    raise ValueError(
+        f"{variable}={environ[variable]!r} is no number of seconds: set it to 0 or more"
     )
 
 

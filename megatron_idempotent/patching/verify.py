@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from . import install
 from .api import report
 from .base import PatchError, VerificationError
 from .catalog import load, outlines
-from .report import PROBLEMS, Report, Row
+from .report import COVERED, PROBLEMS, Report, Row
+from .settings import SWITCH
 
 
 def verify(group: Any = None) -> Report:
@@ -34,22 +36,12 @@ def verify(group: Any = None) -> Report:
             names them; without strict mode a warning is logged of the last.
         PatchError: in strict mode, if a patch of this process has a problem.
     """
-    failure: PatchError | VerificationError | None = None
-    try:
-        result = report()
-        _check_in_place(result)
-    except (PatchError, VerificationError) as error:
-        failure = error
-        result = Report(install.current(patch) for patch in outlines().values())
+    result, failure = _checked_here()
     distributed = sys.modules.get("torch.distributed")
     up = distributed and distributed.is_available() and distributed.is_initialized()
     if distributed and up and distributed.get_world_size(group) > 0:  # -1 outside of the group
         gathered: list[Any] = [None] * distributed.get_world_size(group)
-        mine = (
-            distributed.get_rank(),
-            {row.id: _digest(row) for row in result},
-            failure and str(failure),
-        )
+        mine = _told(distributed.get_rank(), result, failure)
         # All ranks of the group must enter, also one that already knows of a failure: the others
         # hang otherwise.
         distributed.all_gather_object(gathered, mine, group=group)
@@ -58,6 +50,79 @@ def verify(group: Any = None) -> Report:
     if failure is not None:
         raise failure
     return result
+
+
+def verify_at_start() -> None:
+    """Check once, in a rank's first schedule call, that all ranks of the job have its patches.
+
+    A rank without patches would answer no collective. So each rank leaves what it has in the store
+    that the default process group was made with; rank 0 compares, and says so on standard error.
+
+    Raises:
+        VerificationError: on every rank that asks: a rank has left nothing within
+            `state.verify_within` seconds, or ranks differ, as in `verify()`.
+    """
+    from datetime import timedelta  # here, as apply() has no use for it
+
+    within, install.state.verify_within = install.state.verify_within, 0.0
+    distributed = sys.modules.get("torch.distributed")
+    if not distributed or not distributed.is_available() or not distributed.is_initialized():
+        return
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    if ranks == 1:
+        return
+    store = distributed.distributed_c10d._get_default_store()
+    keys = [f"{SWITCH}/patches of rank {each}" for each in range(ranks)]
+    verdict = f"{SWITCH}/verdict"
+    store.set(keys[rank], json.dumps(_told(rank, *_checked_here())))
+    if rank == 0:
+        try:
+            store.wait(keys, timedelta(seconds=within))
+            failure = _compare([json.loads(store.get(key)) for key in keys])
+        except distributed.DistStoreError:
+            silent = [each for each, key in enumerate(keys) if not store.check([key])]
+            failure = _unpatched(silent, within)
+        store.set(verdict, str(failure or ""))
+        if failure is None:
+            count = sum(row.status in COVERED for row in report())
+            print(f"megatron-idempotent: {count} patches on all {ranks} ranks", file=sys.stderr)
+    else:
+        try:
+            # Rank 0 waits from its own first call on.
+            store.wait([verdict], timedelta(seconds=2 * within))
+            said = store.get(verdict).decode()
+            failure = VerificationError(said) if said else None
+        except distributed.DistStoreError:
+            failure = _unpatched([0], 2 * within)
+    if failure is not None:
+        raise failure
+
+
+def _unpatched(ranks: Sequence[int], within: float) -> VerificationError:
+    return VerificationError(
+        f"no patches on {_some(ranks)}, {within:g} s after the first training call of another one: "
+        f"start its process with {SWITCH}=1 where `megatron-idempotent hook install` has run, or "
+        f"all of the job with `megatron-idempotent run`. {SWITCH}_VERIFY is the number of seconds, "
+        "and 0 turns this check off"
+    )
+
+
+def _checked_here() -> tuple[Report, PatchError | VerificationError | None]:
+    """Return the report of this process, and what is wrong with it."""
+    try:
+        result = report()
+        _check_in_place(result)
+    except (PatchError, VerificationError) as error:
+        return Report(install.current(patch) for patch in outlines().values()), error
+    return result, None
+
+
+def _told(
+    rank: int, result: Report, failure: Exception | None
+) -> tuple[int, dict[str, str], str | None]:
+    """Return what a rank tells the others of its patches."""
+    said = None if failure is None else str(failure)
+    return rank, {row.id: _digest(row) for row in result}, said
 
 
 def _check_in_place(result: Report) -> None:
