@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from . import bench
+from . import tiny
 
 if TYPE_CHECKING:
     import torch
@@ -62,28 +62,16 @@ class Program:
             training.train(**offered)
 
     def parameters(self) -> torch.Tensor:
-        """Return all parameters of this rank as one vector [P], float32, a copy on the host.
-
-        Under Megatron-FSDP they are the parts that this rank's optimizer holds.
-        """
-        import torch
-
-        tensors = [
-            parameter
-            for chunk in self.chunks
-            for parameter in (
-                bench.parameters(chunk) if bench.is_wrapped(chunk) else chunk.parameters()
-            )
-        ]
-        return torch.cat([tensor.detach().float().flatten() for tensor in tensors]).cpu()
+        """Return all parameters of this rank, as `tiny.parameters_of` does."""
+        return tiny.parameters_of(self.chunks)
 
     def _forward_step(self, data_iterator: Any, model: Any, *_: Any) -> tuple[Any, Any]:
         tokens_BT, positions_BT, mask = next(data_iterator)
-        tokens_BT, positions_BT = map(bench.own_part, (tokens_BT, positions_BT))
+        tokens_BT, positions_BT = map(tiny.own_part, (tokens_BT, positions_BT))
         output = model(tokens_BT, positions_BT, mask, labels=tokens_BT)
 
         def loss_func(loss_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss, whole = bench.mean_over_ranks(loss_BT)
+            loss, whole = tiny.mean_over_ranks(loss_BT)
             self.losses.append(float(whole))
             return loss, {"lm loss": whole}
 
@@ -231,10 +219,15 @@ class _Provider:
         exact = self._exact_attention
         if exact is None:
             exact = config.context_parallel_size > 1
+        change_spec: Callable[[Any], Any] | None = None
+        if exact:
+            from .attention import with_exact_attention
+
+            change_spec = with_exact_attention
         stage = gpt_stage(
             config,
             vp_stage=vp_stage,
-            change_spec=bench.with_exact_attention if exact else None,
+            change_spec=change_spec,
             vocab_size=self._args.padded_vocab_size,
             max_sequence_length=self._args.max_position_embeddings,
             pre_process=pre_process,
