@@ -74,7 +74,7 @@ class RankPool:
         stdout: the file descriptor for the ranks' standard output, and for upstream's while it is
             imported; None for that of this process.
         device: "cpu" for the runtime and gloo; "checked" for the same with ranks that refuse what a
-            GPU would (`cpu.checked`); "cuda" for the GPUs of this machine and NCCL, or gloo if
+            GPU would (`cpu.placement`); "cuda" for the GPUs of this machine and NCCL, or gloo if
             ranks outnumber them. None for the device in MEGATRON_IDEMPOTENT_DEVICE, and without it
             the CPU.
 

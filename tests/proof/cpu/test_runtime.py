@@ -126,11 +126,11 @@ def test_the_table_lists_exactly_what_is_replaced():
             if hasattr(_owner(name), name.rsplit(".", 1)[1])
         }
     assert missing == set()
-    from megatron_idempotent.proof.cpu import refusals
+    from megatron_idempotent.proof.cpu import device
 
     with cpu.enabled():
         pass
-    refused = set(refusals.refused_names())
+    refused = set(device.refused_names())
     classes = {f"{_qualified(name)}.{m}" for name in refused for m in ("__new__", "__init__")}
     unlisted = {
         name
@@ -148,7 +148,7 @@ def test_the_table_lists_exactly_what_is_replaced():
 def _functions():
     """Each function that is replaced, with what it is off and on: {name: (original, now)}."""
     with cpu.enabled():
-        places = [entry[:2] for entry in runtime._runtime.active.ledger._entries]
+        places = [entry[:2] for entry in runtime._runtime.active.entries]
         now = [getattr(*place) for place in places]
     pairs = zip(places, now, strict=True)
     found = {f"{o.__name__}.{name}": (getattr(o, name), new) for (o, name), new in pairs}
