@@ -146,19 +146,21 @@ class SplitStep(Stateful):
     sequences = True
     order_stable = False
     name: str | None = None  # of one of several tenants
-    deadline_s = 20.0
+    loss_of: type[_Loss] = _Loss
+    options: Mapping[str, Any] = MappingProxyType({"deadline_s": 20.0})
+    """Further arguments of `TrainStep`."""
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
-        self.loss = _Loss(subject)
+        self.loss = self.loss_of(subject)
         wire_train_config(subject.chunks, subject.optimizer)
         self.step: Any = TrainStep(
             subject.chunks,
             subject.optimizer,
             forward=self.forward,
-            deadline_s=self.deadline_s,
             tenant=self.name,
             order_stable=self.order_stable,
+            **self.options,
         )
 
     def tenant(self, name: str) -> SplitStep:
@@ -184,8 +186,8 @@ class SplitStep(Stateful):
         finally:
             self.loss.fail = False
 
-    def finish(self) -> Finished:
-        result = self.step.finish(self.open, global_batch_size=1)
+    def finish(self, **how: Any) -> Finished:
+        result = self.step.finish(self.open, global_batch_size=1, **how)
         return Finished(
             updated=result.updated, grad_norm=result.grad_norm, loss=result.metrics.get("nll")
         )
@@ -217,15 +219,11 @@ class FSDPSplitStep(SplitStep):
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
-        self.loss = _Loss(subject)
+        self.loss = self.loss_of(subject)
         (self.model,) = subject.chunks
         # Begun, finished and aborted as the other is.
         self.step = FSDPTrainStep(
-            self.model,
-            subject.optimizer,
-            forward=subject.forward,
-            clip_grad=None,
-            deadline_s=self.deadline_s,
+            self.model, subject.optimizer, forward=subject.forward, clip_grad=None, **self.options
         )
 
     def microbatch(self, rows: Rows | None, *, fail: bool = False) -> None:
