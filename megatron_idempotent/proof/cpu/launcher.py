@@ -240,7 +240,7 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
                 collapse_pages()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # To take torch and Megatron down takes seconds, and Triton would list what nobody has collected.
+    # The end of torch and Megatron takes seconds, in which Triton lists what nobody has collected.
     os._exit(0)
 
 
@@ -375,7 +375,7 @@ def occupy(call: Call, slot: RankSlot) -> None:
 
 def _called(call: Call, slot: RankSlot) -> object:
     _settle(call, slot)
-    function = resolve(call.function)
+    function = resolve(call)
     args, kwargs = load_arguments(call)
     if call.distributed:
         _join_default_group(call, slot)

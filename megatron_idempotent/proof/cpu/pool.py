@@ -129,8 +129,11 @@ class RankPool:
                 f"{self.max_world_size}, found {world_size}"
             )
         main_file = getattr(sys.modules["__main__"], "__file__", None)
+        module, qualname, file = refer(fn)
         call = Call(
-            function=refer(fn),
+            module=module,
+            qualname=qualname,
+            file=file,
             arguments=pickle.dumps((args, kwargs)),
             world_size=world_size,
             timeout_s=timeout_s,
@@ -142,19 +145,19 @@ class RankPool:
             main_file=main_file and os.path.abspath(main_file),
             device=self.device,
         )
-        with self._lock:
-            outcome = self._send(call)
-        return _results(outcome, timeout_s)
-
-    def _send(self, call: Call) -> Outcome:
-        if self._launcher is None:
-            self._launcher = _Launcher(self._preload, self._stdout, self.device)
-        with contextlib.ExitStack() as unless_answered:
+        with self._lock, contextlib.ExitStack() as unless_answered:
             # Also on KeyboardInterrupt: ranks without a listener must not go on.
             unless_answered.callback(self.close)
+            if self._launcher is None:
+                self._launcher = _Launcher(self._preload, self._stdout, self.device)
             outcome = self._launcher.ask(call)
             unless_answered.pop_all()
-        return outcome
+        if outcome.failures and not outcome.timed_out:
+            raise RankError(outcome.failures, outcome.stacks)
+        results = {rank: pickle.loads(outcome.results[rank]) for rank in sorted(outcome.results)}
+        if outcome.timed_out:
+            raise RankTimeout(timeout_s, outcome.stacks, results)
+        return list(results.values())
 
     def close(self) -> None:
         """End the launcher and its ranks; a later `run` starts a new one."""
@@ -188,15 +191,6 @@ def run_ranks(
         return pool.run(
             world_size, fn, *args, timeout_s=timeout_s, distributed=distributed, **kwargs
         )
-
-
-def _results(outcome: Outcome, timeout_s: float) -> list[Any]:
-    if outcome.failures and not outcome.timed_out:
-        raise RankError(outcome.failures, outcome.stacks)
-    results = {rank: pickle.loads(outcome.results[rank]) for rank in sorted(outcome.results)}
-    if outcome.timed_out:
-        raise RankTimeout(timeout_s, outcome.stacks, results)
-    return list(results.values())
 
 
 class _Launcher:
@@ -278,23 +272,13 @@ MAIN_IN_RANK = "__mp_main__"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FunctionRef:
-    """Names a function by the place where it is written.
-
-    Example: `FunctionRef(module="tests.cpu.x", qualname="train_twice", file="/…/x.py")`.
-    """
+class Call:
+    """Asks for one run of a function on all ranks, which look it up by its name."""
 
     module: str
     qualname: str
     #: The source file; None for functions without one.
     file: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """Asks for one run of a function on all ranks."""
-
-    function: FunctionRef
     #: Pickled (args, kwargs), which can be read only once the rank has the caller's sys.path.
     arguments: bytes
     world_size: int
@@ -322,8 +306,8 @@ class Outcome:
     timed_out: bool
 
 
-def refer(function: Callable[..., Any]) -> FunctionRef:
-    """Return a reference to a module-level function.
+def refer(function: Callable[..., Any]) -> tuple[str, str, str | None]:
+    """Return the module, name and file of a module-level function.
 
     Raises:
         ValueError: a lambda, a closure or anything else a rank could not look up.
@@ -347,7 +331,7 @@ def refer(function: Callable[..., Any]) -> FunctionRef:
             f"that the module holds under that name"
         )
     file = getattr(sys.modules[module], "__file__", None)
-    return FunctionRef(module=module, qualname=qualname, file=file and os.path.abspath(file))
+    return module, qualname, file and os.path.abspath(file)
 
 
 _importing: list[str] = []
@@ -367,19 +351,19 @@ def refuse_if_importing() -> None:
         )
 
 
-def resolve(ref: FunctionRef) -> Callable[..., Any]:
-    """Return the function of a reference, in a rank; import its module, if needed from a file."""
-    _importing.append(ref.file or ref.module)
+def resolve(call: Call) -> Callable[..., Any]:
+    """Return the function of a call, in a rank; import its module, if needed from a file."""
+    _importing.append(call.file or call.module)
     try:
-        if ref.module == "__main__":
-            module = load_main(ref.file)
-        elif ref.file is None or _known_file(ref.module) == ref.file:
-            module = importlib.import_module(ref.module)
+        if call.module == "__main__":
+            module = load_main(call.file)
+        elif call.file is None or _known_file(call.module) == call.file:
+            module = importlib.import_module(call.module)
         else:
-            module = _load_file(ref.module, ref.file)
+            module = _load_file(call.module, call.file)
     finally:
         _importing.clear()
-    found: Callable[..., Any] = _lookup(module, ref.qualname)
+    found: Callable[..., Any] = _lookup(module, call.qualname)
     return found
 
 

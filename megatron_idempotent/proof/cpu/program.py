@@ -8,6 +8,7 @@ that patches count and upstream's one-shot failures come out unchanged.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -158,7 +159,7 @@ def start(
             arguments.parse_and_validate_args()
         initialize.initialize_megatron()
         args = get_args()
-        provide = _Provider(args, shared_config, exact_attention, before_ddp)
+        provide = _provider(args, shared_config, exact_attention, before_ddp)
         chunks, optimizer, scheduler = training.setup_model_and_optimizer(
             model_type=ModelType.encoder_or_decoder,
             model_provider_func=provide,
@@ -184,59 +185,49 @@ def start(
     )
 
 
-class _Provider:
-    """Builds one pipeline stage, as upstream's pretrain_gpt does, with the local layer spec."""
+def _provider(
+    args: Any,
+    shared_config: bool,
+    exact_attention: bool | None,
+    before_ddp: Callable[[Any], None] | None,
+) -> Callable[..., Any]:
+    """Return what builds a pipeline stage as upstream's pretrain_gpt, with the local layer spec."""
+    from megatron.training.arguments import core_transformer_config_from_args
 
-    def __init__(
-        self,
-        args: Any,
-        shared_config: bool,
-        exact_attention: bool | None,
-        before_ddp: Callable[[Any], None] | None,
-    ) -> None:
-        self._args = args
-        self._exact_attention = exact_attention
-        self._shared_config = shared_config
-        self._before_ddp = before_ddp
-        self._config: Any = None
+    from megatron_idempotent.megatron.layer_specs import gpt_stage
 
-    def __call__(
-        self,
+    from .attention import with_exact_attention
+
+    config_of = functools.cache if shared_config else lambda function: function
+    make_config = config_of(lambda: core_transformer_config_from_args(args))
+
+    def provide(
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
         config: Any = None,
         pg_collection: Any = None,
     ) -> Any:
-        from megatron.training.arguments import core_transformer_config_from_args
-
-        from megatron_idempotent.megatron.layer_specs import gpt_stage
-
         if config is None:
-            config = self._config or core_transformer_config_from_args(self._args)
-        if self._shared_config:
-            self._config = config
-        exact = self._exact_attention
+            config = make_config()
+        exact = exact_attention
         if exact is None:
             exact = config.context_parallel_size > 1
-        change_spec: Callable[[Any], Any] | None = None
-        if exact:
-            from .attention import with_exact_attention
-
-            change_spec = with_exact_attention
         stage = gpt_stage(
             config,
             vp_stage=vp_stage,
-            change_spec=change_spec,
-            vocab_size=self._args.padded_vocab_size,
-            max_sequence_length=self._args.max_position_embeddings,
+            change_spec=with_exact_attention if exact else None,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
             post_process=post_process,
-            share_embeddings_and_output_weights=not self._args.untie_embeddings_and_output_weights,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         )
-        if self._before_ddp is not None:
-            self._before_ddp(stage)
+        if before_ddp is not None:
+            before_ddp(stage)
         return stage
+
+    return provide
 
 
 def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
