@@ -405,6 +405,8 @@ class Bench:
             kind=self.layout.loss_kind,
             balance_mean=getattr(self.adapter, "balance_mean", False),
             mtp_sum="mtp" in self.layout.flags and moe.adds_up_mtp_losses(self.subject.config),
+            share=(self.rank, self.ranks),
+            add=lambda own: dist.all_reduce(own, group=self._group),
         )
 
     def logprobs(self, rows: Rows) -> Tensor:

@@ -1,4 +1,4 @@
-"""Computes a step from its definition, in float64 on one process: no layout, no schedule, no DDP.
+"""Computes a step from its definition, in float64: no layout, no schedule, no DDP.
 
 A small GPT is written out with plain torch functions of a dictionary of parameters, under the
 names that Megatron gives them; what is not among them the model does not have. Legend: B rows,
@@ -34,7 +34,7 @@ MARGIN = 0.1
 
 The logits are below 3, of which the roundings of a step in float32 are 0.07 at most (2.4 %): a
 token goes to the same experts in the model and here. In bfloat16 independent roundings leave all of
-these margins, as tests/proof/certify/test_bounds.py finds."""
+these margins, as tests/proof/certify/test_oracle.py finds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +96,8 @@ def truth_of(
     kind: LossKind = "token",
     balance_mean: bool = False,
     mtp_sum: bool = False,
+    share: tuple[int, int] = (0, 1),
+    add: Callable[[Tensor], object] = lambda own: own,
 ) -> Truth:
     """Compute loss and gradient of all rows together.
 
@@ -111,39 +113,47 @@ def truth_of(
         balance_mean: True if experts' loss is a mean over all positions of the step.
         mtp_sum: True if the loss of the MTP layer is the sum over the positions that it predicts,
             in the place of their mean times the positions that count.
+        share: this rank's number and that of all ranks, of which each computes a part.
+        add: a function that adds a tensor up over these ranks, in place.
     """
     own = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
+    rank, ranks = share
     total, count = torch.zeros((), dtype=torch.float64), 0.0
     auxiliary = _Auxiliary(own, kind=kind, balance_mean=balance_mean, mtp_sum=mtp_sum)
-    for each in rows:
-        for tokens_BT, mask_BT in _alone(each):
-            gpt = Gpt(own, layers, heads, epsilon)
-            x_BTH = gpt.hidden(tokens_BT)
-            number_B = mask_BT.sum(1)
-            positions, weight_BT = float(number_B.sum()), mask_BT
-            if kind == "sequence":
-                weight_BT = mask_BT / number_B.clamp(min=1)[:, None]
-            total = total + (gpt.negative_logprobs(x_BTH, tokens_BT, 1) * weight_BT).sum()
-            count += float((number_B > 0).sum()) if kind == "sequence" else positions
-            auxiliary.terms += positions
-            if packs is None:
-                auxiliary.of_rows(gpt, x_BTH, tokens_BT, mask_BT)
-    for pack in packs or ():
+    pieces = [piece for each in rows for piece in _alone(each)]
+    for tokens_BT, mask_BT in pieces[rank::ranks]:
+        gpt = Gpt(own, layers, heads, epsilon)
+        x_BTH = gpt.hidden(tokens_BT)
+        number_B = mask_BT.sum(1)
+        positions, weight_BT = float(number_B.sum()), mask_BT
+        if kind == "sequence":
+            weight_BT = mask_BT / number_B.clamp(min=1)[:, None]
+        total = total + (gpt.negative_logprobs(x_BTH, tokens_BT, 1) * weight_BT).sum()
+        count += float((number_B > 0).sum()) if kind == "sequence" else positions
+        auxiliary.terms += positions
+        if packs is None:
+            auxiliary.of_rows(gpt, x_BTH, tokens_BT, mask_BT)
+    for pack in list(packs or ())[rank::ranks]:
         auxiliary.of_pack(lambda: Gpt(own, layers, heads, epsilon), pack)
+    numbers = [count, auxiliary.routed, auxiliary.terms, float(total.detach())]
+    told = torch.tensor(numbers, dtype=torch.float64)
+    add(told)
+    count, routed, terms, loss = told.tolist()
     if count:
-        balanced = auxiliary.balanced / (auxiliary.routed if balance_mean else count)
-        torch.autograd.backward((total + auxiliary.predicted) / count + balanced)
-    gradient = {
-        name: torch.zeros_like(value) if value.grad is None else value.grad
-        for name, value in own.items()
-    }
-    norm = math.sqrt(sum(float(each.square().sum()) for each in gradient.values()))
+        summed = (total + auxiliary.predicted) / count
+        summed = summed + auxiliary.balanced / (routed if balance_mean else count)
+        if summed.requires_grad:  # or this rank has no part
+            summed.backward()
+    gradients = (torch.zeros_like(v) if v.grad is None else v.grad for v in own.values())
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    add(flat)
+    parts = torch.split(flat, [value.numel() for value in own.values()])
     return Truth(
-        gradient=gradient,
-        grad_norm=norm,
-        loss=float(total.detach()) / (count or 1.0),
+        gradient={name: part.view_as(own[name]) for name, part in zip(own, parts, strict=True)},
+        grad_norm=float(flat.norm()),
+        loss=loss / (count or 1.0),
         count=count,
-        terms=auxiliary.terms,
+        terms=terms,
     )
 
 

@@ -1,4 +1,4 @@
-"""What ranks have of a model is put together and compared, and what is wrong with it is said."""
+"""Ranks' parts of a model are put together and compared, and what does not fit is said."""
 
 from __future__ import annotations
 
