@@ -93,10 +93,10 @@ OTHERS = [
         pytest.param(bug, check, "dp2", said, marks=OFFLOADS)
         for bug, check, said in (
             ("OffloadsNothing", "offload-between-steps", "offload() has moved and freed none of "),
-            ("LeavesMomentsOnTheHost", "offload-between-steps", " tensors are on the host, the f"),
+            ("LeavesMomentsOnTheHost", "offload-between-steps", " tensors are on the host, the "),
             ("LeavesGradientsFreed", "offload-between-steps", " tensors have no memory, the first"),
             ("KeepsOneCopy", "logprobs-while-offloaded", "log-probs differ from the model's by "),
-            ("OneRankRefusesTooLate", "offload-in-mid-step", "is refused on some ranks, and othe"),
+            ("OneRankRefusesTooLate", "offload-in-mid-step", "is refused on some ranks, and "),
         )
     ),
     # Several adapters. Windows mix them where finalizing adds up the gradients of norms.
