@@ -432,18 +432,6 @@ class WeightRaises(SplitStep):
             raise KeyError("weight")
 
 
-class EvalLeftOn(SplitStep):
-    """Leaves the layers in eval mode."""
-
-    def logprobs(self, rows: Any) -> Any:
-        found = _logprobs(self.subject, rows)
-        for chunk in self.subject.chunks:
-            for name, each in chunk.named_modules():
-                if name.endswith("decoder"):
-                    each.eval()
-        return found
-
-
 # --- Packs, what ranks share, and main parameters.
 
 

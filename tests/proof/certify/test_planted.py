@@ -61,7 +61,7 @@ OTHERS = [
     ("Bfloat16Sums", "whole-step", "dp2", "the gradient is off by 0."),
     ("Clips", "whole-step", "dp2", "set to clip gradients (clip_grad is 0.1): certify judges"),
     ("ClipsItself", "whole-step", "dp2", "0.125 times the right one, and the norm that finish()"),
-    ("EvalLeftOn", "logprobs-in-mid-step", "dp2", "the step trains in eval mode: decoder was"),
+    ("planted_more:EvalLeftOn", "logprobs-in-mid-step", "dp1", "the step trains in eval mode: "),
     ("SaysThatItAverages", "whole-step", "moe", TIMES),
     # Packs, rows that ranks share, FSDP2.
     ("SeesTheWholePack", "whole-step", "dp2-packs", TIMES),
