@@ -189,24 +189,13 @@ def collective_replacements() -> list[tuple[Any, str, Any]]:
 
 #: The place of the argument that a collective writes to; None for one that only sends.
 WRITES: dict[str, int | None] = {
-    "_all_gather_base": 0,
-    "_reduce_scatter_base": 0,
-    "all_gather": 0,
-    "all_gather_into_tensor": 0,
+    **dict.fromkeys(("_all_gather_base", "all_gather", "all_gather_into_tensor"), 0),
     "all_gather_single": 0,  # torch 2.13's name of it
-    "all_reduce": 0,
-    "all_to_all": 0,
-    "all_to_all_single": 0,
-    "broadcast": 0,
+    **dict.fromkeys(("all_reduce", "all_to_all", "all_to_all_single", "broadcast", "reduce"), 0),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor"), 0),
+    **dict.fromkeys(("reduce_scatter_single", "irecv", "recv", "scatter"), 0),
     "gather": 1,
-    "irecv": 0,
     "isend": None,
-    "recv": 0,
-    "reduce": 0,
-    "reduce_scatter": 0,
-    "reduce_scatter_single": 0,
-    "reduce_scatter_tensor": 0,
-    "scatter": 0,
     "send": None,
 }
 

@@ -58,10 +58,8 @@ class Round:
         self._pids: dict[int, int] = {}
         self._ranks: dict[int, Connection] = {}
         self._exit_codes: dict[int, int] = {}
-        self._results: dict[int, bytes] = {}
-        self._failures: list[RankFailure] = []
         self._first_failure_s = 0.0
-        self._stacks: dict[int, str] = {}
+        self._outcome = Outcome()
 
     def run(self) -> Outcome:
         """Fork the ranks, wait for them, and return their outcome.
@@ -73,15 +71,11 @@ class Round:
             self._folder = Path(folder)
             try:
                 self._fork()
-                timed_out = self._wait(time.monotonic() + self._call.timeout_s)
+                deadline_s = time.monotonic() + self._call.timeout_s
+                self._outcome.timed_out = self._wait(deadline_s)
             finally:
                 self._end()
-        return Outcome(
-            results=self._results,
-            failures=self._failures,
-            stacks=self._stacks,
-            timed_out=timed_out,
-        )
+        return self._outcome
 
     def _fork(self) -> None:
         with _listening() as store, _listening() as reserved:
@@ -109,12 +103,12 @@ class Round:
     def _wait(self, deadline_s: float) -> bool:
         """Collect messages until every rank has reported; return True if the deadline passed."""
         while waiting := [rank for rank in self._pids if not self._reported(rank)]:
-            if self._failures:
+            if self._outcome.failures:
                 deadline_s = min(deadline_s, self._first_failure_s + GRACE_S)
             if time.monotonic() >= deadline_s:
                 # After a failure only those still running are of interest.
-                self._dump(waiting if self._failures else list(self._pids))
-                return not self._failures
+                self._dump(waiting if self._outcome.failures else list(self._pids))
+                return not self._outcome.failures
             ready = wait([*(self._ranks[rank] for rank in waiting), self._connection], 0.02)
             if self._connection in ready:
                 # The pool sends nothing during a call, so this is the end of the connection.
@@ -127,7 +121,7 @@ class Round:
         return False
 
     def _reported(self, rank: int) -> bool:
-        return rank in self._results or any(f.rank == rank for f in self._failures)
+        return rank in self._outcome.results or any(f.rank == rank for f in self._outcome.failures)
 
     def _read(self, rank: int) -> None:
         # Of a rank that dies while it writes the end comes; its death is then what is reported.
@@ -135,14 +129,14 @@ class Round:
             if self._ranks[rank].poll():
                 kind, payload = (self._ranks[rank].recv_bytes() for _ in range(2))
                 if kind == b"R":
-                    self._results[rank] = payload
+                    self._outcome.results[rank] = payload
                 else:
                     self._fail(pickle.loads(payload))
 
     def _fail(self, failure: RankFailure) -> None:
-        if not self._failures:
+        if not self._outcome.failures:
             self._first_failure_s = time.monotonic()
-        self._failures.append(failure)
+        self._outcome.failures.append(failure)
 
     def _has_exited(self, rank: int) -> bool:
         if rank not in self._exit_codes:
@@ -174,7 +168,9 @@ class Round:
                 before, text = text, self._written_stacks(rank)
                 if text and text == before:
                     break
-            self._stacks[rank] = text or "(it wrote no stacks: stopped, or before its start)"
+            self._outcome.stacks[rank] = (
+                text or "(it wrote no stacks: stopped, or before its start)"
+            )
 
     def _stacks_path(self, rank: int) -> Path:
         return self._folder / f"stacks-{rank}"
@@ -185,7 +181,7 @@ class Round:
 
     def _end(self) -> None:
         """Let finished ranks end, kill the others and all that ranks started, and reap them."""
-        over = not self._failures and len(self._results) == self._call.world_size
+        over = not self._outcome.failures and len(self._outcome.results) == self._call.world_size
         for rank, pid in self._pids.items():
             if over:
                 with contextlib.suppress(OSError):  # it has died since

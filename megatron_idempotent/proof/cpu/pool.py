@@ -21,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -292,18 +292,18 @@ class Call:
     device: Device = "cpu"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Outcome:
     """Holds the outcome of a call. `results` is complete exactly if nothing failed or hung."""
 
     #: The pickled return value of each rank.
-    results: dict[int, bytes]
+    results: dict[int, bytes] = field(default_factory=dict)
     #: The failures in the order in which they came.
-    failures: list[RankFailure]
+    failures: list[RankFailure] = field(default_factory=list)
     #: The stacks of ranks that missed the deadline, or were ended because a peer had failed.
-    stacks: dict[int, str]
+    stacks: dict[int, str] = field(default_factory=dict)
     #: True if the deadline passed.
-    timed_out: bool
+    timed_out: bool = False
 
 
 def refer(function: Callable[..., Any]) -> tuple[str, str, str | None]:

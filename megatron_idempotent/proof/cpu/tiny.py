@@ -490,14 +490,10 @@ def _model(
 def _precision(dtype: Dtype) -> tuple[dict[str, bool], torch.dtype]:
     import torch
 
-    kinds: dict[str, tuple[dict[str, bool], torch.dtype]] = {
-        "fp32": ({}, torch.float32),
-        "bf16": ({"bf16": True}, torch.bfloat16),
-        "fp16": ({"fp16": True}, torch.float16),
-    }
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if dtype not in kinds:
         raise ValueError(f"dtype must be one of {', '.join(kinds)}, found {dtype!r}")
-    return kinds[dtype]
+    return ({} if dtype == "fp32" else {dtype: True}), kinds[dtype]
 
 
 def _known(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
