@@ -6,7 +6,6 @@ Legend: B rows, T positions.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -122,24 +121,11 @@ class Bench:
     def make_model(self) -> None:
         """Build the model and its optimizer, with the same weights each time."""
         if self.layout.fsdp2:
-            self._make_sharded()
-        else:
-            self._make_megatron()
-
-    def _make_sharded(self) -> None:
-        self.sharded, optimizer = fsdp2.build(_LR, _SGD["momentum"])
-        self.replica = self.rank
-        self.subject = Subject(
-            chunks=[self.sharded],
-            optimizer=optimizer,
-            config=None,
-            forward=fsdp2.forward,
-            loss=LOSSES[self.layout.loss_kind],
-            loss_kind=self.layout.loss_kind,
-            micro_batch_size=MICRO_BATCH,
-        )
-
-    def _make_megatron(self) -> None:
+            self.sharded, optimizer = fsdp2.build(_LR, _SGD["momentum"])
+            self.replica = self.rank
+            model = tiny.Tiny(config=None, chunks=[self.sharded], optimizer=optimizer)
+            self.subject = self.subject_of(model, fsdp2.forward)
+            return
         from megatron.core import parallel_state
 
         self.model = self.built()
@@ -165,6 +151,15 @@ class Bench:
             }
         if self.layout.dtype == "fp16":
             optimizer["loss_scale"] = LOSS_SCALE
+        # Layers that have a loss of their own.
+        layers: dict[str, Any] = {}
+        positions = {}
+        if self.layout.experts:
+            layers |= {"moe_router_topk": oracle.TOPK, "moe_aux_loss_coeff": oracle.COEFFICIENT}
+        if "mtp" in self.layout.flags:
+            layers |= {"mtp_num_layers": 1, "mtp_loss_scaling_factor": MTP_FACTOR}
+            # Upstream's arguments allow MTP rotary positions or none; learned ones would be twice.
+            positions = {"position_embedding_type": "none"}
         rates = {"lr": self._rate, "min_lr": self._rate, "weight_decay": 0.0, "clip_grad": 0.0}
         return tiny.build(
             **{
@@ -173,13 +168,13 @@ class Bench:
                 "config_overrides": {
                     "calculate_per_token_loss": True,
                     **typed,
-                    **_auxiliary(self.layout),
+                    **layers,
                     **getattr(self.adapter, "config_overrides", {}),
                 },
                 "optimizer_overrides": {**optimizer, **rates},
                 # It is for the framework to wire the config.
                 "wire": False,
-                "model_overrides": _positions(self.layout),
+                "model_overrides": positions,
                 **precise,
                 **self.layout.options,
                 **more,
@@ -333,7 +328,11 @@ class Bench:
         finished = []
         for calls_of in steps:
             used: list[ParameterPart] = []
-            with self.forwards.reading(functools.partial(self._copy_chunk, used)):
+
+            def copy(chunk: int, to: list[ParameterPart] = used) -> None:
+                to += self._own_parts(synced=False, chunks=[chunk])
+
+            with self.forwards.reading(copy):
                 finished.append(self.step(calls_of))
             before.append(used)
         seen = [{part.name for part in used} for used in before]
@@ -344,9 +343,6 @@ class Bench:
         for index, calls_of in enumerate(steps):
             found = self.whole(before[index + 1] if index + 1 < len(before) else None)
             self.expect(finished[index], self.everybody(calls_of), found=found)
-
-    def _copy_chunk(self, to: list[ParameterPart], chunk: int) -> None:
-        to += self._own_parts(synced=False, chunks=[chunk])
 
     def expect(
         self,
@@ -627,15 +623,3 @@ class Bench:
 
 def _bits(value: Tensor) -> Tensor:
     return value.contiguous().view(torch.uint8)
-
-
-def _auxiliary(layout: Layout) -> dict[str, Any]:
-    """Return the fields of `TransformerConfig` of the layers that have a loss of their own."""
-    routers = {"moe_router_topk": oracle.TOPK, "moe_aux_loss_coeff": oracle.COEFFICIENT}
-    heads = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": MTP_FACTOR}
-    return {**(routers if layout.experts else {}), **(heads if "mtp" in layout.flags else {})}
-
-
-def _positions(layout: Layout) -> dict[str, Any]:
-    # Upstream's arguments allow MTP rotary positions or none; learned ones would be kept twice.
-    return {"position_embedding_type": "none"} if "mtp" in layout.flags else {}

@@ -251,18 +251,17 @@ def load(adapter: str) -> type:
             f"{adapter} has no {', '.join(missing)}(): "
             "see megatron_idempotent.proof.certify.Adapter"
         )
-    unknown = [name for name in getattr(found, "cannot", {}) if not _is_check(name)]
+    unknown = []
+    for said in getattr(found, "cannot", {}):
+        check, slash, word = said.partition("/")
+        if check not in CHECKS or (slash and word not in KINDS):
+            unknown.append(said)
     if unknown:
         raise ValueError(
             f"{adapter}.cannot names {sorted(unknown)}, which are none of {', '.join(CHECKS)}, nor "
             f"one of these before a slash and a layout's word: {', '.join(KINDS)}"
         )
     return found  # type: ignore[no-any-return]
-
-
-def _is_check(name: str) -> bool:
-    check, slash, word = name.partition("/")
-    return check in CHECKS and (word in KINDS if slash else True)
 
 
 @lru_cache(maxsize=1)

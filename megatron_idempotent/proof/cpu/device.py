@@ -42,13 +42,6 @@ class DeviceProperties:
     multi_processor_count: int
 
 
-class _Selected(PerProcess, threading.local):
-    index: int = 0
-
-
-_selected = _Selected(__name__, "_selected")
-
-
 def device_count() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -258,11 +251,12 @@ class Stream:
 _default = Stream()
 
 
-class _Current(PerProcess, threading.local):
+class _Selected(PerProcess, threading.local):
+    index: int = 0
     stream: Stream = _default
 
 
-_current = _Current(__name__, "_current")
+_selected = _Selected(__name__, "_selected")
 
 
 class StreamContext:
@@ -272,7 +266,7 @@ class StreamContext:
         self.stream = stream
 
     def __enter__(self) -> None:
-        self._outer = _current.stream
+        self._outer = _selected.stream
         set_stream(self.stream)
 
     def __exit__(self, *error: object) -> None:
@@ -284,7 +278,7 @@ def stream(stream: Stream | None) -> StreamContext:
 
 
 def current_stream(device: Any = None) -> Stream:
-    return _current.stream
+    return _selected.stream
 
 
 def default_stream(device: Any = None) -> Stream:
@@ -293,7 +287,7 @@ def default_stream(device: Any = None) -> Stream:
 
 def set_stream(stream: Stream | None) -> None:
     if stream is not None:
-        _current.stream = stream
+        _selected.stream = stream
 
 
 def _true(*_args: Any, **_kwargs: Any) -> bool:
