@@ -1,10 +1,11 @@
 """Runs a function on several ranks of this machine: `run_ranks` and `RankPool`.
 
 A pool has a launcher, a process that imports once and then forks fresh ranks for every call
-(`launcher.py`). multiprocessing's forkserver does not do here: it swallows errors of what it is to
-preload, imports the caller's main module on every rank, runs in the environment of its start alone,
-and tells neither why a rank died nor where it hangs. Importing this does not import torch: the
-ranks do, not the caller.
+(`launcher.py`). The forkserver of multiprocessing would not take that away: it passes over import
+errors of what it preloads, imports the caller's main module on every rank, and keeps the
+environment of its start. Stacks of ranks that hang, and an end to what they started, would be ours
+all the same.
+Importing this does not import torch: the ranks do, not the caller.
 """
 
 from __future__ import annotations
