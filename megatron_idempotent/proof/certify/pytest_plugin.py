@@ -36,13 +36,11 @@ def pytest_collection_modifyitems(
         return
     import secrets
 
-    from megatron_idempotent.proof.cpu import RankPool
-
     from .checks import CHECKS
     from .layouts import LAYOUTS
-    from .run import Certification, How
+    from .run import Certification, How, pool_of
 
-    pool = RankPool(max(each.ranks for each in LAYOUTS.values()))
+    pool = pool_of(max(each.ranks for each in LAYOUTS.values()))
     config.add_cleanup(pool.close)
     seed = config.getoption("--certify-seed")
     if seed is None:

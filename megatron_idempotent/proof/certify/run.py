@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError, RankPool, RankTimeout
+from megatron_idempotent.proof.cpu.pool import PRELOAD
 
 from .checks import CHECKS, Check
 from .draws import Draw
@@ -220,7 +221,7 @@ def certify(
     own = None
     if pool is None:
         # Standard output is for the results; releases print there while they are imported.
-        pool = own = RankPool(ranks, stdout=2)
+        pool = own = pool_of(ranks, stdout=2)
     try:
         how = How(stock=stock, seed=seed, thorough=thorough)
         certification = Certification(adapter, pool, how=how, declared=declared)
@@ -230,6 +231,12 @@ def certify(
     finally:
         if own is not None:
             own.close()
+
+
+def pool_of(ranks: int, **options: Any) -> RankPool:
+    """Make a pool whose ranks need not import what each check runs."""
+    modules = (f"{__package__}.adapters", f"{__package__}.bench")
+    return RankPool(ranks, preload=(*PRELOAD, *modules), **options)
 
 
 def load(adapter: str) -> type:
