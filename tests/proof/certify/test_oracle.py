@@ -126,7 +126,8 @@ def weights(name: str, balance_mean: bool = False) -> tuple[float, float]:
     rows["sample_mask"][1] = 0
     rows["token_mask"][2, 10:] = 0
     gradients = []
-    for oracle.COEFFICIENT in (1.0, 0.0):
+    for coefficient in (1.0, 0.0):
+        oracle.COEFFICIENT = coefficient
         how = {"kind": bench.layout.loss_kind, "balance_mean": balance_mean}
         gradients.append(truth_on(bench, rows, **how)[1])
     return float((gradients[0] - gradients[1]).norm()), float(rows["token_mask"].shape[1])
