@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 #: Operations whose results are copies of what there is, bit for bit.
 _COPIES = ("view", "expand", "t.", "transpose", "permute", "slice", "select", "clone", "detach")
 _COPIES += ("index.Tensor", "masked_fill", "roll", "gather", "zero", "new_", "full", "ones", "copy")
-_COPIES += ("cat", "lift_fresh", "split", "unsqueeze", "squeeze", "neg", "alias", "reshape", "_to_copy", "empty", "fill")
+_COPIES += ("unsqueeze", "squeeze", "neg", "alias", "reshape", "_to_copy", "empty", "fill")
+_COPIES += ("cat", "lift_fresh", "split")
 
 
 class _Rounded(TorchDispatchMode):
