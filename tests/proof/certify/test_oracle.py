@@ -36,7 +36,7 @@ def layer(**changed):
     torch.manual_seed(3)
     weights = {"mlp.router.weight": torch.eye(oracle.EXPERTS, HIDDEN).double()}
     for expert in range(oracle.EXPERTS):
-        at = f"mlp.experts.local_oracle.{expert}"
+        at = f"mlp.experts.local_experts.{expert}"
         weights[f"{at}.linear_fc1.weight"] = torch.eye(HIDDEN).double()
         weights[f"{at}.linear_fc2.weight"] = (1.0 + expert) * torch.eye(HIDDEN).double()
     return {**weights, **changed}
