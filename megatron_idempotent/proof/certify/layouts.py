@@ -6,6 +6,7 @@ A name is words joined by "-": `tp2-pp2`, `dp2-pp2-vpp2`, `dp2-tp2-distopt`, `ep
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -263,7 +264,8 @@ _CHOICES = (
 _FOUR = ("dp4", "tp4", "pp4", "cp4", "ep4")
 
 
-def grid() -> list[str]:
+@functools.cache  # it takes seconds
+def grid() -> tuple[str, ...]:
     """Return names of layouts, few and always the same, that cover all pairs of choices.
 
     For each two words that fit together there is a layout with both, with the one alone and with
@@ -287,7 +289,7 @@ def grid() -> list[str]:
             best = max(range(candidates), key=lambda index: (masks[index] & missing).bit_count())
             chosen.append(names[best])
             covered |= masks[best]
-    return [*chosen, *_FOUR]
+    return (*chosen, *_FOUR)
 
 
 def _is_late(picked: tuple[str, ...]) -> bool:

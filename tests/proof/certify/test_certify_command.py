@@ -255,7 +255,7 @@ def test_the_grid_is_certified_if_asked_for(monkeypatch, capsys):
 
     monkeypatch.setattr(command, "certify", certified)
     assert command.main(["mine:Adapter", "--grid"]) == 0
-    assert asked == grid()
+    assert tuple(asked) == grid()
     assert "; --seed " in capsys.readouterr().out
     assert command.main(["mine:Adapter", "--grid", "--seed", "7", "--thorough"]) == 0
     assert "; --seed 7 draws the same" in capsys.readouterr().out
