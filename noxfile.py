@@ -395,7 +395,7 @@ def layouts(session: nox.Session) -> None:
                 codes = (0, 1)  # 1 where a check failed, which the page tells
                 options = {"stdout": file, "stderr": sys.stderr, "success_codes": codes}
                 session.run(*command, env=env, external=True, **options)
-    page = [sys.executable, "-m", "megatron_idempotent.proof.certify.page", str(LAYOUTS)]
+    page = [sys.executable, "-m", "benchmarks._layouts", str(LAYOUTS)]
     session.run(*page, external=True)
 
 

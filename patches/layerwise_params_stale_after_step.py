@@ -63,14 +63,13 @@ def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> 
 
 def reproduce() -> None:
     """Run a forward-only pass before the step and one after it, with hooks on throughout."""
-    from megatron_idempotent.proof.cpu import bench as bench_options
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
         dtype="bf16",
         overlap_param_gather=True,
         layer_wise=True,
-        distributed_optimizer=bench_options.has_layout(),
+        distributed_optimizer=tiny.has_layout(),
     )
     model.forward_backward(2, data_seed=0)
     model.forward_backward(1, data_seed=1, forward_only=True)

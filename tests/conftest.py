@@ -40,8 +40,9 @@ def kernel_ranks() -> Iterator[Callable[..., list[Any]]]:
 
     The interpreter rounds as a GPU does, and Triton's kernels are what is used.
     """
+    from triton_interpreter import interpreted
+
     from megatron_idempotent.proof.cpu import RankPool
-    from megatron_idempotent.proof.cpu.interpreter import interpreted
 
     with RankPool(4, preload=("torch", "triton", "pytest")) as pool:
 

@@ -177,7 +177,8 @@ def _state(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-@lru_cache(maxsize=64)
+# More than the modules around all patches, some 130, which are read in the same order by each rank.
+@lru_cache(maxsize=256)
 def _read_text(path: Path, state: tuple[int, int]) -> str:
     return path.read_text(encoding="utf-8")
 

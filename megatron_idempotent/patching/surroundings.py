@@ -297,6 +297,7 @@ def bases_of(text: str, owner: str) -> list[str]:
     return [base.strip().rpartition(".")[2] for base in inner.split(",") if base.strip()]
 
 
+@lru_cache(maxsize=1024)
 def has_slots(text: str, owner: str) -> bool:
     """Tell if objects of a class take no attribute but those that it names."""
     own = class_text(text, owner)

@@ -155,18 +155,18 @@ for name in sys.argv[1:]:
 import torch, torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from megatron.core.transformer.moe import moe_utils
-from megatron_idempotent.proof.cpu import is_enabled, staging
+from megatron_idempotent.proof.cpu import collectives, is_enabled
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 seen = []
-copy_back = staging._Staged.copy_back
-staging._Staged.copy_back = lambda self: (seen.append(len(self._copies)), copy_back(self))[1]
+copy_back = collectives._Copying.copy_back
+collectives._Copying.copy_back = lambda self: (seen.append(len(self._copies)), copy_back(self))[1]
 def reduced():
     out = torch.zeros(2)
     buffers.dist_reduce_scatter_func(out, torch.ones(2), group=dist.group.WORLD)
     return out.tolist()
 found = [reduced()]
 plain = list(seen)
-staging.begin("cpu")
+collectives.begin("cpu")
 found.append(reduced())
 print(json.dumps({"found": found, "plain": plain, "staged": seen, "runtime": is_enabled(),
                   "manager": buffers._coalescing_manager is dist._coalescing_manager,

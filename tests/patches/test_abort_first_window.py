@@ -28,7 +28,7 @@ def _build(applied: bool) -> tuple[Any, Any]:
 def _loss(model: Any, seed: int) -> Any:
     import torch
 
-    from megatron_idempotent.proof.cpu.bench import BATCH, SEQUENCE, microbatches
+    from megatron_idempotent.proof.cpu.tiny import BATCH, SEQUENCE, microbatches
 
     tokens_BT = next(microbatches(seed))
     positions_BT = torch.arange(SEQUENCE).expand(BATCH, -1)

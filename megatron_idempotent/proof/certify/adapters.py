@@ -22,7 +22,7 @@ from megatron_idempotent.megatron.schedules import sums_tokens_of_context_ranks
 from megatron_idempotent.step import all_positions
 from megatron_idempotent.window.accumulation import set_for
 
-from . import packs, states
+from . import batches
 from .layouts import LossKind
 from .protocol import Finished, Packed, Planted, Rows, Subject
 
@@ -58,10 +58,87 @@ class _Loss:
 
 def _given(microbatch: Any) -> Rows | Packed:
     """Return rows as they are, and what the step has packed as `Subject` takes it."""
-    return packs.described(microbatch) if "pack" in microbatch else microbatch
+    return batches.described(microbatch) if "pack" in microbatch else microbatch
 
 
-class SplitStep:
+class Stateful:
+    """Saves, loads and offloads what a `Subject` holds, with Megatron's own functions."""
+
+    subject: Subject
+
+    def save(self) -> dict[str, Any]:
+        """Copy parameters and optimizer state of this rank, as a checkpoint would.
+
+        What the optimizer updates are main parameters in float32, where the model is in bfloat16.
+        """
+        megatron_idempotent.ensure_params_synced(self.subject.chunks)
+        return {
+            "model": [each.detach().clone() for each in parameters_of(self.subject)],
+            "main": [each.detach().clone() for _, each in updated(self.subject)],
+            "optimizer": [
+                {
+                    name: value.clone() if isinstance(value, Tensor) else value
+                    for name, value in inner.state[each].items()
+                }
+                for inner, each in updated(self.subject)
+                if each in inner.state
+            ],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put back what `save` has copied."""
+        own = list(updated(self.subject))
+        kept = [*state["model"], *state["main"]]
+        with torch.no_grad():
+            held = [*parameters_of(self.subject), *(each for _, each in own)]
+            for parameter, value in zip(held, kept, strict=True):
+                parameter.copy_(value)
+        if state["optimizer"]:
+            for (inner, each), moments in zip(own, state["optimizer"], strict=True):
+                inner.state[each] = moments
+
+    def offload(self) -> None:
+        """Move optimizer state and parameters to the host, and free gradients, as Megatron does."""
+        # First, because the distributed optimizer's parameters in float32 are views of the model's.
+        self.subject.optimizer.offload_to_cpu()
+        for chunk in self.subject.chunks:
+            chunk.offload_grad_buffers()
+            for buffer in buffers(chunk):
+                buffer.offload_to_cpu(move_grads=False)
+
+    def onload(self, *, training: bool = True) -> None:
+        """Bring all of it back, or without `training` the parameters alone."""
+        for chunk in self.subject.chunks:
+            for buffer in buffers(chunk):
+                buffer.reload_from_cpu(move_grads=False)
+            # The optimizer's own, where it updates the model's parameters in place.
+            chunk.module.cuda()
+            if training:
+                chunk.restore_grad_buffers()
+        if training:
+            self.subject.optimizer.restore_from_cpu()
+
+
+def buffers(chunk: Any) -> list[Any]:
+    """Return a chunk's buffers of parameters and gradients, experts' too."""
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
+def parameters_of(subject: Subject) -> list[Any]:
+    """Return the parameters of all chunks, in their order."""
+    return [each for chunk in subject.chunks for each in chunk.module.parameters()]
+
+
+def updated(subject: Subject) -> Iterator[tuple[Any, Any]]:
+    """Yield torch's optimizers that are inside of Megatron's, each with a parameter it updates."""
+    for one in getattr(subject.optimizer, "chained_optimizers", [subject.optimizer]):
+        inner = getattr(one, "optimizer", None)
+        for group in inner.param_groups if inner is not None else ():
+            for each in group["params"]:
+                yield inner, each
+
+
+class SplitStep(Stateful):
     """Trains with `TrainStep`: certify `megatron_idempotent.proof.certify.adapters:SplitStep`."""
 
     cannot: Mapping[str, str] = _NO_OFFLOAD
@@ -69,18 +146,21 @@ class SplitStep:
     sequences = True
     order_stable = False
     name: str | None = None  # of one of several tenants
+    loss_of: type[_Loss] = _Loss
+    options: Mapping[str, Any] = MappingProxyType({"deadline_s": 20.0})
+    """Further arguments of `TrainStep`."""
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
-        self.loss = _Loss(subject)
+        self.loss = self.loss_of(subject)
         wire_train_config(subject.chunks, subject.optimizer)
         self.step: Any = TrainStep(
             subject.chunks,
             subject.optimizer,
             forward=self.forward,
-            deadline_s=20.0,
             tenant=self.name,
             order_stable=self.order_stable,
+            **self.options,
         )
 
     def tenant(self, name: str) -> SplitStep:
@@ -106,8 +186,8 @@ class SplitStep:
         finally:
             self.loss.fail = False
 
-    def finish(self) -> Finished:
-        result = self.step.finish(self.open, global_batch_size=1)
+    def finish(self, **how: Any) -> Finished:
+        result = self.step.finish(self.open, global_batch_size=1, **how)
         return Finished(
             updated=result.updated, grad_norm=result.grad_norm, loss=result.metrics.get("nll")
         )
@@ -121,23 +201,7 @@ class SplitStep:
     def export(self) -> None:
         """Read all parameters, as a weight sync does."""
         megatron_idempotent.ensure_params_synced(self.subject.chunks)
-        self.exported = [
-            each.detach().cpu().clone()
-            for chunk in self.subject.chunks
-            for each in chunk.module.parameters()
-        ]
-
-    def save(self) -> dict[str, Any]:
-        return states.state_of(self.subject)
-
-    def load(self, state: dict[str, Any]) -> None:
-        states.restore(self.subject, state)
-
-    def offload(self) -> None:
-        states.offload(self.subject)
-
-    def onload(self, *, training: bool = True) -> None:
-        states.onload(self.subject, training=training)
+        self.exported = [each.detach().cpu().clone() for each in parameters_of(self.subject)]
 
 
 class OrderStable(SplitStep):
@@ -155,11 +219,11 @@ class FSDPSplitStep(SplitStep):
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
-        self.loss = _Loss(subject)
+        self.loss = self.loss_of(subject)
         (self.model,) = subject.chunks
         # Begun, finished and aborted as the other is.
         self.step = FSDPTrainStep(
-            self.model, subject.optimizer, forward=subject.forward, clip_grad=None, deadline_s=20.0
+            self.model, subject.optimizer, forward=subject.forward, clip_grad=None, **self.options
         )
 
     def microbatch(self, rows: Rows | None, *, fail: bool = False) -> None:
@@ -200,7 +264,7 @@ class FSDPSplitStep(SplitStep):
                     state[name] = value.to(device)
 
 
-class Megatron:
+class Megatron(Stateful):
     """Trains with Megatron alone: one call of its schedule in `finish`, over all rows so far."""
 
     cannot: Mapping[str, str] = MappingProxyType(
@@ -236,7 +300,7 @@ class Megatron:
         if not subject.packs:
             return pieces
         # All of one size, as a pipeline takes them.
-        return [packs.one_pack(each, subject.config, subject.max_tokens) for each in pieces]
+        return [batches.one_pack(each, subject.config, subject.max_tokens) for each in pieces]
 
     def finish(self) -> Finished:
         self._zero()
@@ -274,18 +338,6 @@ class Megatron:
 
     def abort(self) -> None:
         self.rows = []
-
-    def save(self) -> dict[str, Any]:
-        return states.state_of(self.subject)
-
-    def load(self, state: dict[str, Any]) -> None:
-        states.restore(self.subject, state)
-
-    def offload(self) -> None:
-        states.offload(self.subject)
-
-    def onload(self, *, training: bool = True) -> None:
-        states.onload(self.subject, training=training)
 
 
 class Window(Megatron):

@@ -6,7 +6,6 @@ Legend: B rows, T positions.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,18 +17,26 @@ from torch import Tensor
 
 from megatron_idempotent.megatron import moe
 from megatron_idempotent.proof.cpu import tiny
-from megatron_idempotent.step import own_positions
 from megatron_idempotent.window.params import ensure_params_synced
 
-from . import experts, fsdp2, half, packs
+from . import fsdp2, oracle
+from .batches import LOSSES, forward, shorten
 from .draws import Draw
-from .exports import compared
-from .forwards import Forwards
+from .forwards import Forwards, PacksSeen
 from .layouts import EXPERTS, LAYERS, Layout
-from .losses import LOSSES
 from .memories import Memories
-from .oracle import MTP_FACTOR, TrueUpdate, Truth, counted, negative_logprobs, truth_of
-from .parameters import ParameterPart, joined, parts, spread
+from .oracle import MTP_FACTOR, TrueUpdate, Truth, negative_logprobs, truth_of
+from .parameters import (
+    LOSS_SCALE,
+    Main,
+    ParameterPart,
+    compared,
+    joined,
+    joined_main,
+    mains_of,
+    parts,
+    spread,
+)
 from .protocol import (
     MICRO_BATCH,
     Adapter,
@@ -40,7 +47,6 @@ from .protocol import (
     Wrong,
     why_not,
 )
-from .seen import PacksSeen
 
 HEADS, T = tiny.HEADS, tiny.SEQUENCE
 """Heads and positions of the model."""
@@ -115,24 +121,11 @@ class Bench:
     def make_model(self) -> None:
         """Build the model and its optimizer, with the same weights each time."""
         if self.layout.fsdp2:
-            self._make_sharded()
-        else:
-            self._make_megatron()
-
-    def _make_sharded(self) -> None:
-        self.sharded, optimizer = fsdp2.build(_LR, _SGD["momentum"])
-        self.replica = self.rank
-        self.subject = Subject(
-            chunks=[self.sharded],
-            optimizer=optimizer,
-            config=None,
-            forward=fsdp2.forward,
-            loss=LOSSES[self.layout.loss_kind],
-            loss_kind=self.layout.loss_kind,
-            micro_batch_size=MICRO_BATCH,
-        )
-
-    def _make_megatron(self) -> None:
+            self.sharded, optimizer = fsdp2.build(_LR, _SGD["momentum"])
+            self.replica = self.rank
+            model = tiny.Tiny(config=None, chunks=[self.sharded], optimizer=optimizer)
+            self.subject = self.subject_of(model, fsdp2.forward)
+            return
         from megatron.core import parallel_state
 
         self.model = self.built()
@@ -157,7 +150,16 @@ class Bench:
                 "adam_eps": _EPSILON,
             }
         if self.layout.dtype == "fp16":
-            optimizer["loss_scale"] = half.LOSS_SCALE
+            optimizer["loss_scale"] = LOSS_SCALE
+        # Layers that have a loss of their own.
+        layers: dict[str, Any] = {}
+        positions = {}
+        if self.layout.experts:
+            layers |= {"moe_router_topk": oracle.TOPK, "moe_aux_loss_coeff": oracle.COEFFICIENT}
+        if "mtp" in self.layout.flags:
+            layers |= {"mtp_num_layers": 1, "mtp_loss_scaling_factor": MTP_FACTOR}
+            # Upstream's arguments allow MTP rotary positions or none; learned ones would be twice.
+            positions = {"position_embedding_type": "none"}
         rates = {"lr": self._rate, "min_lr": self._rate, "weight_decay": 0.0, "clip_grad": 0.0}
         return tiny.build(
             **{
@@ -166,13 +168,13 @@ class Bench:
                 "config_overrides": {
                     "calculate_per_token_loss": True,
                     **typed,
-                    **_auxiliary(self.layout),
+                    **layers,
                     **getattr(self.adapter, "config_overrides", {}),
                 },
                 "optimizer_overrides": {**optimizer, **rates},
                 # It is for the framework to wire the config.
                 "wire": False,
-                "model_overrides": _positions(self.layout),
+                "model_overrides": positions,
                 **precise,
                 **self.layout.options,
                 **more,
@@ -211,7 +213,7 @@ class Bench:
             "sample_mask": torch.ones(number, dtype=ones).cuda(),
             "scale": torch.ones(number, dtype=ones).cuda(),
         }
-        return packs.shorten(rows, [3 * T // 4] * number) if self.layout.packs else rows
+        return shorten(rows, [3 * T // 4] * number) if self.layout.packs else rows
 
     def mixed(self, replica: int, seed: int, number: int) -> dict[str, Any]:
         """Return rows of lengths from 1 to T, of which one does not count, and one has a gap.
@@ -225,7 +227,7 @@ class Bench:
         lengths = [max(least, 1 + place) for place in places]
         rows["sample_mask"][1] = 0
         rows["token_mask"][2, T // 4 : T // 2] = 0
-        return packs.shorten(rows, lengths)
+        return shorten(rows, lengths)
 
     def sparse(self, replica: int, seed: int, number: int, share: float) -> dict[str, Any]:
         """Return rows in which about such a share of positions counts, two of each row at least.
@@ -243,7 +245,7 @@ class Bench:
         if not self.layout.packs:
             return rows
         lengths = torch.randint(3, T + 1, (number,), generator=generator).tolist()
-        return packs.shorten(rows, lengths)
+        return shorten(rows, lengths)
 
     def declares(self, check: str) -> bool:
         """Return whether the adapter does not promise a check on this layout."""
@@ -326,7 +328,11 @@ class Bench:
         finished = []
         for calls_of in steps:
             used: list[ParameterPart] = []
-            with self.forwards.reading(functools.partial(self._copy_chunk, used)):
+
+            def copy(chunk: int, to: list[ParameterPart] = used) -> None:
+                to += self._own_parts(synced=False, chunks=[chunk])
+
+            with self.forwards.reading(copy):
                 finished.append(self.step(calls_of))
             before.append(used)
         seen = [{part.name for part in used} for used in before]
@@ -337,9 +343,6 @@ class Bench:
         for index, calls_of in enumerate(steps):
             found = self.whole(before[index + 1] if index + 1 < len(before) else None)
             self.expect(finished[index], self.everybody(calls_of), found=found)
-
-    def _copy_chunk(self, to: list[ParameterPart], chunk: int) -> None:
-        to += self._own_parts(synced=False, chunks=[chunk])
 
     def expect(
         self,
@@ -398,6 +401,8 @@ class Bench:
             kind=self.layout.loss_kind,
             balance_mean=getattr(self.adapter, "balance_mean", False),
             mtp_sum="mtp" in self.layout.flags and moe.adds_up_mtp_losses(self.subject.config),
+            share=(self.rank, self.ranks),
+            add=lambda own: dist.all_reduce(own, group=self._group),
         )
 
     def logprobs(self, rows: Rows) -> Tensor:
@@ -424,7 +429,8 @@ class Bench:
         """The parameters that the model computes with."""
         if not self.half:
             return self.known
-        return half.rounded(self.known, self.subject.config.params_dtype)
+        dtype = self.subject.config.params_dtype
+        return {name: value.to(dtype) for name, value in self.known.items()}
 
     def tolerance(self, truth: Truth) -> float:
         """Return by what part of its norm a gradient may differ from the definition."""
@@ -565,7 +571,7 @@ class Bench:
         """
         everybody = self.told_by_all(self._own_parts() if own is None else own)
         found: dict[str, dict[int, ParameterPart]] = {}
-        shards: dict[tuple[str, int], list[half.Main]] = {}
+        shards: dict[tuple[str, int], list[Main]] = {}
         for rank, theirs in enumerate(everybody):
             for part in theirs:
                 known = found.setdefault(part.name, {}).setdefault(part.rank, part)
@@ -577,7 +583,7 @@ class Bench:
         if self.half:
             for name, of_rank in found.items():
                 for rank, part in of_rank.items():
-                    main = half.joined(name, part.value, shards.get((name, rank), []))
+                    main = joined_main(name, part.value, shards.get((name, rank), []))
                     of_rank[rank] = dataclasses.replace(part, value=main)
         return {name: joined(list(of_rank.values())) for name, of_rank in found.items()}
 
@@ -592,7 +598,7 @@ class Bench:
             ]
         if synced:
             ensure_params_synced(self.model.chunks)
-        mains = half.mains_of(self.model.optimizer) if self.half else {}
+        mains = mains_of(self.model.optimizer) if self.half else {}
         return [
             dataclasses.replace(
                 part, value=part.value.detach().cpu().clone(), main=mains.get(part.value)
@@ -617,36 +623,3 @@ class Bench:
 
 def _bits(value: Tensor) -> Tensor:
     return value.contiguous().view(torch.uint8)
-
-
-def forward(chunk: Any, rows: Rows) -> Tensor:
-    """Call a chunk; return the negative log-probability of the next token [B, T] on the last."""
-    if packs.is_pack(rows):
-        return packs.forward(chunk, rows)
-    tokens_BT = rows["input_ids"]
-    length = tokens_BT.shape[1]
-    positions_BT = torch.arange(length, device="cuda").expand_as(tokens_BT)
-    hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
-    more = {}
-    if getattr(chunk.config, "mtp_num_layers", None):
-        more = {"loss_mask": own_positions(counted(rows))}
-    output: Tensor = chunk(
-        own_positions(tokens_BT),
-        own_positions(positions_BT),
-        own_positions(hidden, dim=2),
-        labels=own_positions(tokens_BT.roll(-1, 1)),
-        **more,
-    )
-    return output
-
-
-def _auxiliary(layout: Layout) -> dict[str, Any]:
-    """Return the fields of `TransformerConfig` of the layers that have a loss of their own."""
-    routers = {"moe_router_topk": experts.TOPK, "moe_aux_loss_coeff": experts.COEFFICIENT}
-    heads = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": MTP_FACTOR}
-    return {**(routers if layout.experts else {}), **(heads if "mtp" in layout.flags else {})}
-
-
-def _positions(layout: Layout) -> dict[str, Any]:
-    # Upstream's arguments allow MTP rotary positions or none; learned ones would be kept twice.
-    return {"position_embedding_type": "none"} if "mtp" in layout.flags else {}

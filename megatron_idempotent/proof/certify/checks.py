@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .draws import CALLS
-from .failures import alike, fail, failures, or_aborted
+from .draws import CALLS, alike, fail, failures, or_aborted
 from .protocol import MICRO_BATCH, Calls, Finished, Rows, Wrong
 
 if TYPE_CHECKING:
@@ -55,32 +54,13 @@ CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
 
 
 def _check(
-    summary: str,
-    *,
-    needs: tuple[str, ...] = (),
-    hazards: tuple[str, ...] = (),
-    replicas: bool = False,
-    auxiliary: bool = False,
-    packs: bool = False,
-    adapters: bool = False,
-    bits: bool = False,
+    summary: str, **traits: Any
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
-    """Put a function among the checks, under its own name."""
+    """Put a function among the checks, under its own name, with fields of `Check`."""
 
     def enter(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
         name = run.__name__.replace("_", "-")
-        _checks[name] = Check(
-            name=name,
-            summary=summary,
-            run=run,
-            needs=needs,
-            hazards=hazards,
-            replicas=replicas,
-            auxiliary=auxiliary,
-            packs=packs,
-            adapters=adapters,
-            bits=bits,
-        )
+        _checks[name] = Check(name=name, summary=summary, run=run, **traits)
         return run
 
     return enter

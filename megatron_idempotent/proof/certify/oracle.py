@@ -1,8 +1,9 @@
-"""Computes a step from its definition, in float64 on one process: no layout, no schedule, no DDP.
+"""Computes a step from its definition, in float64: no layout, no schedule, no DDP.
 
 A small GPT is written out with plain torch functions of a dictionary of parameters, under the
 names that Megatron gives them; what is not among them the model does not have. Legend: B rows,
-T positions, H hidden size, A heads, V vocabulary, E experts.
+T positions, H hidden size, A heads, V vocabulary, E experts, N tokens, M tokens of a microbatch.
+Experts are as Megatron's router sends tokens to them, and have its auxiliary loss.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .experts import balance, mixture
-from .layouts import LossKind
+from .layouts import EXPERTS, LossKind
 from .protocol import MICRO_BATCH, Rows
 
 Parameters = Mapping[str, Tensor]
@@ -25,6 +25,16 @@ MTP_FACTOR = 0.5
 """`mtp_loss_scaling_factor`."""
 INNER = "transformer_layer"
 """The name of the MTP layer's transformer layer, as releases before 0.17 have it."""
+TOPK = 2
+"""Experts of each token."""
+COEFFICIENT = 0.25
+"""`moe_aux_loss_coeff`: the loss makes up about as much of the gradient as the tokens' own."""
+MARGIN = 0.1
+"""The least difference between the last logit that takes a token and the first that does not.
+
+The logits are below 3, of which the roundings of a step in float32 are 0.07 at most (2.4 %): a
+token goes to the same experts in the model and here. In bfloat16 independent roundings leave all of
+these margins, as tests/proof/certify/test_oracle.py finds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +96,8 @@ def truth_of(
     kind: LossKind = "token",
     balance_mean: bool = False,
     mtp_sum: bool = False,
+    share: tuple[int, int] = (0, 1),
+    add: Callable[[Tensor], object] = lambda own: own,
 ) -> Truth:
     """Compute loss and gradient of all rows together.
 
@@ -101,39 +113,47 @@ def truth_of(
         balance_mean: True if experts' loss is a mean over all positions of the step.
         mtp_sum: True if the loss of the MTP layer is the sum over the positions that it predicts,
             in the place of their mean times the positions that count.
+        share: this rank's number and that of all ranks, of which each computes a part.
+        add: a function that adds a tensor up over these ranks, in place.
     """
     own = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
+    rank, ranks = share
     total, count = torch.zeros((), dtype=torch.float64), 0.0
     auxiliary = _Auxiliary(own, kind=kind, balance_mean=balance_mean, mtp_sum=mtp_sum)
-    for each in rows:
-        for tokens_BT, mask_BT in _alone(each):
-            gpt = Gpt(own, layers, heads, epsilon)
-            x_BTH = gpt.hidden(tokens_BT)
-            number_B = mask_BT.sum(1)
-            positions, weight_BT = float(number_B.sum()), mask_BT
-            if kind == "sequence":
-                weight_BT = mask_BT / number_B.clamp(min=1)[:, None]
-            total = total + (gpt.negative_logprobs(x_BTH, tokens_BT, 1) * weight_BT).sum()
-            count += float((number_B > 0).sum()) if kind == "sequence" else positions
-            auxiliary.terms += positions
-            if packs is None:
-                auxiliary.of_rows(gpt, x_BTH, tokens_BT, mask_BT)
-    for pack in packs or ():
+    pieces = [piece for each in rows for piece in _alone(each)]
+    for tokens_BT, mask_BT in pieces[rank::ranks]:
+        gpt = Gpt(own, layers, heads, epsilon)
+        x_BTH = gpt.hidden(tokens_BT)
+        number_B = mask_BT.sum(1)
+        positions, weight_BT = float(number_B.sum()), mask_BT
+        if kind == "sequence":
+            weight_BT = mask_BT / number_B.clamp(min=1)[:, None]
+        total = total + (gpt.negative_logprobs(x_BTH, tokens_BT, 1) * weight_BT).sum()
+        count += float((number_B > 0).sum()) if kind == "sequence" else positions
+        auxiliary.terms += positions
+        if packs is None:
+            auxiliary.of_rows(gpt, x_BTH, tokens_BT, mask_BT)
+    for pack in list(packs or ())[rank::ranks]:
         auxiliary.of_pack(lambda: Gpt(own, layers, heads, epsilon), pack)
+    numbers = [count, auxiliary.routed, auxiliary.terms, float(total.detach())]
+    told = torch.tensor(numbers, dtype=torch.float64)
+    add(told)
+    count, routed, terms, loss = told.tolist()
     if count:
-        balanced = auxiliary.balanced / (auxiliary.routed if balance_mean else count)
-        torch.autograd.backward((total + auxiliary.predicted) / count + balanced)
-    gradient = {
-        name: torch.zeros_like(value) if value.grad is None else value.grad
-        for name, value in own.items()
-    }
-    norm = math.sqrt(sum(float(each.square().sum()) for each in gradient.values()))
+        summed = (total + auxiliary.predicted) / count
+        summed = summed + auxiliary.balanced / (routed if balance_mean else count)
+        if summed.requires_grad:  # or this rank has no part
+            summed.backward()
+    gradients = (torch.zeros_like(v) if v.grad is None else v.grad for v in own.values())
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    add(flat)
+    parts = torch.split(flat, [value.numel() for value in own.values()])
     return Truth(
-        gradient=gradient,
-        grad_norm=norm,
-        loss=float(total.detach()) / (count or 1.0),
+        gradient={name: part.view_as(own[name]) for name, part in zip(own, parts, strict=True)},
+        grad_norm=float(flat.norm()),
+        loss=loss / (count or 1.0),
         count=count,
-        terms=auxiliary.terms,
+        terms=terms,
     )
 
 
@@ -379,3 +399,78 @@ class TrueUpdate:
         first = self._first[name] / (1 - beta1**self._steps)
         second = self._second[name] / (1 - beta2**self._steps)
         return first / (second.sqrt() + options["epsilon"])
+
+
+def mixture(
+    parameters: Mapping[str, Tensor], at: str, x_BTH: Tensor, routed: list[Tensor]
+) -> Tensor:
+    """Return what a layer's experts make of x [B, T, H], and add the router's logits to `routed`.
+
+    A token goes to the experts with its largest logits, and gets the sum of their outputs, each
+    times the softmax over these logits alone.
+
+    Raises:
+        RuntimeError: a token is so near to two choices that roundings could decide.
+    """
+    logits_BTE = functional.linear(x_BTH, parameters[f"{at}.router.weight"])
+    routed.append(logits_BTE)
+    top = logits_BTE.detach().topk(TOPK + 1).values
+    margin = float((top[..., -2] - top[..., -1]).min())
+    if margin < MARGIN:
+        raise RuntimeError(
+            f"the router of {at} is undecided: two logits differ by {margin:.3g}, less than "
+            f"{MARGIN:g}; give this check other rows"
+        )
+    values, chosen = logits_BTE.topk(TOPK)
+    share = torch.zeros_like(logits_BTE).scatter(-1, chosen, values.softmax(-1)).flatten(0, 1)
+    taken = torch.zeros_like(logits_BTE).scatter(-1, chosen, 1.0).flatten(0, 1)
+    x_NH = x_BTH.flatten(0, 1)
+    mixed = torch.zeros_like(x_NH)
+    for expert in range(EXPERTS):
+        own = taken[:, expert].nonzero()[:, 0]
+        first, second = (
+            parameters[f"{at}.experts.local_experts.{expert}.linear_fc{n}.weight"] for n in (1, 2)
+        )
+        made = functional.linear(functional.gelu(functional.linear(x_NH[own], first)), second)
+        mixed = mixed.index_add(0, own, made * share[own, expert, None])
+    return mixed.view_as(x_BTH)
+
+
+def balance(logits_BTE: Tensor) -> Tensor:
+    """Return a router's auxiliary loss of one microbatch, times its positions.
+
+    Of a microbatch of M tokens it is COEFFICIENT x E x the sum over experts of f x p: f is the
+    share of the M x TOPK choices that took the expert, and p the mean over tokens of the expert's
+    softmax over all experts.
+    """
+    logits_ME = logits_BTE.flatten(0, 1)
+    tokens = len(logits_ME)
+    chosen = logits_ME.detach().topk(TOPK).indices
+    f_E = torch.bincount(chosen.flatten(), minlength=EXPERTS).to(logits_ME) / (tokens * TOPK)
+    p_E = logits_ME.softmax(-1).mean(0)
+    return tokens * COEFFICIENT * EXPERTS * (f_E * p_E).sum()
+
+
+def decided(name: str, value: Tensor) -> Tensor:
+    """Return what to add to a whole parameter so that routers decide by wide margins.
+
+    Each token of the vocabulary gets an order of the experts, written into the first E hidden
+    values of its embedding so large that no layer changes it; routers read these values, and the
+    last norm keeps them from the output layer. The first experts are preferred, because the
+    auxiliary loss of balanced ones has no gradient.
+    """
+    added = torch.zeros(value.shape, dtype=torch.float64)
+    own = torch.arange(EXPERTS)
+    if name == "embedding.word_embeddings.weight":
+        generator = torch.Generator().manual_seed(11)
+        scores = torch.rand(len(value), EXPERTS, generator=generator, dtype=torch.float64)
+        order = (scores - 0.15 * own).argsort(descending=True)
+        levels = torch.tensor([0.45, 0.3, -0.3, -0.45], dtype=torch.float64).expand(order.shape)
+        added[:, :EXPERTS] = torch.zeros_like(levels).scatter(1, order, levels)
+    elif name.endswith(".router.weight"):
+        added[own, own] = 0.3
+    elif name.endswith("final_layernorm.weight"):
+        added[own] = -0.9
+    elif name.endswith(".eh_proj.weight"):  # the part that reads the next token's embedding
+        added[own, own] = 0.5
+    return added

@@ -1,22 +1,37 @@
-"""Names a rank's parameters by their place in the whole model, and puts the whole together."""
+"""Names a rank's parameters by their place in the whole model, and puts the whole together.
+
+In half precision the whole is what Megatron's optimizers keep in float32. An export is compared
+with it, whatever its format.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import experts
-from .half import Main
+from . import oracle
 from .layouts import EXPERTS, Layout
-from .oracle import INNER
 from .protocol import Wrong
 
 _EMBEDDING = "embedding.word_embeddings.weight"
+LOSS_SCALE = 256.0
+"""Multiplies losses in float16, whose least number is 2^-24 and whose largest is 65504.
+
+Sums over the tokens of a microbatch stay below that, and few gradients of a token are so small."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Main:
+    """Holds what a rank has of a main parameter: all of it, or with distopt a part."""
+
+    start: int
+    """The place of its first element among all of the parameter's."""
+    values: Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +73,7 @@ def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
             local = EXPERTS // layout.sizes["ep"]
             words[place] = str(int(words[place]) + local * ps.get_expert_model_parallel_rank())
         # As releases before 0.17 call it.
-        whole = ".".join(words).replace("mtp_model_layer", INNER)
+        whole = ".".join(words).replace("mtp_model_layer", oracle.INNER)
         if whole == "output_layer.weight" and "tied" in layout.flags:
             if getattr(module, "mtp_process", False):
                 continue  # nobody reads it: the stage has the embedding too, for the MTP layer
@@ -90,7 +105,7 @@ def spread(chunk: Any, layout: Layout) -> None:
             elif "local_experts" in part.name:
                 added += 0.02 * torch.randn(shape, generator=generator, dtype=torch.float64)
             if layout.experts:
-                added += experts.decided(part.name, added)
+                added += oracle.decided(part.name, added)
             if part.dimension is not None:
                 added = added.chunk(part.size, part.dimension)[part.rank]
             part.value.add_(added.to(part.value))
@@ -108,3 +123,107 @@ def joined(shards: Sequence[ParameterPart]) -> Tensor:
     if ordered[0].dimension is None:
         return ordered[0].value
     return torch.cat([part.value for part in ordered], ordered[0].dimension)
+
+
+def mains_of(optimizer: Any) -> dict[Any, Main]:
+    """Find the main parameters of this rank, by the parameter of the model."""
+    found = {}
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for model, main in _pairs(one):
+            start = 0
+            if hasattr(one, "shard_fp32_from_float16_groups"):
+                start = one._get_model_param_range_map(model)["param"].start
+            found[model] = Main(start=start, values=main.detach().cpu().flatten().clone())
+    return found
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    for ours, theirs in (
+        ("model_float16_groups", "shard_fp32_from_float16_groups"),
+        ("float16_groups", "fp32_from_float16_groups"),
+    ):
+        groups = zip(getattr(optimizer, ours, ()), getattr(optimizer, theirs, ()), strict=True)
+        for models, mains in groups:
+            yield from zip(models, mains, strict=True)
+
+
+def joined_main(name: str, rounded: Tensor, parts: Sequence[Main]) -> Tensor:
+    """Return the whole main parameter, in the shape of the model's own, which is it rounded.
+
+    Raises:
+        Wrong: a part is missing, two ranks have other bits, or the model has other values.
+    """
+    whole = torch.empty(rounded.numel(), dtype=torch.float32)
+    there = torch.zeros(rounded.numel(), dtype=torch.bool)
+    for part in parts:
+        own = slice(part.start, part.start + len(part.values))
+        known = there[own]
+        if not torch.equal(whole[own][known], part.values[known]):
+            raise Wrong(f"ranks have other bits in the main parameter of {name}")
+        whole[own], there[own] = part.values, True
+    if not there.all():
+        raise Wrong(f"no rank has {int((~there).sum())} elements of the main parameter of {name}")
+    whole = whole.view_as(rounded)
+    if not torch.equal(whole.to(rounded.dtype), rounded):
+        raise Wrong(f"{name} is not its main parameter, rounded")
+    return whole
+
+
+def compared(
+    exported: Any, own: Sequence[ParameterPart], whole: Mapping[str, Tensor]
+) -> tuple[set[str], str | None]:
+    """Return the names of parameters that a rank has exported, and how they differ from the model.
+
+    Tensors are a rank's own parameters in their order, or whole ones, or have names. Where names
+    and shapes are other than Megatron's, the numbers of either model have to be among theirs.
+    """
+    found = list(_tensors(exported, ""))
+    if not found:
+        return set(), None
+    mine = {part.name: part.value for part in own}
+    shapes = [each.shape for _, each in found]
+    for right in (mine, whole):
+        if [each.shape for each in right.values()] == shapes:
+            pairs = zip(found, right.items(), strict=True)
+            wrong = [name for (_, has), (name, is_) in pairs if not _same(has, is_)]
+            return set(right), _told(wrong)
+    if all(name in whole for name, _ in found):
+        wrong = []
+        for name, has in found:
+            rights = [each[name] for each in (mine, whole) if name in each]
+            if not any(has.shape == each.shape and _same(has, each) for each in rights):
+                wrong.append(name)
+        return {name for name, _ in found}, _told(wrong)
+    dtype = found[0][1].dtype
+    numbers = _numbers([each for _, each in found], dtype)
+    for right in (whole, mine):
+        if bool(torch.isin(_numbers([*right.values()], dtype), numbers).all()):
+            return set(right), None
+    return set(mine), "the numbers of the model's parameters are not among them"
+
+
+def _tensors(exported: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(exported, Tensor):
+        if exported.is_floating_point():
+            yield name, exported.detach().cpu()
+    elif isinstance(exported, Mapping):
+        for key, value in exported.items():
+            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(exported, tuple) and len(exported) == 2 and isinstance(exported[0], str):
+        yield from _tensors(exported[1], exported[0])
+    elif isinstance(exported, (Sequence, Iterator)) and not isinstance(exported, (str, bytes)):
+        for value in exported:
+            yield from _tensors(value, name)
+
+
+def _same(has: Tensor, right: Tensor) -> bool:
+    """Return whether the values are the right ones, or these in the export's precision."""
+    return torch.equal(has, right.detach().cpu().to(has.dtype))
+
+
+def _numbers(values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([each.detach().cpu().to(dtype).flatten() for each in values])
+
+
+def _told(wrong: Sequence[str]) -> str | None:
+    return f"{len(wrong)} tensors differ, the first is {wrong[0]}" if wrong else None

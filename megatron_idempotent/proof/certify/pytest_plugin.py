@@ -36,18 +36,16 @@ def pytest_collection_modifyitems(
         return
     import secrets
 
-    from megatron_idempotent.proof.cpu import RankPool
-
     from .checks import CHECKS
     from .layouts import LAYOUTS
-    from .run import Certification
+    from .run import Certification, How, pool_of
 
-    pool = RankPool(max(each.ranks for each in LAYOUTS.values()))
+    pool = pool_of(max(each.ranks for each in LAYOUTS.values()))
     config.add_cleanup(pool.close)
     seed = config.getoption("--certify-seed")
     if seed is None:
         seed = secrets.randbelow(10**6)
-    certification = Certification(adapter, pool, seed=seed)
+    certification = Certification(adapter, pool, how=How(seed=seed))
     items += [
         CertifyItem.from_parent(
             session,

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError, RankPool, RankTimeout
+from megatron_idempotent.proof.cpu.pool import PRELOAD
 
 from .checks import CHECKS, Check
 from .draws import Draw
@@ -96,17 +97,10 @@ class Certification:
     """
 
     def __init__(
-        self,
-        adapter: str,
-        pool: RankPool,
-        *,
-        stock: bool = False,
-        declared: bool = False,
-        seed: int = 0,
-        thorough: bool = False,
+        self, adapter: str, pool: RankPool, *, how: How | None = None, declared: bool = False
     ) -> None:
         """Take what `certify` does; nothing runs before the first `judge`."""
-        self._how = How(stock=stock, seed=seed, thorough=thorough)
+        self._how = how or How()
         self._adapter = adapter
         self._pool = pool
         self._declared = declared
@@ -150,50 +144,43 @@ class Certification:
             )
 
         lacking = [name for name in check.needs if name not in told.offers]
-        if lacking:
-            return result("not offered", f"no {', '.join(lacking)}()")
-        if layout.fsdp2 != told.fsdp2:
-            return result("not offered", f"fsdp2 = {told.fsdp2}")
-        if layout.packs and not told.packs:
-            return result("not offered", "no packs = True")
-        if layout.packs and "mtp" in layout.words and _refuses_packs_with_mtp():
-            return result("not offered", "this Megatron trains no MTP layer on packs")
-        if layout.loss_kind == "sequence" and not told.sequences:
-            return result("not offered", "no sequences = True")
-        if check.replicas and layout.replicas == 1:
-            return result("not offered", "one replica")
-        if check.auxiliary and not layout.auxiliary:
-            return result("not offered", "no auxiliary losses")
-        if check.packs and not layout.packs:
-            return result("not offered", "no packs")
-        if check.adapters and not layout.adapters:
-            return result("not offered", "no adapters in 16 bits and on FSDP2")
-        if check.bits and not told.order_stable:
-            return result("not offered", "no order_stable = True")
-        if check.bits and layout.packs:
-            return result("not offered", "which sequences share a pack is the adapter's to choose")
+        without_mtp = layout.packs and "mtp" in layout.words and _refuses_packs_with_mtp()
+        for refused, why in (
+            (lacking, f"no {', '.join(lacking)}()"),
+            (layout.fsdp2 != told.fsdp2, f"fsdp2 = {told.fsdp2}"),
+            (layout.packs and not told.packs, "no packs = True"),
+            (without_mtp, "this Megatron trains no MTP layer on packs"),
+            (layout.loss_kind == "sequence" and not told.sequences, "no sequences = True"),
+            (check.replicas and layout.replicas == 1, "one replica"),
+            (check.auxiliary and not layout.auxiliary, "no auxiliary losses"),
+            (check.packs and not layout.packs, "no packs"),
+            (check.adapters and not layout.adapters, "no adapters in 16 bits and on FSDP2"),
+            (check.bits and not told.order_stable, "no order_stable = True"),
+            (
+                check.bits and layout.packs,
+                "which sequences share a pack is the adapter's to choose",
+            ),
+        ):
+            if refused:
+                return result("not offered", why)
         said = why_not(told.cannot, check.name, layout)
         if said is not None and not self._declared:
             return result("declared", said)
         start = time.perf_counter()
-        fault, of_bound, bits = _outcome(self._pool, self._adapter, check, layout, self._how)
+        fault, of_bound, bits = outcome_of(self._pool, self._adapter, check, layout, self._how)
         found: dict[str, Any] = {
             "seconds": time.perf_counter() - start,
             "of_bound": of_bound,
             "bits": bits,
         }
         if bits and not fault:
-            fault = self._compared(result("passed", **found))
+            # A layout with another number of replicas has to have the same.
+            first = self._bits.setdefault(alike(layout.name), result("passed", **found))
+            if first.bits != bits:
+                fault = f"the same microbatches give other bits than in {first.layout}"
         if fault and said is not None:
             return result("declared", f"{said} ({fault})", **found)
         return result("failed" if fault else "passed", fault, **found)
-
-    def _compared(self, found: Result) -> str:
-        """Return what is wrong if a layout with another number of replicas has other bits."""
-        first = self._bits.setdefault(alike(found.layout), found)
-        if first.bits == found.bits:
-            return ""
-        return f"the same microbatches give other bits than in {first.layout}"
 
 
 def certify(
@@ -234,17 +221,22 @@ def certify(
     own = None
     if pool is None:
         # Standard output is for the results; releases print there while they are imported.
-        pool = own = RankPool(ranks, stdout=2)
+        pool = own = pool_of(ranks, stdout=2)
     try:
-        certification = Certification(
-            adapter, pool, stock=stock, declared=declared, seed=seed, thorough=thorough
-        )
+        how = How(stock=stock, seed=seed, thorough=thorough)
+        certification = Certification(adapter, pool, how=how, declared=declared)
         for layout in places:
             for check in wanted:
                 yield certification.judge(check, layout)
     finally:
         if own is not None:
             own.close()
+
+
+def pool_of(ranks: int, **options: Any) -> RankPool:
+    """Make a pool whose ranks need not import what each check runs."""
+    modules = (f"{__package__}.adapters", f"{__package__}.bench")
+    return RankPool(ranks, preload=(*PRELOAD, *modules), **options)
 
 
 def load(adapter: str) -> type:
@@ -266,18 +258,17 @@ def load(adapter: str) -> type:
             f"{adapter} has no {', '.join(missing)}(): "
             "see megatron_idempotent.proof.certify.Adapter"
         )
-    unknown = [name for name in getattr(found, "cannot", {}) if not _is_check(name)]
+    unknown = []
+    for said in getattr(found, "cannot", {}):
+        check, slash, word = said.partition("/")
+        if check not in CHECKS or (slash and word not in KINDS):
+            unknown.append(said)
     if unknown:
         raise ValueError(
             f"{adapter}.cannot names {sorted(unknown)}, which are none of {', '.join(CHECKS)}, nor "
             f"one of these before a slash and a layout's word: {', '.join(KINDS)}"
         )
     return found  # type: ignore[no-any-return]
-
-
-def _is_check(name: str) -> bool:
-    check, slash, word = name.partition("/")
-    return check in CHECKS and (word in KINDS if slash else True)
 
 
 @lru_cache(maxsize=1)
@@ -298,10 +289,10 @@ def facts(adapter: str) -> Facts | str:
     return Facts(
         offers=frozenset(name for name in needed if callable(getattr(kind, name, None))),
         cannot=dict(getattr(kind, "cannot", {})),
-        packs=bool(getattr(kind, "packs", False)),
-        sequences=bool(getattr(kind, "sequences", False)),
-        fsdp2=bool(getattr(kind, "fsdp2", False)),
-        order_stable=bool(getattr(kind, "order_stable", False)),
+        **{
+            name: bool(getattr(kind, name, False))
+            for name in ("packs", "sequences", "fsdp2", "order_stable")
+        },
     )
 
 
@@ -313,17 +304,6 @@ def _chosen(checks: Iterable[str] | None) -> list[str]:
     return [name for name in CHECKS if name in names]
 
 
-def outcome_of(
-    pool: RankPool, adapter: str, check: Check, layout: Layout, **how: Any
-) -> tuple[str, float]:
-    """Make one check on fresh ranks, with the fields of `How`.
-
-    Returns what is wrong, in one line, or an empty string; and the largest error of a step, as a
-    part of the bound for it.
-    """
-    return _outcome(pool, adapter, check, layout, How(**how))[:2]
-
-
 def alike(layout: str) -> str:
     """Return a layout's name without its number of replicas; "dp" if it says nothing else."""
     return (
@@ -331,10 +311,15 @@ def alike(layout: str) -> str:
     )
 
 
-def _outcome(
-    pool: RankPool, adapter: str, check: Check, layout: Layout, how: How
+def outcome_of(
+    pool: RankPool, adapter: str, check: Check, layout: Layout, how: How | None = None
 ) -> tuple[str, float, str]:
-    """Return what `outcome_of` does, and the digest of `same-bits`."""
+    """Make one check on fresh ranks.
+
+    Returns what is wrong, in one line, or an empty string; the largest error of a step, as a part
+    of the bound for it; and the digest of `same-bits`.
+    """
+    how = how or How()
     deadline_s = DEADLINE_S * (4 if how.thorough else 1)
     try:
         told: list[tuple[int, str, float, str]] = pool.run(

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .bench import Bench, forward
+from .batches import forward
+from .bench import Bench
 from .oracle import Truth
 from .parameters import ParameterPart, parts, spread
 from .protocol import Calls, Finished, Rows, Wrong

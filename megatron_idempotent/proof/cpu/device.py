@@ -1,24 +1,30 @@
-"""Answers for the device: its number, name, memory and random numbers, by `torch.cuda`'s names.
+"""Answers for the device by `torch.cuda`'s names: number, memory, random numbers, streams, events.
 
 Only `enable()` loads this module. Memory counters are all zero, which is the truth: no byte of
-device memory is in use. `refusals` refuses calls that would need a number that does not exist here
-(free device memory, power, clock).
+device memory is in use. Streams are of a device that finishes every call before it returns. Calls
+that would need a number that does not exist here (free device memory, power, clock), and every
+other public name of `torch.cuda` that is not in the table, raise `NotEmulatedError` by their name,
+so that a call that is added by a later torch is refused, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.cuda import graphs, memory, nvtx, profiler, random, streams
 
 from megatron_idempotent.patching.per_process import PerProcess
 
-from . import refusals, streams
+from . import table
+from .errors import NotEmulatedError
 
 CAPABILITY = (0, 0)
 NAME = "megatron_idempotent CPU runtime"
@@ -34,13 +40,6 @@ class DeviceProperties:
     minor: int = CAPABILITY[1]
     total_memory: int
     multi_processor_count: int
-
-
-class _Selected(PerProcess, threading.local):
-    index: int = 0
-
-
-_selected = _Selected(__name__, "_selected")
 
 
 def device_count() -> int:
@@ -94,8 +93,6 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     return CAPABILITY
 
 
-# Memory ------------------------------------------------------------------------------------
-
 _POOLED = (
     "allocation",
     "segment",
@@ -127,11 +124,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
     return stats | dict.fromkeys(_PLAIN, 0)
 
 
-def no_bytes(device: Any = None) -> int:
-    return 0
-
-
-# Random numbers: the CPU generator is the one that fills these tensors ----------------------
+# Random numbers: the CPU generator is the one that fills these tensors.
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
@@ -162,22 +155,158 @@ def initial_seed() -> int:
     return torch.default_generator.initial_seed()
 
 
-# Answers that are the same every time -------------------------------------------------------
+# Streams and events: all work is always done already.
+
+_ids = itertools.count()
 
 
-def return_true(*_args: Any, **_kwargs: Any) -> bool:
+class Event:
+    """Marks a point in time. `elapsed_time` is measured wall time in milliseconds."""
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        if interprocess:
+            raise NotEmulatedError("torch.cuda.Event(interprocess=True)")
+        self.enable_timing = enable_timing
+        self._recorded_s: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Return the milliseconds from this event's `record` to that of `end_event`.
+
+        Raises RuntimeError, as CUDA does, if either event was not recorded or has no timing.
+        """
+        if not (self.enable_timing and end_event.enable_timing):
+            raise RuntimeError("both events must be created with enable_timing=True")
+        if self._recorded_s is None or end_event._recorded_s is None:
+            raise RuntimeError("both events must be recorded before elapsed_time()")
+        return (end_event._recorded_s - self._recorded_s) * 1e3
+
+    def ipc_handle(self) -> bytes:
+        raise NotEmulatedError("torch.cuda.Event.ipc_handle")
+
+    @classmethod
+    def from_ipc_handle(cls, device: Any, handle: bytes) -> Event:
+        raise NotEmulatedError("torch.cuda.Event.from_ipc_handle")
+
+
+class Stream:
+    """Emulates an order of work, all of which is always done already."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
+        self.device = device
+        self.priority = priority
+        self.stream_id = self.cuda_stream = next(_ids)
+        self._outer: list[Stream] = []
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+    def wait_event(self, event: Event) -> None:
+        return None
+
+    def wait_stream(self, stream: Stream) -> None:
+        return None
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __enter__(self) -> Stream:
+        self._outer.append(current_stream())
+        set_stream(self)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        set_stream(self._outer.pop())
+
+
+_default = Stream()
+
+
+class _Selected(PerProcess, threading.local):
+    index: int = 0
+    stream: Stream = _default
+
+
+_selected = _Selected(__name__, "_selected")
+
+
+class StreamContext:
+    """Makes s the current stream in a block, `with torch.cuda.stream(s)`; None changes nothing."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self._outer = _selected.stream
+        set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        set_stream(self._outer)
+
+
+def stream(stream: Stream | None) -> StreamContext:
+    return StreamContext(stream)
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _selected.stream
+
+
+def default_stream(device: Any = None) -> Stream:
+    return _default
+
+
+def set_stream(stream: Stream | None) -> None:
+    if stream is not None:
+        _selected.stream = stream
+
+
+def _true(*_args: Any, **_kwargs: Any) -> bool:
     return True
 
 
-def return_false(*_args: Any, **_kwargs: Any) -> bool:
+def _false(*_args: Any, **_kwargs: Any) -> bool:
     return False
 
 
-def no_op(*_args: Any, **_kwargs: Any) -> None:
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-def return_empty_list() -> list[str]:
+def _zero(device: Any = None) -> int:
+    return 0
+
+
+def get_arch_list() -> list[str]:
     return []
 
 
@@ -207,72 +336,74 @@ def nvtx_range(msg: str, *_args: Any, **_kwargs: Any) -> Iterator[None]:
 
 
 ANSWERS: dict[str, Any] = {
-    "is_available": return_true,
-    "is_initialized": return_true,
-    "is_bf16_supported": return_true,
-    "is_tf32_supported": return_false,
-    "is_current_stream_capturing": return_false,
-    "init": no_op,
-    "_lazy_init": no_op,
-    "synchronize": no_op,
-    "empty_cache": no_op,
-    "reset_peak_memory_stats": no_op,
-    "reset_accumulated_memory_stats": no_op,
-    "reset_max_memory_allocated": no_op,
-    "reset_max_memory_cached": no_op,
-    "device_count": device_count,
-    "current_device": current_device,
-    "set_device": set_device,
+    name: answer
+    for names, answer in (
+        (table.TRUE, _true),
+        (table.FALSE, _false),
+        (table.NOTHING, _nothing),
+        (table.ZERO, _zero),
+    )
+    for name in table.short(names)
+}
+ANSWERS |= {
+    answer.__name__: answer
+    for answer in (
+        *(device_count, current_device, set_device, get_device_properties, get_device_name),
+        *(get_device_capability, get_arch_list, memory_stats, Stream, Event, StreamContext),
+        *(stream, current_stream, default_stream, set_stream),
+        *(get_rng_state, set_rng_state, get_rng_state_all, set_rng_state_all),
+        *(manual_seed, seed, initial_seed),
+    )
+}
+ANSWERS |= {
     "_exchange_device": exchange_device,
     "_maybe_exchange_device": exchange_device,
-    "get_device_properties": get_device_properties,
-    "get_device_name": get_device_name,
-    "get_device_capability": get_device_capability,
-    "get_arch_list": return_empty_list,
-    "Stream": streams.Stream,
-    "Event": streams.Event,
-    "stream": streams.stream,
-    "StreamContext": streams.StreamContext,
-    "current_stream": streams.current_stream,
-    "default_stream": streams.default_stream,
-    "set_stream": streams.set_stream,
-    "memory_allocated": no_bytes,
-    "max_memory_allocated": no_bytes,
-    "memory_reserved": no_bytes,
-    "max_memory_reserved": no_bytes,
-    "memory_cached": no_bytes,
-    "max_memory_cached": no_bytes,
-    "device_memory_used": no_bytes,
-    "memory_stats": memory_stats,
-    "get_rng_state": get_rng_state,
-    "set_rng_state": set_rng_state,
-    "get_rng_state_all": get_rng_state_all,
-    "set_rng_state_all": set_rng_state_all,
-    "manual_seed": manual_seed,
     "manual_seed_all": manual_seed,
-    "seed": seed,
     "seed_all": seed,
-    "initial_seed": initial_seed,
 }
-
 NVTX_ANSWERS: dict[str, Any] = {
     "range_push": range_push,
     "range_pop": range_pop,
     "range": nvtx_range,
-    "mark": no_op,
+    "mark": _nothing,
 }
-
-
 #: torch's optimizers ask these about graph capture as soon as torch.cuda says it is available.
 ACCELERATOR_ANSWERS: dict[str, Any] = {
-    "is_available": return_true,
-    "device_count": device_count,
-    "current_device_index": current_device,
-    "set_device_index": set_device,
-    "current_stream": streams.current_stream,
-    "set_stream": streams.set_stream,
-    "synchronize": no_op,
+    name: ANSWERS[name.removesuffix("_index")] for name in table.short(table.ACCELERATOR)
 }
+
+#: Private or nested names that Megatron calls and that would otherwise slip through.
+_REFUSED_BY_NAME = (
+    "torch.cuda._sleep",
+    "torch.cuda.memory._record_memory_history",
+    "torch.cuda.memory._snapshot",
+    "torch.cuda.memory._dump_snapshot",
+    "torch.cuda.profiler.start",
+    "torch.cuda.profiler.stop",
+    "torch.cuda.nvtx.range_start",
+    "torch.cuda.nvtx.range_end",
+)
+#: Public names of torch.cuda that neither answer nor act, as its storages: exceptions, constants,
+#: and `device`, whose effect is the exchange of the number above.
+_LEFT_ALONE = {
+    *("CudaError", "DeferredCudaCallError", "cudaStatus", "check_error", "device", "device_of")
+}
+#: `torch.cuda.f` is often defined in one of these and called from there as well.
+_SUBMODULES = (graphs, memory, nvtx, profiler, random, streams)
+
+
+def refused_names() -> list[str]:
+    """Return every name that is refused, e.g. "torch.cuda.CUDAGraph"."""
+    emulated = table.emulated_names()
+    public = [
+        f"torch.cuda.{name}"
+        for name in torch.cuda.__all__
+        if f"torch.cuda.{name}" not in emulated
+        and name not in _LEFT_ALONE
+        and not name.endswith("Storage")
+        and callable(getattr(torch.cuda, name, None))
+    ]
+    return [*public, *(name for name in _REFUSED_BY_NAME if _lookup(name) is not None)]
 
 
 class _Generators:
@@ -299,6 +430,48 @@ def replacements() -> list[tuple[Any, str, Any]]:
             if original is None:
                 continue
             found.append((owner, name, answer))
-            found += refusals.elsewhere(original, answer, owner)
+            found += _elsewhere(original, answer, owner)
     found.append((torch.cuda, "default_generators", _Generators()))
+    for name in refused_names():
+        original, refusal = _lookup(name), _refuse(name)
+        if isinstance(original, type):
+            # The class stays: modules subclass it and annotate with it while they are imported.
+            found.append(
+                (original, "__new__" if "__new__" in vars(original) else "__init__", refusal)
+            )
+            continue
+        owner, attribute = _split(name)
+        found += [(owner, attribute, refusal), *_elsewhere(original, refusal, owner)]
     return found
+
+
+def _elsewhere(original: Any, replacement: Any, owner: Any) -> list[tuple[Any, str, Any]]:
+    """Return replacements for an object's other names in torch.cuda's modules."""
+    return [
+        (module, name, replacement)
+        for module in (torch.cuda, *_SUBMODULES)
+        if module is not owner
+        for name, value in vars(module).items()
+        if value is original
+    ]
+
+
+def _refuse(name: str) -> Any:
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise NotEmulatedError(name)
+
+    refuse.__name__ = name.rsplit(".", 1)[1]
+    return refuse
+
+
+def _split(name: str) -> tuple[Any, str]:
+    *path, attribute = name.split(".")[1:]
+    owner: Any = torch
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, attribute
+
+
+def _lookup(name: str) -> Any:
+    owner, attribute = _split(name)
+    return getattr(owner, attribute, None)

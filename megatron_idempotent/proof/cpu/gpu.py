@@ -9,7 +9,7 @@ module does not, nor anything else that takes time: every pytest run imports it,
 On "cpu" the runtime answers for CUDA. On "cuda" nothing is emulated: ranks compute on the GPUs of
 this machine, over NCCL where each has a GPU of its own, and else over gloo and host memory, since
 NCCL refuses two ranks on one GPU. "checked" is the CPU, where ranks refuse what a GPU would refuse
-(`cpu.checked`).
+(`cpu.placement`).
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def prepare() -> None:
     """Prepare the launcher, before it imports Megatron, for ranks that share a GPU.
 
     Megatron binds collectives by names of its own while it is imported, so they are replaced here;
-    each is torch's until a rank calls `staging.begin`.
+    each is torch's until a rank calls `collectives.begin`.
 
     Raises:
         NoDeviceError: this torch can use no GPU of this machine.
     """
-    from . import runtime, staging
+    from . import collectives, runtime
 
     require()
-    for owner, name, value in staging.replacements():
+    for owner, name, value in collectives.replacements():
         setattr(owner, name, value)
     # A GPU machine may lack Transformer Engine and Apex too.
     sys.meta_path.insert(0, runtime.Completer(setattr))
@@ -123,7 +123,7 @@ def settle(rank: int, world_size: int) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
-    from . import staging
+    from . import collectives
 
     require()
     devices = torch.cuda.device_count()
@@ -133,7 +133,7 @@ def settle(rank: int, world_size: int) -> None:
     # It would add a kernel to each allocation, to find what reads memory before it is written.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (untyped)
     if world_size > devices:
-        staging.begin("cuda")
+        collectives.begin("cuda")
 
 
 def group_options(world_size: int) -> dict[str, Any]:

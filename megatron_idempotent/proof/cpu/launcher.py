@@ -9,38 +9,40 @@ It ends when its pool's end of the connection closes, and its ranks with it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import datetime
+import faulthandler
 import gc
 import importlib
 import importlib.util
 import logging
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from multiprocessing.connection import Connection
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from . import huge_pages
-from .calls import Call, Outcome
+from . import gpu
 from .errors import NoDeviceError, RankFailure
 from .gpu import Device, check_untouched, prepare
-from .rank import HEADER, RankSlot, describe, occupy
+from .pool import Call, Outcome, dump_result, load_arguments, resolve
 from .runtime import enable, replaced_name_in
 
 #: Seconds that the peers of a failed rank may go on, so that they can fail for their own reasons.
 GRACE_S = 3.0
 #: Seconds that ranks get to write their stacks.
 STACKS_S = 2.0
-
-
 #: Huge pages cost a second, and save 10 ms a fork: a pool with so many forks will make more.
 _FORKS_OF_A_LONG_LIFE = 40
+_PR_SET_PDEATHSIG = 1
 
 
 class PoolGone(Exception):
@@ -54,14 +56,10 @@ class Round:
         self._call = call
         self._connection = connection
         self._pids: dict[int, int] = {}
-        self._pipes: dict[int, int] = {}  # rank → read end of its result pipe
-        self._received: dict[int, bytearray] = {}
+        self._ranks: dict[int, Connection] = {}
         self._exit_codes: dict[int, int] = {}
-        self._results: dict[int, bytes] = {}
-        self._failures: list[RankFailure] = []
         self._first_failure_s = 0.0
-        self._stacks: dict[int, str] = {}
-        self._release_write = -1
+        self._outcome = Outcome()
 
     def run(self) -> Outcome:
         """Fork the ranks, wait for them, and return their outcome.
@@ -73,27 +71,21 @@ class Round:
             self._folder = Path(folder)
             try:
                 self._fork()
-                timed_out = self._wait(time.monotonic() + self._call.timeout_s)
+                deadline_s = time.monotonic() + self._call.timeout_s
+                self._outcome.timed_out = self._wait(deadline_s)
             finally:
                 self._end()
-        return Outcome(
-            results=self._results,
-            failures=self._failures,
-            stacks=self._stacks,
-            timed_out=timed_out,
-        )
+        return self._outcome
 
     def _fork(self) -> None:
-        release_read, self._release_write = os.pipe()
         with _listening() as store, _listening() as reserved:
             master_port = reserved.getsockname()[1]
             reserved.close()
             for rank in range(self._call.world_size):
-                read_fd, write_fd = os.pipe()
-                seat = RankSlot(
+                ours, theirs = Pipe()
+                slot = RankSlot(
                     rank=rank,
-                    result_fd=write_fd,
-                    release_fd=release_read,
+                    connection=theirs,
                     # The store closes the descriptor it is given.
                     store_fd=os.dup(store.fileno()) if rank == 0 else -1,
                     store_port=store.getsockname()[1],
@@ -102,28 +94,23 @@ class Round:
                 )
                 pid = os.fork()
                 if pid == 0:
-                    occupy(self._call, seat)
-                os.close(write_fd)
-                if seat.store_fd >= 0:
-                    os.close(seat.store_fd)
-                os.set_blocking(read_fd, False)
-                self._pids[rank] = pid
-                self._pipes[rank] = read_fd
-                self._received[rank] = bytearray()
-        os.close(release_read)
+                    occupy(self._call, slot)
+                theirs.close()
+                if slot.store_fd >= 0:
+                    os.close(slot.store_fd)
+                self._pids[rank], self._ranks[rank] = pid, ours
 
     def _wait(self, deadline_s: float) -> bool:
         """Collect messages until every rank has reported; return True if the deadline passed."""
         while waiting := [rank for rank in self._pids if not self._reported(rank)]:
-            if self._failures:
+            if self._outcome.failures:
                 deadline_s = min(deadline_s, self._first_failure_s + GRACE_S)
             if time.monotonic() >= deadline_s:
                 # After a failure only those still running are of interest.
-                self._dump(waiting if self._failures else list(self._pids))
-                return not self._failures
-            watched = [*(self._pipes[rank] for rank in waiting), self._connection.fileno()]
-            ready, _, _ = select.select(watched, [], [], 0.02)
-            if self._connection.fileno() in ready:
+                self._dump(waiting if self._outcome.failures else list(self._pids))
+                return not self._outcome.failures
+            ready = wait([*(self._ranks[rank] for rank in waiting), self._connection], 0.02)
+            if self._connection in ready:
                 # The pool sends nothing during a call, so this is the end of the connection.
                 raise PoolGone
             for rank in waiting:
@@ -134,28 +121,22 @@ class Round:
         return False
 
     def _reported(self, rank: int) -> bool:
-        return rank in self._results or any(f.rank == rank for f in self._failures)
+        return rank in self._outcome.results or any(f.rank == rank for f in self._outcome.failures)
 
     def _read(self, rank: int) -> None:
-        received = self._received[rank]
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._pipes[rank], 1 << 20):
-                received += chunk
-        if len(received) < HEADER.size:
-            return
-        kind, length = HEADER.unpack_from(received)
-        payload = bytes(received[HEADER.size :])
-        if len(payload) < length:
-            return
-        if kind == b"R":
-            self._results[rank] = payload
-        else:
-            self._fail(pickle.loads(payload))
+        # Of a rank that dies while it writes the end comes; its death is then what is reported.
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            if self._ranks[rank].poll():
+                kind, payload = (self._ranks[rank].recv_bytes() for _ in range(2))
+                if kind == b"R":
+                    self._outcome.results[rank] = payload
+                else:
+                    self._fail(pickle.loads(payload))
 
     def _fail(self, failure: RankFailure) -> None:
-        if not self._failures:
+        if not self._outcome.failures:
             self._first_failure_s = time.monotonic()
-        self._failures.append(failure)
+        self._outcome.failures.append(failure)
 
     def _has_exited(self, rank: int) -> bool:
         if rank not in self._exit_codes:
@@ -187,7 +168,9 @@ class Round:
                 before, text = text, self._written_stacks(rank)
                 if text and text == before:
                     break
-            self._stacks[rank] = text or "(it wrote no stacks: stopped, or before its start)"
+            self._outcome.stacks[rank] = (
+                text or "(it wrote no stacks: stopped, or before its start)"
+            )
 
     def _stacks_path(self, rank: int) -> Path:
         return self._folder / f"stacks-{rank}"
@@ -198,27 +181,19 @@ class Round:
 
     def _end(self) -> None:
         """Let finished ranks end, kill the others and all that ranks started, and reap them."""
-        if self._failures or len(self._results) < self._call.world_size:
-            self._kill()
-        elif self._release_write >= 0:
-            os.write(self._release_write, b"x" * self._call.world_size)
-        for rank in self._pids:
+        over = not self._outcome.failures and len(self._outcome.results) == self._call.world_size
+        for rank, pid in self._pids.items():
+            if over:
+                with contextlib.suppress(OSError):  # it has died since
+                    self._ranks[rank].send_bytes(b"")
+            elif not self._has_exited(rank):
+                os.kill(pid, signal.SIGKILL)
+        for rank, pid in self._pids.items():
             while not self._has_exited(rank):
                 time.sleep(0.001)
-        self._kill_what_they_started()
-        for fd in (*self._pipes.values(), self._release_write):
-            if fd >= 0:
-                os.close(fd)
-
-    def _kill(self) -> None:
-        for rank, pid in self._pids.items():
-            if not self._has_exited(rank):
-                os.kill(pid, signal.SIGKILL)
-
-    def _kill_what_they_started(self) -> None:
-        for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):  # nothing left in its process group
                 os.killpg(pid, signal.SIGKILL)
+            self._ranks[rank].close()
 
 
 def _listening() -> socket.socket:
@@ -233,7 +208,7 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
     no import starts the driver.
     """
     connection = Connection(connection_fd)
-    with _ReportTo(connection):
+    with _told(connection):
         if device == "cuda":
             prepare()
         else:
@@ -258,9 +233,26 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
             connection.send(Round(call, connection).run())
             before, forks = forks, forks + call.world_size
             if before < _FORKS_OF_A_LONG_LIFE <= forks:
-                huge_pages.collapse()
-    # Triton lists what nobody has collected when the interpreter ends.
-    gc.unfreeze()
+                collapse_pages()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # The end of torch and Megatron takes seconds, in which Triton lists what nobody has collected.
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _told(connection: Connection) -> Iterator[None]:
+    """Tell the pool, which waits for the word "ready", why the imports failed."""
+    try:
+        yield
+    except BaseException as error:
+        failure = describe(-1, error)
+        if (name := replaced_name_in(error)) is not None:
+            failure = replace(failure, message=f"{error}; the CPU runtime emulates {name}")
+        connection.send(failure)
+        if isinstance(error, NoDeviceError):
+            raise SystemExit(1) from None  # the pool says it; a traceback would say no more
+        raise
 
 
 def _import(name: str) -> None:
@@ -270,6 +262,16 @@ def _import(name: str) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or importlib.util.find_spec(error.name.partition(".")[0]) is not None:
             raise
+
+
+def _exists(name: str) -> bool:
+    parent, _, _ = name.rpartition(".")
+    if parent.count(".") and not _exists(parent):
+        return False
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package is a namespace without this part
+        return False
 
 
 def _read_ahead() -> None:
@@ -284,30 +286,167 @@ def _read_ahead() -> None:
                 source.kept(file)
 
 
-def _exists(name: str) -> bool:
-    parent, _, _ = name.rpartition(".")
-    if parent.count(".") and not _exists(parent):
-        return False
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the parent package is a namespace without this part
-        return False
+# Of <linux/mman.h>: `MADV_HUGEPAGE` asks for huge pages where the system gives none unasked,
+# `MADV_COLLAPSE` makes them out of what is there.
+_HUGE_PAGE, _COLLAPSE, _SIZE = 14, 25, 2 << 20
 
 
-class _ReportTo:
-    """Tells the pool why the imports failed; it waits for the word "ready"."""
+def collapse_pages() -> int:
+    """Move this process's private memory into huge pages; return the bytes that were moved.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    It then forks in a third of the time: a fork copies a table entry for each page of 4 KiB, with
+    torch and Megatron in memory some 100,000, 20 ms with the end of the child. A huge page has one
+    entry for 2 MiB. Memory that a child writes is split off page by page, as without huge pages. It
+    takes 2.5 s for each GB, changes no contents and is safe to repeat. This works on Linux from 6.1
+    on; elsewhere nothing happens.
+    """
+    if sys.platform != "linux":
+        return 0
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    moved = 0
+    with contextlib.suppress(OSError, AttributeError):
+        for start, end in _private_memory():
+            libc.madvise(start, end - start, _HUGE_PAGE)
+            if libc.madvise(start, end - start, _COLLAPSE) == 0:
+                moved += end - start
+    return moved
 
-    def __enter__(self) -> None:
-        return None
 
-    def __exit__(self, exc_type: object, exc: BaseException | None, tb: object) -> None:
-        if exc is not None:
-            failure = describe(-1, type(exc), exc, exc.__traceback__)
-            if (name := replaced_name_in(exc)) is not None:
-                failure = replace(failure, message=f"{exc}; the CPU runtime emulates {name}")
-            self._connection.send(failure)
-        if isinstance(exc, NoDeviceError):
-            raise SystemExit(1)  # the pool says it; a traceback would say no more
+def _private_memory() -> Iterator[tuple[int, int]]:
+    """Yield the ranges of whole huge pages in memory that belongs to no file and no stack."""
+    for line in Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines():
+        span, mode, _, _, _, *name = line.split(maxsplit=5)
+        if mode != "rw-p" or name not in ([], ["[heap]"]):
+            continue
+        start, end = (int(each, 16) for each in span.split("-"))
+        start, end = -(-start // _SIZE) * _SIZE, end // _SIZE * _SIZE
+        if start < end:
+            yield start, end
+
+
+# A rank: a process that the launcher has forked for one call, and that ends with it.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSlot:
+    """Holds the data that the launcher gives to one rank."""
+
+    rank: int
+    #: Takes R and a result, or F and a failure; then comes a message once all ranks are done.
+    connection: Connection
+    #: A listening socket for rank 0's store; its port is `store_port`.
+    store_fd: int
+    store_port: int
+    #: A port that was free at the fork, for programs that initialise torch.distributed themselves.
+    master_port: int
+    stacks_path: str
+
+
+def occupy(call: Call, slot: RankSlot) -> None:
+    """Run the call as one rank and end the process; do not return."""
+    # Its own process group, so that ending a rank ends what it started too.
+    os.setpgrp()
+    if sys.platform == "linux":  # die with the launcher
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(slot.stacks_path, "w", encoding="utf-8") as stacks:
+        faulthandler.enable(file=stacks, all_threads=True)  # a crash in C
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # a hang
+        try:
+            kind, payload = b"R", dump_result(_called(call, slot))
+        except BaseException as error:  # noqa: BLE001  SystemExit too: it is sent
+            kind, payload = b"F", pickle.dumps(describe(slot.rank, error))
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(ValueError, OSError, AttributeError):  # closed, or None
+                stream.flush()
+        slot.connection.send_bytes(kind)
+        slot.connection.send_bytes(payload)
+        if kind == b"R":
+            # Rank 0 holds the store and every rank a socket that its peers may still read.
+            slot.connection.recv_bytes()
+        # Not sys.exit: exit handlers inherited from the launcher are not this process's to run.
+        os._exit(0)
+
+
+def _called(call: Call, slot: RankSlot) -> object:
+    _settle(call, slot)
+    function = resolve(call)
+    args, kwargs = load_arguments(call)
+    if call.distributed:
+        _join_default_group(call, slot)
+    if call.device != "checked":
+        return function(*args, **kwargs)
+    from .placement import checking
+
+    with checking():
+        return function(*args, **kwargs)
+
+
+def describe(rank: int, error: BaseException) -> RankFailure:
+    """Return the record of an exception on a rank."""
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ != "builtins":
+        name = f"{kind.__module__}.{name}"
+    text = "".join(traceback.format_exception(error))
+    return RankFailure(rank=rank, exception_type=name, message=str(error), traceback=text)
+
+
+def _settle(call: Call, slot: RankSlot) -> None:
+    os.environ.clear()
+    os.environ.update(call.environ)
+    os.environ.update(
+        RANK=str(slot.rank),
+        LOCAL_RANK=str(slot.rank),
+        WORLD_SIZE=str(call.world_size),
+        LOCAL_WORLD_SIZE=str(call.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(slot.master_port),
+    )
+    if call.device != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Megatron asks for 1 before it accepts tensor parallelism with overlap.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Without it gloo resolves the host name, which may be slow or wrong in a container.
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # For a log line, torch asks for the name of each peer's address, which no hosts file has. A
+    # name server that loses the question would cost 5 s.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
+    sys.path[:] = call.sys_path
+    os.chdir(call.cwd)
+
+    import torch
+
+    torch.set_num_threads(1)
+    if call.device == "cuda":
+        gpu.settle(slot.rank, call.world_size)
+    else:
+        torch.cuda.set_device(slot.rank)
+
+
+def _join_default_group(call: Call, slot: RankSlot) -> None:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    # Longer than the deadline: a hang is the launcher's to report, with the stacks of all ranks.
+    timeout = datetime.timedelta(seconds=call.timeout_s + 60.0)
+    is_master = slot.rank == 0
+    store = TCPStore(
+        "127.0.0.1",
+        slot.store_port,
+        call.world_size,
+        is_master,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=slot.store_fd if is_master else None,
+        use_libuv=False,
+    )
+    how = gpu.group_options(call.world_size) if call.device == "cuda" else {"backend": "gloo"}
+    dist.init_process_group(
+        store=store, rank=slot.rank, world_size=call.world_size, timeout=timeout, **how
+    )
+    # Rank 0 holds the store: if it raised and left while another rank still joins, that rank would
+    # report a broken connection in place of its own error.
+    dist.barrier()

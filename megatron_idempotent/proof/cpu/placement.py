@@ -1,88 +1,43 @@
-"""Puts tensors on the CPU for every spelling of "a CUDA device", and collectives on gloo.
+"""Puts tensors on the CPU for every spelling of "a CUDA device"; knows what a GPU would refuse.
 
 It imports torch, so only `enable()` loads it. It replaces only the functions that can be given a
 device, in the namespace where callers look them up. A `TorchFunctionMode` would also catch calls
 made through early-bound names, at the price of a detour around *every* torch call
 (benchmarks/cpu_overhead.py has the numbers); Megatron binds none of these names early.
 
-gloo of torch 2.8 to 2.15 can do nearly all that Megatron calls: reduce_scatter_tensor,
-all_gather_into_tensor, their coalesced forms, AVG, bf16 and fp16, unequal parts in reduce_scatter
-and all_to_all_single, and batch_isend_irecv. So the collectives are real ones, asynchronous handles
-included; only the backend and the form of some arguments change. An all_gather of unequal sizes,
-which NCCL takes and gloo refuses, is padded to the largest and cut again.
+With device="checked" ranks also refuse what a GPU would refuse: host and device tensors in one
+operation. The runtime answers for CUDA as always, and knows of each tensor's memory, by how it was
+made, whether it would be the host's or the device's. An operation on both raises `PlacementError`,
+as torch would on a GPU. So do `numpy()` of a device tensor, a host generator that is to fill a
+device tensor, and a host tensor in a collective of a group that is NCCL's. A tensor that was made
+for `other.device`, which is the CPU here, has an unknown place, and is not refused. It finds a
+missing `.cuda()` on a machine that has no GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import distributed_c10d
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from .errors import NotEmulatedError
+from megatron_idempotent.patching.per_process import PerProcess, PerProcessDict
+
+from . import table
+from .errors import NotEmulatedError, PlacementError
 
 CPU = torch.device("cpu")
 
-FACTORIES = (
-    "arange",
-    "as_tensor",
-    "asarray",
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "scalar_tensor",
-    "sparse_coo_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
-    "bartlett_window",
-    "blackman_window",
-    "hamming_window",
-    "hann_window",
-    "kaiser_window",
-)
-NEW_METHODS = (
-    "new_empty",
-    "new_empty_strided",
-    "new_full",
-    "new_ones",
-    "new_tensor",
-    "new_zeros",
-)
-TENSOR_TYPES = (
-    "BFloat16Tensor",
-    "BoolTensor",
-    "ByteTensor",
-    "CharTensor",
-    "DoubleTensor",
-    "FloatTensor",
-    "HalfTensor",
-    "IntTensor",
-    "LongTensor",
-    "ShortTensor",
-)
+FACTORIES = table.short(table.FACTORIES)
+NEW_METHODS = table.short(table.NEW_METHODS)
 
 
 def on_cpu(device: Any) -> Any:
@@ -192,7 +147,7 @@ def tensor_replacements() -> list[tuple[Any, str, Any]]:
         for name in NEW_METHODS
         if hasattr(torch.Tensor, name)
     ]
-    found += [(torch.cuda, name, getattr(torch, name)) for name in TENSOR_TYPES]
+    found += [(torch.cuda, name, getattr(torch, name)) for name in table.short(table.TENSOR_TYPES)]
     found += [
         (torch, "load", _load(torch.load)),
         (torch.Tensor, "to", _to(torch.Tensor.to)),
@@ -206,156 +161,211 @@ def tensor_replacements() -> list[tuple[Any, str, Any]]:
     return found
 
 
-GROUP_MAKERS = (
-    "init_process_group",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
+# Checked ranks.
+
+#: Operations that copy between host and device.
+_COPIES = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize", "_foreach_copy_", "set_")
+#: Operations whose indices may be on the host.
+_INDEXING = (
+    *("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"),
+    "index_fill_",  # what torch 2.15 makes of an assignment of a number to rows
 )
 
-
-def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `original` so that backend "nccl", or none, which means NCCL on CUDA, is gloo."""
-    # init_process_group takes the backend first, the others by name.
-    first = original.__name__ == "init_process_group"
-
-    @functools.wraps(original)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if first and args:
-            args = (gloo_for(args[0]), *args[1:])
-        else:
-            kwargs["backend"] = gloo_for(kwargs.get("backend"))
-        if kwargs.get("device_id") is not None:
-            kwargs["device_id"] = None
-        if kwargs.get("pg_options") is not None:
-            kwargs["pg_options"] = None
-        return original(*args, **kwargs)
-
-    return make
+# Address of a storage → a reference that keeps the address from being used again, and where it is.
+_memory: dict[int, tuple[Any, str]] = PerProcessDict(__name__, "_memory")
+_gloo_groups: dict[str, bool] = PerProcessDict(__name__, "_gloo_groups")
 
 
-def gloo_for(backend: Any) -> Any:
-    """Return the backend to use: gloo for "nccl", "cpu:gloo,cuda:nccl" or None; others as is."""
-    if backend is None or "nccl" in str(backend).lower():
-        return "gloo"
-    return backend
+# Without types in torch.
+_Reference: Any = StorageWeakRef
 
 
-def with_listed_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap all_to_all_single so that split sizes may be tensors, which become lists.
-
-    Megatron's token dispatcher brings the sizes to the host as numpy arrays, but only from tensors
-    whose `is_cuda` is true; here it passes the tensors themselves.
-    """
-
-    @functools.wraps(original)
-    def all_to_all_single(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(_listed(value) for value in args)
-        kwargs = {name: _listed(value) for name, value in kwargs.items()}
-        return original(output, input, *args, **kwargs)
-
-    return all_to_all_single
+class _NewTensors(PerProcess):
+    #: The place of tensors that are made now: "host", "device", "unknown", or None for that of
+    #: their inputs.
+    making: str | None = None
 
 
-def _listed(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+_state = _NewTensors(__name__, "_state")
 
 
-def with_unequal_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap all_gather so that it takes outputs of unequal sizes, as NCCL does, in one collective.
+def where(tensor: torch.Tensor) -> str | None:
+    """Return "host" or "device", or None if the tensor's place is not known."""
+    storage = _storage(tensor)
+    if storage is None:
+        return None
+    known = _memory.get(storage._cdata)
+    return None if known is None else known[1]
 
-    Megatron gathers the tokens of tensor-parallel experts so, and whole parameters for the
-    layer-wise optimizer. Each rank sends as much as the largest output holds.
-    """
 
-    @functools.wraps(original)
-    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        # Every rank passes the same sizes, so all of them decide alike.
-        if not _unequal(tensor_list) or (rank := dist.get_rank(group)) < 0:
-            return original(tensor_list, tensor, group=group, async_op=async_op)
-        if tensor.numel() != tensor_list[rank].numel():
-            raise ValueError(
-                f"all_gather: rank {rank} of the group sends {tensor.numel()} elements, but its "
-                f"entry of tensor_list holds {tensor_list[rank].numel()}: pass the same sizes on "
-                "every rank"
-            )
-        largest = max(output.numel() for output in tensor_list)
-        sent = tensor.new_zeros(largest)
-        sent[: tensor.numel()] = tensor.detach().reshape(-1)
-        received = [output.new_empty(largest) for output in tensor_list]
-        work = original(received, sent, group=group, async_op=True)
-        handle = _PaddedGather(work, received, tensor_list)
-        if async_op:
-            return handle
-        handle.wait()
+def _storage(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # sparse, or a subclass without one
         return None
 
-    return all_gather
+
+def _put(tensor: torch.Tensor, place: str) -> None:
+    storage = _storage(tensor)
+    if storage is not None and storage._cdata not in _memory and place != "unknown":
+        if len(_memory) % 10_000 == 9_999:
+            for address in [a for a, (kept, _) in _memory.items() if kept.expired()]:
+                del _memory[address]
+        _memory[storage._cdata] = (_Reference(storage), place)
 
 
-def _unequal(tensors: Any) -> bool:
-    return (
-        isinstance(tensors, (list, tuple))
-        and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
-        and len({tensor.shape for tensor in tensors}) > 1
-    )
+class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        places = [where(tensor) for tensor in tensors]
+        if _state.making is None:
+            # A barrier's tensor is torch's own.
+            if func.namespace == "c10d" and func._opname != "barrier":
+                _check_collective(func, args, tensors, places)
+            elif func._opname not in _COPIES:
+                _check_mixture(func, tensors, places)
+        result = func(*args, **kwargs)
+        # What torch makes for itself is where it belongs; `_made` knows what a caller makes.
+        inputs = next((place for place in ("device", "host") if place in places), "unknown")
+        place = _state.making or inputs
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                _put(leaf, place)
+        return result
 
 
-class _PaddedGather:
-    """Stands for a gather that was padded; cuts the received tensors when it is waited for."""
-
-    def __init__(
-        self, work: Any, received: list[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> None:
-        self._work = work
-        self._received = received
-        self._outputs = tuple(outputs)
-
-    def wait(self, *args: Any, **kwargs: Any) -> bool:
-        """Wait for the gather, then fill the outputs; take arguments as `dist.Work.wait` does."""
-        self._work.wait(*args, **kwargs)
-        with torch.no_grad():
-            for output, padded in zip(self._outputs, self._received, strict=True):
-                output.copy_(padded[: output.numel()].view_as(output))
-        self._received, self._outputs = [], ()  # waiting again changes nothing
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True once the outputs are filled."""
-        if self._work.is_completed():
-            return self.wait()
-        return False
+def _check_mixture(func: Any, tensors: list[torch.Tensor], places: list[str | None]) -> None:
+    if "device" not in places:
+        return
+    rest = list(zip(tensors, places, strict=True))
+    if func._opname in _INDEXING and places[0] == "device":
+        rest = [(t, p) for t, p in rest if t.dtype not in (torch.int64, torch.bool, torch.uint8)]
+    for tensor, place in rest:
+        # A number in a tensor goes along with the call.
+        if place == "host" and tensor.dim():
+            raise PlacementError(
+                f"{func}: a tensor of shape {tuple(tensor.shape)} is on the host, and another one "
+                "on the device; move it there with cuda()"
+            )
 
 
-def holding_the_storage(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap isend so that it sends an alias, whose memory lives until the message has left.
+def _check_collective(
+    func: Any, args: Any, tensors: list[torch.Tensor], places: list[str | None]
+) -> None:
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            group = dist.ProcessGroup.unbox(leaf)
+            if group.group_name in _gloo_groups:
+                return
+            for tensor, place in zip(tensors, places, strict=True):
+                if place == "host":
+                    raise PlacementError(
+                        f"{func}: a tensor of shape {tuple(tensor.shape)} is on the host, and the "
+                        "group is NCCL's on GPUs; move it to the device with cuda()"
+                    )
 
-    The interleaved schedule frees a stage's output (`deallocate_output_tensor`) while its send is
-    in flight. NCCL keeps the storage; gloo keeps the tensor object only, and would send what the
-    memory holds by then.
-    """
 
+@contextlib.contextmanager
+def making(place: str) -> Iterator[None]:
+    """Make tensors at this place inside of the block, and refuse nothing."""
+    before, _state.making = _state.making, place
+    try:
+        yield
+    finally:
+        _state.making = before
+
+
+def _moved(tensor: torch.Tensor, place: str) -> torch.Tensor:
+    """Return the tensor if it is at this place, else a copy that is."""
+    if place != "unknown" and where(tensor) == place:
+        return tensor
+    with making(place):
+        return tensor.clone()
+
+
+def _asked(device: Any) -> str:
+    """Return the place that `device` means; "unknown" for the CPU, which may be a tensor's own."""
+    if isinstance(device, torch.Tensor):
+        return where(device) or "unknown"
+    return "device" if on_cpu(device) is not device else "unknown"
+
+
+def _made(original: Callable[..., Any], *, like_self: bool = False) -> Callable[..., Any]:
     @functools.wraps(original)
-    def isend(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(tensor.detach(), *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is None:
+            if not like_self:
+                given = any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
+                with contextlib.nullcontext() if given else making("host"):
+                    return original(*args, **kwargs)
+            device = args[0]
+        place = _asked(device)
+        generator = kwargs.get("generator")
+        # Under the runtime CUDA's generators are the host's default one, so only another is wrong.
+        if place == "device" and generator not in (None, torch.default_generator):
+            raise PlacementError(
+                f"{original.__name__}: a host generator fills a device tensor; pass a generator of "
+                "the device"
+            )
+        with making(place):
+            result = original(*args, **kwargs)
+        return _moved(result, place) if isinstance(result, torch.Tensor) else result
 
-    return isend
+    return call
 
 
-def collective_replacements() -> list[tuple[Any, str, Any]]:
-    found: list[tuple[Any, str, Any]] = []
-    for name in GROUP_MAKERS:
-        replacement = on_gloo(getattr(dist, name))
-        found += [(dist, name, replacement), (distributed_c10d, name, replacement)]
-        if name in vars(device_mesh):  # bound early; asks for NCCL before torch 2.11
-            found.append((device_mesh, name, replacement))
-    exchange = with_listed_splits(dist.all_to_all_single)
-    gather = with_unequal_sizes(dist.all_gather)
-    send = holding_the_storage(dist.isend)
-    for owner in (dist, distributed_c10d):
-        found += [
-            (owner, "all_to_all_single", exchange),
-            (owner, "all_gather", gather),
-            (owner, "isend", send),
-        ]
-    return found
+def _checked_to(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("device", args[0] if args else kwargs.get("other"))
+        result = original(self, *args, **kwargs)
+        if given is None or isinstance(given, torch.dtype):
+            return result
+        return _moved(result, _asked(given))
+
+    return to
+
+
+def _numpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if where(self) == "device":
+            raise PlacementError("numpy() of a device tensor; copy it to the host with cpu()")
+        return original(self, *args, **kwargs)
+
+    return numpy
+
+
+def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        group = original(*args, **kwargs)
+        backend = kwargs.get("backend", args[2] if len(args) > 2 else None)
+        if isinstance(group, dist.ProcessGroup) and "gloo" in str(backend):
+            _gloo_groups[group.group_name] = True
+        return group
+
+    return new_group
+
+
+@contextlib.contextmanager
+def checking() -> Iterator[None]:
+    """Check this thread's operations inside of the block, in a rank with the runtime on.
+
+    Functions of torch stay replaced until the process ends.
+    """
+    for name in FACTORIES:
+        if hasattr(torch, name):
+            setattr(torch, name, _made(getattr(torch, name)))
+    for name in NEW_METHODS:
+        setattr(torch.Tensor, name, _made(getattr(torch.Tensor, name), like_self=True))
+    tensor: Any = torch.Tensor
+    tensor.to, tensor.numpy = _checked_to(tensor.to), _numpy(tensor.numpy)
+    tensor.cuda = lambda self, *_, **__: _moved(self, "device")
+    tensor.cpu = lambda self, *_, **__: _moved(self, "host")
+    group = _new_group(dist.new_group)
+    dist.new_group = distributed_c10d.new_group = group
+    with _Checks():  # type: ignore[no-untyped-call]
+        yield

@@ -1,11 +1,19 @@
 """Runs a function on several ranks of this machine: `run_ranks` and `RankPool`.
 
+A pool has a launcher, a process that imports once and then forks fresh ranks for every call
+(`launcher.py`). The forkserver of multiprocessing would not take that away: it passes over import
+errors of what it preloads, imports the caller's main module on every rank, and keeps the
+environment of its start. Stacks of ranks that hang, and an end to what they started, would be ours
+all the same.
 Importing this does not import torch: the ranks do, not the caller.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
+import io
 import logging
 import os
 import pickle
@@ -14,14 +22,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megatron_idempotent.lazy import untried_torch
 
 from . import gpu
-from .calls import Call, Outcome, refer, refuse_if_importing
 from .errors import NoDeviceError, RankError, RankFailure, RankTimeout
 from .gpu import Device, chosen
 
@@ -65,7 +75,7 @@ class RankPool:
         stdout: the file descriptor for the ranks' standard output, and for upstream's while it is
             imported; None for that of this process.
         device: "cpu" for the runtime and gloo; "checked" for the same with ranks that refuse what a
-            GPU would (`cpu.checked`); "cuda" for the GPUs of this machine and NCCL, or gloo if
+            GPU would (`cpu.placement`); "cuda" for the GPUs of this machine and NCCL, or gloo if
             ranks outnumber them. None for the device in MEGATRON_IDEMPOTENT_DEVICE, and without it
             the CPU.
 
@@ -120,8 +130,11 @@ class RankPool:
                 f"{self.max_world_size}, found {world_size}"
             )
         main_file = getattr(sys.modules["__main__"], "__file__", None)
+        module, qualname, file = refer(fn)
         call = Call(
-            function=refer(fn),
+            module=module,
+            qualname=qualname,
+            file=file,
             arguments=pickle.dumps((args, kwargs)),
             world_size=world_size,
             timeout_s=timeout_s,
@@ -133,19 +146,19 @@ class RankPool:
             main_file=main_file and os.path.abspath(main_file),
             device=self.device,
         )
-        with self._lock:
-            outcome = self._send(call)
-        return _results(outcome, timeout_s)
-
-    def _send(self, call: Call) -> Outcome:
-        if self._launcher is None:
-            self._launcher = _Launcher(self._preload, self._stdout, self.device)
-        with contextlib.ExitStack() as unless_answered:
+        with self._lock, contextlib.ExitStack() as unless_answered:
             # Also on KeyboardInterrupt: ranks without a listener must not go on.
             unless_answered.callback(self.close)
+            if self._launcher is None:
+                self._launcher = _Launcher(self._preload, self._stdout, self.device)
             outcome = self._launcher.ask(call)
             unless_answered.pop_all()
-        return outcome
+        if outcome.failures and not outcome.timed_out:
+            raise RankError(outcome.failures, outcome.stacks)
+        results = {rank: pickle.loads(outcome.results[rank]) for rank in sorted(outcome.results)}
+        if outcome.timed_out:
+            raise RankTimeout(timeout_s, outcome.stacks, results)
+        return list(results.values())
 
     def close(self) -> None:
         """End the launcher and its ranks; a later `run` starts a new one."""
@@ -179,15 +192,6 @@ def run_ranks(
         return pool.run(
             world_size, fn, *args, timeout_s=timeout_s, distributed=distributed, **kwargs
         )
-
-
-def _results(outcome: Outcome, timeout_s: float) -> list[Any]:
-    if outcome.failures and not outcome.timed_out:
-        raise RankError(outcome.failures, outcome.stacks)
-    results = {rank: pickle.loads(outcome.results[rank]) for rank in sorted(outcome.results)}
-    if outcome.timed_out:
-        raise RankTimeout(timeout_s, outcome.stacks, results)
-    return list(results.values())
 
 
 class _Launcher:
@@ -259,3 +263,185 @@ def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+# Calls: messages between a pool, its launcher and its ranks; functions go by reference.
+
+#: The name multiprocessing gives the parent's main module in a child; importing multiprocessing
+#: makes it an alias of `__main__` in the parent, so that pickles travel both ways.
+MAIN_IN_RANK = "__mp_main__"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Asks for one run of a function on all ranks, which look it up by its name."""
+
+    module: str
+    qualname: str
+    #: The source file; None for functions without one.
+    file: str | None
+    #: Pickled (args, kwargs), which can be read only once the rank has the caller's sys.path.
+    arguments: bytes
+    world_size: int
+    timeout_s: float
+    distributed: bool
+    sys_path: tuple[str, ...]
+    cwd: str
+    environ: dict[str, str]
+    #: The file of the caller's `__main__`, for arguments whose classes are defined there.
+    main_file: str | None
+    device: Device = "cpu"
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """Holds the outcome of a call. `results` is complete exactly if nothing failed or hung."""
+
+    #: The pickled return value of each rank.
+    results: dict[int, bytes] = field(default_factory=dict)
+    #: The failures in the order in which they came.
+    failures: list[RankFailure] = field(default_factory=list)
+    #: The stacks of ranks that missed the deadline, or were ended because a peer had failed.
+    stacks: dict[int, str] = field(default_factory=dict)
+    #: True if the deadline passed.
+    timed_out: bool = False
+
+
+def refer(function: Callable[..., Any]) -> tuple[str, str, str | None]:
+    """Return the module, name and file of a module-level function.
+
+    Raises:
+        ValueError: a lambda, a closure or anything else a rank could not look up.
+    """
+    module = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", None)
+    if module is None or qualname is None:
+        raise ValueError(
+            f"ranks look functions up by name, and {function!r} has none; pass a function defined "
+            f"at the top of a module, and its data as arguments"
+        )
+    if "<lambda>" in qualname or "<locals>" in qualname:
+        raise ValueError(
+            f"ranks look functions up by name, and {module}.{qualname} exists only inside "
+            f"another function; define it at the top of the module and pass what it closes over "
+            f"as arguments"
+        )
+    if _lookup(sys.modules[module], qualname) is not function:
+        raise ValueError(
+            f"{module}.{qualname} names another object than the function passed; pass the one "
+            f"that the module holds under that name"
+        )
+    file = getattr(sys.modules[module], "__file__", None)
+    return module, qualname, file and os.path.abspath(file)
+
+
+_importing: list[str] = []
+"""The module that this rank imports for a call, while it does."""
+
+
+def refuse_if_importing() -> None:
+    """Raise where a module starts ranks while a rank imports it, each of which would do the same.
+
+    Raises:
+        RuntimeError: it is imported for a call.
+    """
+    if _importing:
+        raise RuntimeError(
+            f"{_importing[0]} starts ranks while a rank imports it, and each of those would import "
+            'it again: put what starts them under `if __name__ == "__main__":`'
+        )
+
+
+def resolve(call: Call) -> Callable[..., Any]:
+    """Return the function of a call, in a rank; import its module, if needed from a file."""
+    _importing.append(call.file or call.module)
+    try:
+        if call.module == "__main__":
+            module = load_main(call.file)
+        elif call.file is None or _known_file(call.module) == call.file:
+            module = importlib.import_module(call.module)
+        else:
+            module = _load_file(call.module, call.file)
+    finally:
+        _importing.clear()
+    found: Callable[..., Any] = _lookup(module, call.qualname)
+    return found
+
+
+def load_main(file: str | None) -> ModuleType:
+    """Load the caller's main module, without what it guards by `__name__ == "__main__"`."""
+    if file is None:
+        raise ValueError(
+            "the function lives in a __main__ without a file (an interactive session); put it "
+            "into a module"
+        )
+    module = sys.modules.get(MAIN_IN_RANK)
+    if module is None or getattr(module, "__file__", None) != file:
+        module = _load_file(MAIN_IN_RANK, file)
+        sys.modules["__main__"] = module
+    return module
+
+
+def load_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a call, in a rank."""
+    if b"__main__" in call.arguments and call.main_file is not None:
+        load_main(call.main_file)
+    args, kwargs = pickle.loads(call.arguments)
+    return args, kwargs
+
+
+class StoragePickler(pickle.Pickler):
+    """Keeps Megatron out of results: importing it replaces the function that storages name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)):
+            _, arguments = obj.__reduce__()
+            return _load_storage, arguments
+        return NotImplemented
+
+
+def _load_storage(data: bytes) -> Any:
+    import torch
+
+    # The caller may have no device, and would start the driver for one that it has.
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+def dump_result(result: Any) -> bytes:
+    """Pickle a rank's result so that the caller need not import Megatron to read it."""
+    out = io.BytesIO()
+    StoragePickler(out).dump(result)
+    return out.getvalue()
+
+
+def _known_file(name: str) -> str | None:
+    """Return the file that importing `name` would load; None if it cannot be imported."""
+    if (module := sys.modules.get(name)) is not None:
+        origin = getattr(module, "__file__", None)
+    else:
+        parent = name.rpartition(".")[0]
+        if parent and _known_file(parent) is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        origin = spec.origin if spec is not None else None
+    return origin and os.path.abspath(origin)
+
+
+def _load_file(name: str, file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file} (for module {name}) is not a Python source file")
+    module = importlib.util.module_from_spec(spec)
+    # Before execution and under its own name: pickling looks classes up there.
+    sys.modules[name] = module
+    sys.path.insert(0, str(Path(file).parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _lookup(module: ModuleType, qualname: str) -> Any:
+    found: Any = module
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found

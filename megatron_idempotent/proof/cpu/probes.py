@@ -16,15 +16,19 @@ def allocations(run: Callable[[], Any]) -> list[int]:
 
     It does not see what gloo's threads free, which counts as held.
     """
+    events = [event for event in _events(run, profile_memory=True) if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def _events(run: Callable[[], Any], *, on_device: bool = False, **options: Any) -> list[Any]:
     from torch.profiler import ProfilerActivity, profile
 
     os.environ["KINETO_LOG_LEVEL"] = "99"  # it writes to stderr that it starts
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
+    with profile(activities=kinds, **options) as profiled:
         run()
-    kineto = profiled.profiler
-    assert kineto is not None
-    events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
-    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    assert profiled.profiler is not None
+    return list(profiled.profiler.kineto_results.events())
 
 
 def peak_bytes(run: Callable[[], Any], *, runs: int = 3) -> int:
@@ -104,19 +108,15 @@ class Activity:
 def activity(run: Callable[[], Any]) -> Activity:
     """Run a function under torch's profiler, which sees all threads, and count what runs."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
     from .runtime import is_enabled
 
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # it writes to stderr that it starts
-    on_device = torch.cuda.is_available() and not is_enabled()
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
-    with profile(activities=kinds) as profiled:
+    def to_the_end() -> None:
         run()
         torch.cuda.synchronize()
-    kineto = profiled.profiler
-    assert kineto is not None
-    names = Counter(event.name() for event in kineto.kineto_results.events())
+
+    on_device = torch.cuda.is_available() and not is_enabled()
+    names = Counter(event.name() for event in _events(to_the_end, on_device=on_device))
     # The one above.
     waits = sum(names[name] for name in WAITS) - int(on_device)
     return Activity(

@@ -8,6 +8,7 @@ that patches count and upstream's one-shot failures come out unchanged.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from . import bench
+from . import tiny
 
 if TYPE_CHECKING:
     import torch
@@ -62,28 +63,16 @@ class Program:
             training.train(**offered)
 
     def parameters(self) -> torch.Tensor:
-        """Return all parameters of this rank as one vector [P], float32, a copy on the host.
-
-        Under Megatron-FSDP they are the parts that this rank's optimizer holds.
-        """
-        import torch
-
-        tensors = [
-            parameter
-            for chunk in self.chunks
-            for parameter in (
-                bench.parameters(chunk) if bench.is_wrapped(chunk) else chunk.parameters()
-            )
-        ]
-        return torch.cat([tensor.detach().float().flatten() for tensor in tensors]).cpu()
+        """Return all parameters of this rank, as `tiny.parameters_of` does."""
+        return tiny.parameters_of(self.chunks)
 
     def _forward_step(self, data_iterator: Any, model: Any, *_: Any) -> tuple[Any, Any]:
         tokens_BT, positions_BT, mask = next(data_iterator)
-        tokens_BT, positions_BT = map(bench.own_part, (tokens_BT, positions_BT))
+        tokens_BT, positions_BT = map(tiny.own_part, (tokens_BT, positions_BT))
         output = model(tokens_BT, positions_BT, mask, labels=tokens_BT)
 
         def loss_func(loss_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss, whole = bench.mean_over_ranks(loss_BT)
+            loss, whole = tiny.mean_over_ranks(loss_BT)
             self.losses.append(float(whole))
             return loss, {"lm loss": whole}
 
@@ -170,7 +159,7 @@ def start(
             arguments.parse_and_validate_args()
         initialize.initialize_megatron()
         args = get_args()
-        provide = _Provider(args, shared_config, exact_attention, before_ddp)
+        provide = _provider(args, shared_config, exact_attention, before_ddp)
         chunks, optimizer, scheduler = training.setup_model_and_optimizer(
             model_type=ModelType.encoder_or_decoder,
             model_provider_func=provide,
@@ -196,54 +185,49 @@ def start(
     )
 
 
-class _Provider:
-    """Builds one pipeline stage, as upstream's pretrain_gpt does, with the local layer spec."""
+def _provider(
+    args: Any,
+    shared_config: bool,
+    exact_attention: bool | None,
+    before_ddp: Callable[[Any], None] | None,
+) -> Callable[..., Any]:
+    """Return what builds a pipeline stage as upstream's pretrain_gpt, with the local layer spec."""
+    from megatron.training.arguments import core_transformer_config_from_args
 
-    def __init__(
-        self,
-        args: Any,
-        shared_config: bool,
-        exact_attention: bool | None,
-        before_ddp: Callable[[Any], None] | None,
-    ) -> None:
-        self._args = args
-        self._exact_attention = exact_attention
-        self._shared_config = shared_config
-        self._before_ddp = before_ddp
-        self._config: Any = None
+    from megatron_idempotent.megatron.layer_specs import gpt_stage
 
-    def __call__(
-        self,
+    from .attention import with_exact_attention
+
+    config_of = functools.cache if shared_config else lambda function: function
+    make_config = config_of(lambda: core_transformer_config_from_args(args))
+
+    def provide(
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
         config: Any = None,
         pg_collection: Any = None,
     ) -> Any:
-        from megatron.training.arguments import core_transformer_config_from_args
-
-        from megatron_idempotent.megatron.layer_specs import gpt_stage
-
         if config is None:
-            config = self._config or core_transformer_config_from_args(self._args)
-        if self._shared_config:
-            self._config = config
-        exact = self._exact_attention
+            config = make_config()
+        exact = exact_attention
         if exact is None:
             exact = config.context_parallel_size > 1
         stage = gpt_stage(
             config,
             vp_stage=vp_stage,
-            change_spec=bench.with_exact_attention if exact else None,
-            vocab_size=self._args.padded_vocab_size,
-            max_sequence_length=self._args.max_position_embeddings,
+            change_spec=with_exact_attention if exact else None,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
             post_process=post_process,
-            share_embeddings_and_output_weights=not self._args.untie_embeddings_and_output_weights,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         )
-        if self._before_ddp is not None:
-            self._before_ddp(stage)
+        if before_ddp is not None:
+            before_ddp(stage)
         return stage
+
+    return provide
 
 
 def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

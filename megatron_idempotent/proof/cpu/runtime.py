@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.lazy import naming_the_remedy
 from megatron_idempotent.patching.per_process import PerProcess, PerProcessLock
 
 _MISSING = object()
@@ -53,71 +52,52 @@ def dressed(original: Any, replacement: Any) -> Any:
     return copy
 
 
-class _Ledger:
-    """Keeps what was replaced, to put it back by identity, the last one first."""
+class _Active:
+    """Holds one activation: what it has replaced, and the finder of modules yet to come."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Any, str, Any]] = []
+        self.entries: list[tuple[Any, str, Any]] = []
         # One object for all names of an original: (its id, the replacement's) → what is installed.
         self._dressed: dict[tuple[int, int], Any] = {}
+        self._finder = Completer(self.replace)
+
+    def start(self) -> None:
+        from . import collectives, device, placement
+
+        # All are computed before any is installed: they look up originals.
+        planned = [
+            *device.replacements(),
+            *placement.tensor_replacements(),
+            *collectives.collective_replacements(),
+            (torch, "compile", _later(torch.compile)),
+            (torch.compiler, "disable", _later(torch.compiler.disable)),
+        ]
+        for owner, name, value in planned:
+            self.replace(owner, name, value)
+        sys.meta_path.insert(0, self._finder)
+        for module_name, complete in COMPLETE.items():
+            if (module := sys.modules.get(module_name)) is not None:
+                complete(module, self.replace)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         # The raw entry: getattr would turn static methods and inherited ones into something else.
-        self._entries.append((owner, name, vars(owner).get(name, _MISSING)))
+        self.entries.append((owner, name, vars(owner).get(name, _MISSING)))
         original = getattr(owner, name, None)
         key = id(original), id(value)
         if key not in self._dressed:
             self._dressed[key] = dressed(original, value)
         setattr(owner, name, self._dressed[key])
 
-    def names(self) -> set[str]:
-        return {
-            f"{getattr(owner, '__module__', None) or ''}.{owner.__qualname__}.{name}"
-            if isinstance(owner, type)
-            else f"{owner.__name__}.{name}"
-            for owner, name, _ in self._entries
-        }
-
-    def undo(self) -> None:
-        while self._entries:
-            owner, name, before = self._entries.pop()
+    def stop(self) -> None:
+        """Put all back by identity, the last one first."""
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        while self.entries:
+            owner, name, before = self.entries.pop()
             if before is _MISSING:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
-
-
-class _Active:
-    """Holds one activation: its ledger, and the import finder for modules yet to come."""
-
-    def __init__(self) -> None:
-        self.ledger = _Ledger()
-        self.finder: Any = None
-
-    def start(self) -> None:
-
-        from . import device, placement, refusals
-
-        # All are computed before any is installed: they look up originals.
-        planned = [
-            *device.replacements(),
-            *refusals.replacements(),
-            *placement.tensor_replacements(),
-            *placement.collective_replacements(),
-            *replacements(),
-        ]
-        for owner, name, value in planned:
-            self.ledger.replace(owner, name, value)
-        self.finder = Completer(self.ledger.replace)
-        sys.meta_path.insert(0, self.finder)
-        for module_name, complete in COMPLETE.items():
-            if (module := sys.modules.get(module_name)) is not None:
-                complete(module, self.ledger.replace)
-
-    def stop(self) -> None:
-        if self.finder in sys.meta_path:
-            sys.meta_path.remove(self.finder)
-        self.ledger.undo()
 
 
 class _Runtime(PerProcess):
@@ -140,7 +120,8 @@ def enable() -> None:
     """
     with _lock:
         if _runtime.active is None:
-            _refuse_real_cuda()
+            if torch.cuda.is_available():
+                raise real_cuda(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
             activation = _Active()
             with contextlib.ExitStack() as undo_if_it_fails:
                 undo_if_it_fails.callback(activation.stop)
@@ -181,7 +162,12 @@ def is_enabled() -> bool:
 
 def replaced_names() -> set[str]:
     """Return the names that are replaced now, e.g. "torch.cuda.synchronize"; empty when off."""
-    return set() if _runtime.active is None else _runtime.active.ledger.names()
+    return {
+        f"{getattr(owner, '__module__', None) or ''}.{owner.__qualname__}.{name}"
+        if isinstance(owner, type)
+        else f"{owner.__name__}.{name}"
+        for owner, name, _ in (_runtime.active.entries if _runtime.active else ())
+    }
 
 
 def replaced_name_in(error: BaseException) -> str | None:
@@ -189,14 +175,6 @@ def replaced_name_in(error: BaseException) -> str | None:
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     found = [name for frame in raised for name in replaced_names() if name in (frame.line or "")]
     return max(found, key=len, default=None)
-
-
-def _refuse_real_cuda() -> None:
-    with naming_the_remedy("megatron_idempotent.proof.cpu.enable()"):
-        import torch
-
-    if torch.cuda.is_available():
-        raise real_cuda(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def real_cuda(device_count: int, visible: str | None) -> RuntimeError:
@@ -207,10 +185,6 @@ def real_cuda(device_count: int, visible: str | None) -> RuntimeError:
         f"use {device_count} CUDA device(s) (CUDA_VISIBLE_DEVICES {setting}); start it with "
         f'CUDA_VISIBLE_DEVICES="" to use the CPU runtime'
     )
-
-
-def _already_compiled() -> None:
-    """Do nothing, in place of a make for a library that the wheel ships built."""
 
 
 Complete = Callable[[ModuleType, str, Any], None]
@@ -240,7 +214,7 @@ def _moe(module: ModuleType, replace: Complete) -> None:
 def _datasets(module: ModuleType, replace: Complete) -> None:
     folder = Path(str(module.__file__)).parent
     if not (folder / "Makefile").exists() and any(folder.glob("helpers_cpp.*")):
-        replace(module, "compile_helpers", _already_compiled)
+        replace(module, "compile_helpers", lambda: None)  # the wheel ships them built
 
 
 def _compiler(module: ModuleType, replace: Complete) -> None:
@@ -270,37 +244,21 @@ class Completer(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in COMPLETE:
             return None
-        spec = None
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(fullname, path, target)):
                 break
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._complete)
+        else:
+            return None
+        if (loader := spec.loader) is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                COMPLETE[fullname](module, self._complete)
+
+            # On this loader alone: source lookup goes through it, and a reload makes another.
+            setattr(loader, "exec_module", exec_module)  # noqa: B010 (mypy: a method)
         return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, inner: importlib.abc.Loader, complete: Complete) -> None:
-        self._inner = inner
-        self._complete = complete
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The module keeps its ordinary loader: source lookup and reload go through it.
-        module.__loader__ = self._inner
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._inner
-        self._inner.exec_module(module)
-        COMPLETE[module.__name__](module, self._complete)
-
-
-def replacements() -> list[tuple[Any, str, Any]]:
-    return [
-        (torch, "compile", _later(torch.compile)),
-        (torch.compiler, "disable", _later(torch.compiler.disable)),
-    ]
 
 
 def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
@@ -312,31 +270,14 @@ def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
             return functools.partial(decorator, **options)
         if len(args) != 1 or type(args[0]) is not FunctionType:
             return decorate(*args, **options)
-        return _Function(decorate, args[0], options).called()
+        (plain,) = args
+        decorated = functools.cache(lambda: decorate(plain, **options))
 
-    return decorator
-
-
-class _Function:
-    def __init__(
-        self, decorate: Callable[..., Any], plain: FunctionType, options: dict[str, Any]
-    ) -> None:
-        self._decorate, self._plain, self._options = decorate, plain, options
-        self._decorated: Callable[..., Any] | None = None
-
-    def called(self) -> Callable[..., Any]:
-        """Return a function that calls the decorated one; it binds as a method, pickles by name."""
-
-        @functools.wraps(self._plain)
+        # It binds as a method, and pickles by name.
+        @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._now()(*args, **kwargs)
+            return (plain if is_enabled() else decorated())(*args, **kwargs)
 
         return call
 
-    def _now(self) -> Callable[..., Any]:
-
-        if is_enabled():
-            return self._plain
-        if self._decorated is None:
-            self._decorated = self._decorate(self._plain, **self._options)
-        return self._decorated
+    return decorator

@@ -6,20 +6,54 @@ and refuses every other public name of `torch.cuda`. Importing this does not imp
 
 from __future__ import annotations
 
+#: Names of which each has the same answer, or is wrapped in the same way.
+TRUE = "torch.cuda.is_available torch.cuda.is_initialized torch.cuda.is_bf16_supported"
+FALSE = "torch.cuda.is_tf32_supported torch.cuda.is_current_stream_capturing"
+NOTHING = (
+    "torch.cuda.init torch.cuda._lazy_init torch.cuda.synchronize torch.cuda.empty_cache "
+    "torch.cuda.reset_peak_memory_stats torch.cuda.reset_accumulated_memory_stats "
+    "torch.cuda.reset_max_memory_allocated torch.cuda.reset_max_memory_cached"
+)
+ZERO = (
+    "torch.cuda.memory_allocated torch.cuda.max_memory_allocated torch.cuda.memory_reserved "
+    "torch.cuda.max_memory_reserved torch.cuda.memory_cached torch.cuda.max_memory_cached "
+    "torch.cuda.device_memory_used torch.cuda.memory_stats"
+)
+ACCELERATOR = (
+    "torch.accelerator.is_available torch.accelerator.device_count "
+    "torch.accelerator.current_device_index torch.accelerator.set_device_index "
+    "torch.accelerator.current_stream torch.accelerator.set_stream "
+    "torch.accelerator.synchronize"
+)
+TENSOR_TYPES = (
+    "torch.cuda.BFloat16Tensor torch.cuda.BoolTensor torch.cuda.ByteTensor "
+    "torch.cuda.CharTensor torch.cuda.DoubleTensor torch.cuda.FloatTensor "
+    "torch.cuda.HalfTensor torch.cuda.IntTensor torch.cuda.LongTensor "
+    "torch.cuda.ShortTensor"
+)
+#: Functions of torch that take a device.
+FACTORIES = (
+    "torch.arange torch.as_tensor torch.asarray torch.empty torch.empty_like "
+    "torch.empty_permuted torch.empty_strided torch.eye torch.full torch.full_like "
+    "torch.linspace torch.logspace torch.normal torch.ones torch.ones_like torch.rand "
+    "torch.rand_like torch.randint torch.randint_like torch.randn torch.randn_like "
+    "torch.randperm torch.scalar_tensor torch.sparse_coo_tensor torch.tensor "
+    "torch.tril_indices torch.triu_indices torch.zeros torch.zeros_like "
+    "torch.bartlett_window torch.blackman_window torch.hamming_window torch.hann_window "
+    "torch.kaiser_window"
+)
+#: Methods of tensors that take one.
+NEW_METHODS = (
+    "torch.Tensor.new_empty torch.Tensor.new_empty_strided torch.Tensor.new_full "
+    "torch.Tensor.new_ones torch.Tensor.new_tensor torch.Tensor.new_zeros"
+)
+
 #: (names separated by spaces, what they answer)
 EMULATED: tuple[tuple[str, str], ...] = (
+    (TRUE, "True"),
+    (FALSE, "False"),
     (
-        "torch.cuda.is_available torch.cuda.is_initialized torch.cuda.is_bf16_supported",
-        "True",
-    ),
-    (
-        "torch.cuda.is_tf32_supported torch.cuda.is_current_stream_capturing",
-        "False",
-    ),
-    (
-        "torch.cuda.init torch.cuda._lazy_init torch.cuda.synchronize torch.cuda.empty_cache "
-        "torch.cuda.reset_peak_memory_stats torch.cuda.reset_accumulated_memory_stats "
-        "torch.cuda.reset_max_memory_allocated torch.cuda.reset_max_memory_cached",
+        NOTHING,
         "nothing to do: every call has finished when it returns, and no device memory exists",
     ),
     (
@@ -46,19 +80,8 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "torch.cuda.Event",
         "always complete; elapsed_time is measured wall time in milliseconds",
     ),
-    (
-        "torch.cuda.memory_allocated torch.cuda.max_memory_allocated torch.cuda.memory_reserved "
-        "torch.cuda.max_memory_reserved torch.cuda.memory_cached torch.cuda.max_memory_cached "
-        "torch.cuda.device_memory_used torch.cuda.memory_stats",
-        "0 everywhere: no byte of device memory is in use",
-    ),
-    (
-        "torch.accelerator.is_available torch.accelerator.device_count "
-        "torch.accelerator.current_device_index torch.accelerator.set_device_index "
-        "torch.accelerator.current_stream torch.accelerator.set_stream "
-        "torch.accelerator.synchronize",
-        "as torch.cuda's function of that name",
-    ),
+    (ZERO, "0 everywhere: no byte of device memory is in use"),
+    (ACCELERATOR, "as torch.cuda's function of that name"),
     (
         "torch.cuda.nvtx.range_push torch.cuda.nvtx.range_pop torch.cuda.nvtx.range "
         "torch.cuda.nvtx.mark",
@@ -71,24 +94,9 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "torch.cuda.default_generators",
         "the CPU generator, which is the one that fills these tensors",
     ),
+    (TENSOR_TYPES, "the CPU class of the same name"),
     (
-        "torch.cuda.BFloat16Tensor torch.cuda.BoolTensor torch.cuda.ByteTensor "
-        "torch.cuda.CharTensor torch.cuda.DoubleTensor torch.cuda.FloatTensor "
-        "torch.cuda.HalfTensor torch.cuda.IntTensor torch.cuda.LongTensor "
-        "torch.cuda.ShortTensor",
-        "the CPU class of the same name",
-    ),
-    (
-        "torch.arange torch.as_tensor torch.asarray torch.empty torch.empty_like "
-        "torch.empty_permuted torch.empty_strided torch.eye torch.full torch.full_like "
-        "torch.linspace torch.logspace torch.normal torch.ones torch.ones_like torch.rand "
-        "torch.rand_like torch.randint torch.randint_like torch.randn torch.randn_like "
-        "torch.randperm torch.scalar_tensor torch.sparse_coo_tensor torch.tensor "
-        "torch.tril_indices torch.triu_indices torch.zeros torch.zeros_like "
-        "torch.bartlett_window torch.blackman_window torch.hamming_window torch.hann_window "
-        "torch.kaiser_window torch.Tensor.new_empty torch.Tensor.new_empty_strided "
-        "torch.Tensor.new_full torch.Tensor.new_ones torch.Tensor.new_tensor "
-        "torch.Tensor.new_zeros torch.Tensor.to torch.load "
+        f"{FACTORIES} {NEW_METHODS} torch.Tensor.to torch.load "
         "torch.utils._device.DeviceContext.__init__",
         'a CUDA device ("cuda", "cuda:0", 0, torch.device) means the CPU; pin_memory is ignored',
     ),
@@ -134,53 +142,10 @@ EMULATED: tuple[tuple[str, str], ...] = (
     ),
 )
 
-#: Private or nested names that Megatron calls and that would otherwise slip through.
-REFUSED_BY_NAME = (
-    "torch.cuda._sleep",
-    "torch.cuda.memory._record_memory_history",
-    "torch.cuda.memory._snapshot",
-    "torch.cuda.memory._dump_snapshot",
-    "torch.cuda.profiler.start",
-    "torch.cuda.profiler.stop",
-    "torch.cuda.nvtx.range_start",
-    "torch.cuda.nvtx.range_end",
-)
 
-#: Public names of torch.cuda that neither answer nor act: modules, exceptions, constants, and
-#: `device`, whose effect is the exchange of the number above.
-LEFT_ALONE = (
-    "amp",
-    "CudaError",
-    "DeferredCudaCallError",
-    "cudaStatus",
-    "check_error",
-    "device",
-    "device_of",
-    "graphs",
-    "has_half",
-    "has_magma",
-    "jiterator",
-    "memory",
-    "nccl",
-    "nvtx",
-    "profiler",
-    "random",
-    "sparse",
-    "streams",
-    "tunable",
-    "BFloat16Storage",
-    "BoolStorage",
-    "ByteStorage",
-    "CharStorage",
-    "ComplexDoubleStorage",
-    "ComplexFloatStorage",
-    "DoubleStorage",
-    "FloatStorage",
-    "HalfStorage",
-    "IntStorage",
-    "LongStorage",
-    "ShortStorage",
-)
+def short(names: str) -> tuple[str, ...]:
+    """Return the names without what they are attributes of: `"torch.zeros"` is `"zeros"`."""
+    return tuple(name.rpartition(".")[2] for name in names.split())
 
 
 def emulated_names() -> set[str]:

@@ -15,11 +15,12 @@ import mmap
 import pickle
 import secrets
 import socket
+import struct
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_idempotent.proof.cpu.calls import PicklableStruct, StoragePickler
+from megatron_idempotent.proof.cpu.pool import StoragePickler
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +99,13 @@ def _tensor(raw: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool) -
 
 Kind = Literal[b"C", b"M", b"G", b"R", b"E"]
 """The kind of a frame: Call a method, Make the worker, Goodbye; Result, Error."""
+
+
+class PicklableStruct(struct.Struct):
+    """Adds pickling to `struct.Struct`, for callers who send this package by value."""
+
+    def __reduce__(self) -> tuple[type[PicklableStruct], tuple[str]]:
+        return type(self), (self.format,)
 
 
 MAGIC = b"mi-rank1"

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _COPIES = ("view", "expand", "t.", "transpose", "permute", "slice", "select", "clone", "detach")
 _COPIES += ("index.Tensor", "masked_fill", "roll", "gather", "zero", "new_", "full", "ones", "copy")
 _COPIES += ("unsqueeze", "squeeze", "neg", "alias", "reshape", "_to_copy", "empty", "fill")
+_COPIES += ("cat", "lift_fresh", "split")
 
 
 class _Rounded(TorchDispatchMode):

@@ -1,4 +1,8 @@
-"""`SplitStep` with one bug each, as they were in frameworks, for the check that catches it."""
+"""`SplitStep` with one bug each, as they were in frameworks, for the check that catches it.
+
+After those of each check come bugs of packs and of what ranks share, of means over sequences, of
+offloads and of several adapters, and adapters that are right in another way than certify's own.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_idempotent.proof.certify.adapters import Megatron, OrderStable, SplitStep, _Loss
+from megatron_idempotent.fp8 import TokenAlignment
+from megatron_idempotent.proof.certify import Finished, batches
+from megatron_idempotent.proof.certify.adapters import (
+    FSDPSplitStep,
+    Megatron,
+    OrderStable,
+    SplitStep,
+    _given,
+    _logprobs,
+    _Loss,
+    buffers,
+    parameters_of,
+)
 from megatron_idempotent.proof.certify.oracle import counted
-from megatron_idempotent.proof.certify.packs import described
+from megatron_idempotent.step import own_positions
+from megatron_idempotent.step.packs import context_parallel_ranks
+
+
+class Counting(SplitStep):
+    """Knows the calls, rows and positions of a step on this rank; no bug yet."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.calls = self.rows = 0
+        self.counted = 0.0
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.calls += 1
+        self.rows += len(rows["input_ids"])
+        self.counted += float(counted(rows).sum())
+        super().microbatch(rows, fail=fail)
+
+
+class _Divided(_Loss):
+    """Is divided by what the adapter says."""
+
+    kind = "none"
+    count = 1.0
+
+    def __call__(self, output: Any, microbatch: Any) -> Any:
+        total, _ = super().__call__(output, microbatch)
+        return total / self.count, {}
+
+
+# --- One for each check, in their order.
 
 
 class TwiceTheLoss(SplitStep):
@@ -39,9 +85,7 @@ class _MeansOfRows(_Loss):
 class MeanOfMeans(SplitStep):
     """Divides each row by its own length."""
 
-    def build(self, subject: Any) -> None:
-        super().build(subject)
-        self.loss = _MeansOfRows(subject)
+    loss_of = _MeansOfRows
 
 
 class EvenSequences(SplitStep):
@@ -50,93 +94,84 @@ class EvenSequences(SplitStep):
     def forward(self, chunk: Any, microbatch: Any) -> Tensor:
         if "pack" not in microbatch:
             return super().forward(chunk, microbatch)
-        pack = described(microbatch)
+        pack = batches.described(microbatch)
         borders = pack["packed_seq_params"].cu_seqlens_q
         even = torch.linspace(0, int(borders[-1]), len(borders)).to(borders)
         pack["packed_seq_params"].cu_seqlens_q = pack["packed_seq_params"].cu_seqlens_kv = even
         return self.subject.forward(chunk, pack)
 
 
-class KeepsTheLastCall(SplitStep):
+class KeepsTheLastCall(Counting):
     """Zeroes the gradients in each call."""
-
-    def begin(self) -> None:
-        super().begin()
-        self.calls = 0
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         if self.calls:
             self.step.abort()
-            super().begin()
-        self.calls += 1
+            SplitStep.begin(self)
         super().microbatch(rows, fail=fail)
-
-
-class _Divided(_Loss):
-    kind = "none"
-
-
-class Counting(SplitStep):
-    """Knows how many positions of a step count on this rank; no bug yet."""
-
-    def begin(self) -> None:
-        super().begin()
-        self.counted = 0.0
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        super().microbatch(rows, fail=fail)
-        self.counted += float(counted(rows).sum())
 
 
 class FirstStepsDivisor(Counting):
     """Goes on dividing by the number of positions of the first step."""
 
+    loss_of = _Divided
     known = None
 
-    def build(self, subject: Any) -> None:
-        super().build(subject)
-        self.loss = _Divided(subject)
-
-    def finish(self) -> Any:
+    def finish(self) -> Finished:
         if self.known is None:
             self.known = self.counted * torch.distributed.get_world_size()
-        result = self.step.finish(self.open, global_batch_size=1, divisor=self.known)
-        return dataclasses.replace(_finished(result), loss=None)
+        return super().finish(divisor=self.known)
 
 
-def _finished(result: Any) -> Any:
-    from megatron_idempotent.proof.certify import Finished
-
-    return Finished(updated=result.updated, grad_norm=result.grad_norm)
-
-
-class _MeansOfCalls(_Divided):
-    count = 1.0
-
-    def __call__(self, output: Any, microbatch: Any) -> Any:
-        total, told = super().__call__(output, microbatch)
-        return total / (self.count * torch.distributed.get_world_size()), told
-
-
-class MeanOfReplicas(SplitStep):
+class MeanOfReplicas(Counting):
     """Averages replicas, whatever they have."""
+
+    loss_of = _Divided
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        ranks = torch.distributed.get_world_size()
+        self.loss.count = max(float(counted(rows).sum()), 1.0) * ranks
+        super().microbatch(rows, fail=fail)
+
+    def finish(self) -> Finished:
+        return super().finish(divisor=float(self.calls))
+
+
+class RefusesNoRows(SplitStep):
+    """Takes the shape of the first row."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        rows["input_ids"][0]
+        super().microbatch(rows, fail=fail)
+
+
+class SixAtMost(SplitStep):
+    """Cuts a call after the sixth microbatch."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        super().microbatch({name: each[:12] for name, each in rows.items()}, fail=fail)
+
+
+class StepOverZero(Counting):
+    """Divides a step by what counts in it, which may be nothing."""
+
+    def finish(self) -> Finished:
+        valid = torch.tensor(self.counted)
+        torch.distributed.all_reduce(valid)
+        if valid:
+            return super().finish()
+        self.abort()
+        raise RuntimeError("the gradient is NaN")
+
+
+class NeverGathers(Megatron):
+    """Turns off the hooks that gather parameters after an update, and gathers nothing itself."""
 
     def build(self, subject: Any) -> None:
         super().build(subject)
-        self.loss = _MeansOfCalls(subject)
-
-    def begin(self) -> None:
-        super().begin()
-        self.calls = 0
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        self.loss.count = max(float(counted(rows).sum()), 1.0)
-        self.calls += 1
-        super().microbatch(rows, fail=fail)
-
-    def finish(self) -> Any:
-        result = self.step.finish(self.open, global_batch_size=1, divisor=float(self.calls))
-        return _finished(result)
+        for chunk in subject.chunks:
+            if chunk.remove_forward_pre_hook_handles:
+                chunk.disable_forward_pre_hook(param_sync=False)
 
 
 class _WeighsByTheFirstCall(_Loss):
@@ -146,29 +181,15 @@ class _WeighsByTheFirstCall(_Loss):
         return self.share * microbatch["input_ids"].numel()
 
 
-class CallsCountAlike(SplitStep):
+class CallsCountAlike(Counting):
     """Scales auxiliary losses by the microbatches of a step's first call, in all of its calls."""
 
-    def build(self, subject: Any) -> None:
-        super().build(subject)
-        self.loss = _WeighsByTheFirstCall(subject)
-
-    def begin(self) -> None:
-        super().begin()
-        self.first = 0
+    loss_of = _WeighsByTheFirstCall
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         number = len(rows["input_ids"])
-        self.first = self.first or number
+        self.first = self.first if self.rows else number
         self.loss.share = self.first / max(number, 1)
-        super().microbatch(rows, fail=fail)
-
-
-class RefusesNoRows(SplitStep):
-    """Takes the shape of the first row."""
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        rows["input_ids"][0]
         super().microbatch(rows, fail=fail)
 
 
@@ -187,9 +208,8 @@ class ExportRounds(SplitStep):
     def export(self) -> None:
         super().export()
         with torch.no_grad():
-            for chunk in self.subject.chunks:
-                for each in chunk.module.parameters():
-                    each.copy_(each.to(torch.bfloat16))
+            for each in parameters_of(self.subject):
+                each.copy_(each.to(torch.bfloat16))
 
 
 class AbortUpdates(SplitStep):
@@ -213,18 +233,7 @@ class SwallowsErrors(SplitStep):
 class UpdatesWithNaN(SplitStep):
     """Does not look at the norm."""
 
-    def build(self, subject: Any) -> None:
-        from megatron_idempotent import TrainStep
-
-        super().build(subject)
-        self.step = TrainStep(
-            subject.chunks,
-            subject.optimizer,
-            forward=subject.forward,
-            deadline_s=20.0,
-            non_finite="update",
-            tenant=self.name,
-        )
+    options = {**SplitStep.options, "non_finite": "update"}  # noqa: RUF012
 
 
 class WarmsUpTwice(SplitStep):
@@ -242,75 +251,7 @@ class ForgetsMoments(SplitStep):
     """Saves the weights alone."""
 
     def save(self) -> dict[str, Any]:
-        state = super().save()
-        return {**state, "optimizer": [[] for _ in state["optimizer"]]}
-
-
-class DeclaresNaN(UpdatesWithNaN):
-    """Says what it does not do."""
-
-    cannot = {"nan": "nobody looks at the norm"}  # noqa: RUF012
-
-
-class DeclaresNaNOfExperts(UpdatesWithNaN):
-    """Says what it does not do in layouts with experts."""
-
-    cannot = {"nan/moe": "nobody looks at the norm"}  # noqa: RUF012
-
-
-class DeclaresAnUnknownWord(SplitStep):
-    """Names no word of a layout."""
-
-    cannot = {"nan/experts": "nobody looks at the norm"}  # noqa: RUF012
-
-
-class OneRankReportsAnotherNorm(SplitStep):
-    """Forgets to take the root, on the last rank."""
-
-    def finish(self) -> Any:
-        found = super().finish()
-        if torch.distributed.get_rank() == 0:
-            return found
-        return dataclasses.replace(found, grad_norm=4 * found.grad_norm**2)
-
-
-class ReportsAnotherLoss(SplitStep):
-    """Reports a sum for a mean."""
-
-    def finish(self) -> Any:
-        found = super().finish()
-        return dataclasses.replace(found, loss=2 * found.loss)
-
-
-class PromisesBits(SplitStep):
-    """Adds gradients up in the order in which they come."""
-
-    def build(self, subject: Any) -> None:
-        self.order_stable = False
-        super().build(subject)
-
-    order_stable = True
-
-
-class ScalesWithReplicas(OrderStable):
-    """Has a loss that grows a little with the number of replicas."""
-
-    def build(self, subject: Any) -> None:
-        super().build(subject)
-        loss, ranks = self.loss, torch.distributed.get_world_size()
-
-        class Scaled(_Loss):
-            def __call__(self, output: Any, microbatch: Any) -> Any:
-                total, metrics = loss(output, microbatch)
-                return total * (1 + ranks * 2.0**-24), metrics
-
-        self.loss = Scaled(subject)
-
-
-class NoPacks(SplitStep):
-    """Takes rows alone."""
-
-    packs = False
+        return {**super().save(), "optimizer": []}
 
 
 class LosesMomentsOnTheHost(SplitStep):
@@ -351,12 +292,76 @@ class FinishZeroesAll(SplitStep):
         super().build(subject)
         self.built.append(subject)
 
-    def finish(self) -> Any:
+    def finish(self) -> Finished:
         found = super().finish()
         for subject in self.built:
             for chunk in subject.chunks:
                 chunk.zero_grad_buffer()
         return found
+
+
+class PromisesBits(SplitStep):
+    """Adds gradients up in the order in which they come."""
+
+    def build(self, subject: Any) -> None:
+        self.order_stable = False
+        super().build(subject)
+
+    order_stable = True
+
+
+# --- What an adapter says of itself, and reports.
+
+
+class DeclaresNaN(UpdatesWithNaN):
+    """Says what it does not do."""
+
+    cannot = {"nan": "nobody looks at the norm"}  # noqa: RUF012
+
+
+class DeclaresNaNOfExperts(UpdatesWithNaN):
+    """Says what it does not do in layouts with experts."""
+
+    cannot = {"nan/moe": "nobody looks at the norm"}  # noqa: RUF012
+
+
+class DeclaresAnUnknownWord(SplitStep):
+    """Names no word of a layout."""
+
+    cannot = {"nan/experts": "nobody looks at the norm"}  # noqa: RUF012
+
+
+class NoPacks(SplitStep):
+    """Takes rows alone, a mean over positions alone, and trains one set of parameters."""
+
+    packs = sequences = False
+    tenant = None  # type: ignore[assignment]
+
+
+class OneRankReportsAnotherNorm(SplitStep):
+    """Forgets to take the root, on the last rank."""
+
+    options = {"deadline_s": 5.0}  # noqa: RUF012
+
+    def finish(self) -> Finished:
+        found = super().finish()
+        if torch.distributed.get_rank() == 0:
+            return found
+        return dataclasses.replace(found, grad_norm=4 * found.grad_norm**2)
+
+
+class ReportsAnotherLoss(SplitStep):
+    """Reports a sum for a mean."""
+
+    def finish(self) -> Finished:
+        found = super().finish()
+        return dataclasses.replace(found, loss=2 * found.loss)
+
+
+class SaysThatItAverages(SplitStep):
+    """Says that experts' loss is a mean over all positions, and weighs it by those that count."""
+
+    balance_mean = True
 
 
 class OneRankRaises(SplitStep):
@@ -372,37 +377,440 @@ class OneRankRaises(SplitStep):
         return
 
 
-class SixAtMost(SplitStep):
-    """Cuts a call after the sixth microbatch."""
+class ScalesWithReplicas(OrderStable):
+    """Has a loss that grows a little with the number of replicas."""
+
+    class loss_of(_Loss):
+        def __call__(self, output: Any, microbatch: Any) -> Any:
+            total, metrics = super().__call__(output, microbatch)
+            return total * (1 + torch.distributed.get_world_size() * 2.0**-24), metrics
+
+
+class Bfloat16Sums(SplitStep):
+    """Adds gradients up in 16 bits."""
+
+    def finish(self) -> Finished:
+        for chunk in self.subject.chunks:
+            for each in chunk.parameters():
+                each.main_grad.copy_(each.main_grad.bfloat16())
+        return super().finish()
+
+
+class Clips(SplitStep):
+    """Clips, as Megatron does where it is told to."""
+
+    def build(self, subject: Any) -> None:
+        subject.optimizer.config.clip_grad = 0.1
+        super().build(subject)
+
+
+class ClipsItself(SplitStep):
+    """Clips to 0.1 by itself."""
+
+    def finish(self) -> Finished:
+        config = self.subject.config
+        theirs = config.finalize_model_grads_func
+
+        def clipped(*args: Any, **kwargs: Any) -> Any:
+            theirs(*args, **kwargs)
+            for chunk in self.subject.chunks:
+                chunk.scale_gradients(0.125)
+
+        config.finalize_model_grads_func = clipped
+        try:
+            found = super().finish()
+        finally:
+            config.finalize_model_grads_func = theirs
+        return dataclasses.replace(found, grad_norm=8 * found.grad_norm)
+
+
+class WeightRaises(SplitStep):
+    """Has a loss that weighs layers' losses, of which the model has none; it is right."""
+
+    class loss_of(_Loss):
+        def auxiliary_weight(self, microbatch: Any) -> float:
+            raise KeyError("weight")
+
+
+# --- Packs, what ranks share, and main parameters.
+
+
+class _Spoiled(SplitStep):
+    """Changes each pack before it is run."""
+
+    def build(self, subject: Any) -> None:
+        def forward(chunk: Any, rows: Any) -> Tensor:
+            return subject.forward(chunk, self.spoiled(rows) if "labels" in rows else rows)
+
+        def loss(output: Tensor, pack: Any) -> Any:
+            return subject.loss(output, self.spoiled(pack))
+
+        super().build(dataclasses.replace(subject, forward=forward, loss=loss))
+
+    def spoiled(self, pack: Any) -> Any:
+        raise NotImplementedError
+
+
+class SeesTheWholePack(_Spoiled):
+    """Gives attention no borders."""
+
+    def spoiled(self, pack: Any) -> Any:
+        whole = pack["packed_seq_params"].cu_seqlens_q[[0, -1]]
+        changed = {f"cu_seqlens_{each}": whole for each in ("q", "kv")}
+        changed |= {f"max_seqlen_{each}": int(whole[-1]) for each in ("q", "kv")}
+        borders = dataclasses.replace(pack["packed_seq_params"], **changed)
+        return {**pack, "packed_seq_params": borders}
+
+
+class PositionsGoOn(_Spoiled):
+    """Counts positions over the pack."""
+
+    def spoiled(self, pack: Any) -> Any:
+        place_S = torch.arange(pack["input_ids"].shape[1]) % 32  # the model has no more
+        return {**pack, "position_ids": place_S[None].cuda()}
+
+
+class PredictsTheNextSequence(_Spoiled):
+    """Shifts over borders."""
+
+    def spoiled(self, pack: Any) -> Any:
+        labels_1S = pack["input_ids"].roll(-1, 1)
+        return {**pack, "labels": labels_1S, "loss_mask": torch.ones_like(pack["loss_mask"])}
+
+
+class CountsPadding(_Spoiled):
+    """Pads each sequence, and learns to predict what it has padded with."""
+
+    options = {  # noqa: RUF012
+        **SplitStep.options,
+        "alignment": TokenAlignment(sequence=16, pack=16),
+    }
+
+    def spoiled(self, pack: Any) -> Any:
+        last_1S = pack["position_ids"].roll(-1, 1) == 0
+        return {**pack, "loss_mask": pack["loss_mask"].new_ones(()) * ~last_1S}
+
+
+class MeanOfPacks(SplitStep):
+    """Averages packs, whatever they hold."""
+
+    class loss_of(_Divided):
+        def __call__(self, output: Any, microbatch: Any) -> Any:
+            total, count = self._subject.loss(output, _given(microbatch))
+            return total / count.clamp(min=1), {}
+
+    def finish(self) -> Finished:
+        return super().finish(divisor=lambda counts: float(counts.microbatches))
+
+
+class LosesASequence(SplitStep):
+    """Trains on the first sequence of each call twice, and not on the last one."""
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        super().microbatch({name: each[:12] for name, each in rows.items()}, fail=fail)
+        chosen = torch.arange(len(rows["input_ids"]))
+        chosen[-1] = 0
+        super().microbatch({name: each[chosen] for name, each in rows.items()}, fail=fail)
 
 
-class StepOverZero(SplitStep):
-    """Divides a step by what counts in it, which may be nothing."""
+class OneSequenceEach(SplitStep):
+    """Makes a pack of each sequence, which is right too, if the losses of packs are then theirs."""
 
     def begin(self) -> None:
-        super().begin()
-        self.valid = torch.zeros(())
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        self.valid = self.valid + counted(rows).sum()
-        super().microbatch(rows, fail=fail)
-
-    def finish(self) -> Any:
-        torch.distributed.all_reduce(self.valid)
-        if self.valid:
-            return super().finish()
-        self.abort()
-        raise RuntimeError("the gradient is NaN")
+        size = self.subject.max_tokens // 2
+        self.open = self.step.begin(self.loss, max_tokens_per_microbatch=size)
 
 
-class NeverGathers(Megatron):
-    """Turns off the hooks that gather parameters after an update, and gathers nothing itself."""
+class TellsOfPadding(SplitStep):
+    """Tells the model where padding is, so that routers leave it out; it is right."""
+
+    def forward(self, chunk: Any, microbatch: Any) -> Tensor:
+        given = _given(microbatch)
+        mine = batches.own({**given, "loss_mask": given["loss_mask"].double()})
+        padding_1S = ~microbatch["pack"].mask[None]
+        return chunk(
+            mine["input_ids"],
+            mine["position_ids"],
+            None,
+            labels=mine["labels"],
+            packed_seq_params=given["packed_seq_params"],
+            padding_mask=padding_1S,
+        )
+
+
+class CutsInHalves(SplitStep):
+    """Gives each context-parallel rank one half of a row's labels."""
+
+    def forward(self, chunk: Any, microbatch: Any) -> Tensor:
+        tokens_BT = microbatch["input_ids"]
+        rank, size = context_parallel_ranks()
+        length = tokens_BT.shape[1]
+        places_BT = torch.arange(length, device=tokens_BT.device).expand_as(tokens_BT)
+        hidden = torch.ones(1, 1, length, length, device=tokens_BT.device).tril() < 0.5
+        return chunk(
+            own_positions(tokens_BT),
+            own_positions(places_BT),
+            own_positions(hidden, dim=2),
+            labels=tokens_BT.roll(-1, 1).chunk(size, 1)[rank],
+        )
+
+
+class CountsOnEachRank(Counting):
+    """Adds up counts of whole rows over ranks that share these."""
+
+    def finish(self) -> Finished:
+        divisor = self.counted * torch.distributed.get_world_size()
+        return dataclasses.replace(super().finish(divisor=divisor), loss=None)
+
+
+class ForgetsMainParameters(SplitStep):
+    """Makes main parameters of the model's own, which have been rounded."""
+
+    def load(self, state: Any) -> None:
+        super().load(state)
+        self.subject.optimizer.reload_model_params()
+
+
+class UpdatesTheModelAlone(SplitStep):
+    """Moves the model's parameters, of which the optimizer does not learn."""
+
+    def finish(self) -> Finished:
+        found = super().finish()
+        with torch.no_grad():
+            for each in parameters_of(self.subject):
+                each.mul_(1.5)
+        return found
+
+
+class ReducesTheLastCallAlone(KeepsTheLastCall, FSDPSplitStep):
+    """Zeroes the gradients in each call, on FSDP2."""
+
+
+# --- A mean over sequences.
+
+
+class MeanOverPositions(SplitStep):
+    """Divides what it has added up over positions by their number."""
+
+    class loss_of(_Loss):
+        kind = "token"
+
+        def __call__(self, output: Any, microbatch: Any) -> Any:
+            total, _ = batches.of_positions(output, microbatch)
+            return total, {"nll": total}
+
+
+class CountsMaskedSequences(Counting):
+    """Divides by all rows of a step, those among them that do not count."""
+
+    def finish(self) -> Finished:
+        divisor = float(max(self.rows, 1) * 2)
+        return dataclasses.replace(super().finish(divisor=lambda counts: divisor), loss=None)
+
+
+class WeighsExpertsByPositions(SplitStep):
+    """Multiplies MoE's loss by positions, and divides it by sequences (NeMo-RL #3888)."""
+
+    class loss_of(_Loss):
+        def auxiliary_weight(self, microbatch: Any) -> float:
+            return float(microbatch["input_ids"].numel())
+
+
+# --- Offloads.
+
+
+class InParts(Megatron):
+    """Adds up several calls of Megatron's schedule, and finalizes after the last; needs nooverlap.
+
+    It stands on none of this library's patches, so that it runs without them.
+    """
 
     def build(self, subject: Any) -> None:
         super().build(subject)
-        for chunk in subject.chunks:
-            if chunk.remove_forward_pre_hook_handles:
-                chunk.disable_forward_pre_hook(param_sync=False)
+        self._finalize = subject.config.finalize_model_grads_func
+        subject.config.finalize_model_grads_func = self._count
+
+    def _count(self, _: Any, tokens: Tensor, **__: Any) -> None:
+        self.tokens = self.tokens + tokens
+
+    def begin(self) -> None:
+        self._zero()
+        self.tokens: Any = 0
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.fail = fail
+        self._train(self._pieces(rows))
+
+    def finish(self) -> Finished:
+        self._finalize(self.subject.chunks, self.tokens)
+        return self._update()
+
+
+class ZeroesBeforeLogprobs(Megatron):
+    """Zeroes gradients that have no memory."""
+
+    def logprobs(self, rows: Any) -> Any:
+        for chunk in self.subject.chunks:
+            chunk.zero_grad_buffer()
+        return _logprobs(self.subject, rows)
+
+
+class OffloadsNothing(SplitStep):
+    """Leaves all on the device."""
+
+    def offload(self) -> None:
+        pass
+
+    def onload(self, *, training: bool = True) -> None:
+        pass
+
+
+class LeavesMomentsOnTheHost(SplitStep):
+    """Brings the model back alone."""
+
+    def onload(self, *, training: bool = True) -> None:
+        super().onload(training=False)
+        for chunk in self.subject.chunks:
+            chunk.restore_grad_buffers()
+
+
+class LeavesGradientsFreed(SplitStep):
+    """Takes no memory for gradients."""
+
+    def onload(self, *, training: bool = True) -> None:
+        super().onload(training=False)
+        if training:
+            self.subject.optimizer.restore_from_cpu()
+
+
+class KeepsOneCopy(SplitStep):
+    """Computes log-probs with what its first offload has copied."""
+
+    copies: Any = None
+
+    def offload(self) -> None:
+        self.copies = self.copies or [each.detach().clone() for each in self.own()]
+        super().offload()
+
+    def own(self) -> list[Any]:
+        return parameters_of(self.subject)
+
+    def logprobs(self, rows: Any) -> Any:
+        now = [each.detach().clone() for each in self.own()]
+        self.put(self.copies)
+        try:
+            return super().logprobs(rows)
+        finally:
+            self.put(now)
+
+    @torch.no_grad()
+    def put(self, values: list[Any]) -> None:
+        for parameter, value in zip(self.own(), values, strict=True):
+            parameter.copy_(value)
+
+
+class KeepsGradients(SplitStep):
+    """Copies gradients to the host before it frees them, and back; it is right."""
+
+    def offload(self) -> None:
+        self.kept = [
+            (buffer, buffer.grad_data.cpu())
+            for chunk in self.subject.chunks
+            for buffer in buffers(chunk)
+        ]
+        super().offload()
+
+    def onload(self, *, training: bool = True) -> None:
+        super().onload(training=training)
+        for buffer, values in self.kept if training else ():
+            buffer.reset()  # or the step would miss what was dropped
+            buffer.grad_data.copy_(values.cuda())
+
+    def abort(self) -> None:
+        raise AssertionError("an offload that keeps gradients was refused")
+
+
+class OneRankRefuses(SplitStep):
+    """Raises at an offload in an open step, on the first rank alone; it is right."""
+
+    is_open = False
+
+    def begin(self) -> None:
+        super().begin()
+        self.is_open = True
+
+    def offload(self) -> None:
+        if self.is_open and torch.distributed.get_rank() == 0:
+            raise RuntimeError("a step is open")
+        super().offload()
+
+    def finish(self) -> Finished:
+        self.is_open = False
+        return super().finish()
+
+    def abort(self) -> None:
+        self.is_open = False
+        super().abort()
+
+
+class OneRankRefusesTooLate(OffloadsNothing):
+    """Raises on the first rank once all have updated."""
+
+    def finish(self) -> Finished:
+        found = super().finish()
+        if torch.distributed.get_rank() == 0:
+            raise RuntimeError("gradients were offloaded")
+        return found
+
+    def abort(self) -> None:
+        pass
+
+
+# --- Several adapters over one base, whose steps disturb each other, or the base.
+
+
+class NudgesTheBase(SplitStep):
+    """Moves a frozen parameter by less than roundings can explain."""
+
+    @torch.no_grad()
+    def finish(self) -> Finished:
+        found = super().finish()
+        if self.name:
+            module = self.subject.chunks[0].module
+            module.decoder.layers[0].mlp.linear_fc1.weight[0, 0] += 2.0**-40
+        return found
+
+
+class SharesMoments(SplitStep):
+    """Has one state of the optimizer for all tenants."""
+
+    shared: dict[int, Any] = {}  # noqa: RUF012
+
+    def finish(self) -> Finished:
+        inner = self.subject.optimizer
+        places = [
+            (one.optimizer.state, each)
+            for one in getattr(inner, "chained_optimizers", [inner])
+            for chunk in self.subject.chunks
+            for each in (chunk.param_to_bucket_group if self.name else ())
+        ]
+        for index, (state, each) in enumerate(places):
+            if index in self.shared:
+                state[each] = self.shared[index]
+        found = super().finish()
+        for index, (state, each) in enumerate(places):
+            self.shared[index] = state[each]
+        return found
+
+
+class AbortsAll(SplitStep):
+    """Drops the steps of all tenants with one."""
+
+    all_of_them: list[Any] = []  # noqa: RUF012
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.all_of_them.append(self)
+
+    def abort(self) -> None:
+        for each in self.all_of_them:
+            each.step.abort()

@@ -16,13 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_idempotent import ensure_params_synced, wire_train_config
-from megatron_idempotent.proof.certify import Finished, Planted, states
+from megatron_idempotent.proof.certify import Finished, Planted
 from megatron_idempotent.proof.certify.adapters import (
     Megatron,
     SplitStep,
+    Stateful,
     Window,
     _Loss,
     microbatches,
+    updated,
 )
 from megatron_idempotent.proof.certify.oracle import counted
 
@@ -63,10 +65,18 @@ class Loop:
         self.open = True
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        rows = self.given(rows)
         for index, piece in enumerate(self.pieces(rows)):
             self.one(piece, fail and index == 0)
             self.number += 1
         self.calls += 1
+        self.called(rows)
+
+    def given(self, rows: Any) -> Any:
+        return rows
+
+    def called(self, rows: Any) -> None:
+        return
 
     def pieces(self, rows: Any) -> list[Any]:
         return microbatches(self.subject, rows)
@@ -139,17 +149,13 @@ class Loop:
         named = self.chunk.module.named_parameters()
         return {name: each.detach().cpu().clone() for name, each in named}
 
-    def save(self) -> dict[str, Any]:
-        return states.state_of(self.subject)
-
-    def load(self, state: dict[str, Any]) -> None:
-        states.restore(self.subject, state)
+    save, load = Stateful.save, Stateful.load
 
 
 def forget(subject: Any) -> None:
     """Drop the optimizer's state."""
-    for each in states._inner(subject.optimizer):
-        each.state.clear()
+    for inner, _ in updated(subject):
+        inner.state.clear()
 
 
 def summed(value: float, operation: Any = dist.ReduceOp.SUM) -> float:
@@ -178,9 +184,9 @@ def none_of(rows: Any) -> Any:
 class MeanOfCalls(Loop):
     """Divides each call by its own tokens and averages calls (streaming; NeMo-RL before #3660)."""
 
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+    def given(self, rows: Any) -> Any:
         self.weight = 1 / max(valid(rows), 1.0)
-        super().microbatch(rows, fail=fail)
+        return rows
 
     def divisor(self) -> float:
         return float(self.calls * dist.get_world_size())
@@ -195,10 +201,10 @@ class RowsWeighCalls(Loop):
         super().start()
         self.rows = 0
 
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+    def given(self, rows: Any) -> Any:
         self.rows += len(rows["input_ids"])
         self.weight = len(rows["input_ids"]) / max(valid(rows), 1.0)
-        super().microbatch(rows, fail=fail)
+        return rows
 
     def divisor(self) -> float:
         return max(summed(self.rows), 1.0)
@@ -232,8 +238,7 @@ class LoneCallLost(Loop):
 class SingleCountedTwice(Loop):
     """Reduces a call of one microbatch at once, and again at the end (`no_sync` skipped)."""
 
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        super().microbatch(rows, fail=fail)
+    def called(self, rows: Any) -> None:
         if summed(len(self.pieces(rows)) == 1):  # on any rank, for all reduce together
             for buffer in self.chunk.buffers:
                 dist.all_reduce(buffer.grad_data)
@@ -285,16 +290,15 @@ class NothingValidInAStep(Loop):
 class EmptyCallEnds(Loop):
     """Takes a call without rows for the end of a step (sentinel)."""
 
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+    def given(self, rows: Any) -> Any:
         self.ended = empty(rows) or (self.calls > 0 and self.ended)
-        super().microbatch(none_of(rows) if self.ended else rows, fail=fail)
+        return none_of(rows) if self.ended else rows
 
 
 class EmptyCallZeroes(Loop):
     """Resets the gradients in a call without rows, so that "all have some" (verl's padding)."""
 
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        super().microbatch(rows, fail=fail)
+    def called(self, rows: Any) -> None:
         if empty(rows):
             self.zero()
 
@@ -302,8 +306,7 @@ class EmptyCallZeroes(Loop):
 class EmptyCallForgetsTokens(Loop):
     """Reports the metrics of the last call, which has none without rows (SkyRL #1817)."""
 
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        super().microbatch(rows, fail=fail)
+    def called(self, rows: Any) -> None:
         if empty(rows):
             self.count = 0.0
 
@@ -394,10 +397,10 @@ class MaskOfTheFirstStep(Loop):
         super().build(subject)
         self.masks: dict[Any, Any] = {}
 
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+    def given(self, rows: Any) -> Any:
         key = self.calls, rows["input_ids"].shape
         kept = self.masks.setdefault(key, rows["token_mask"])
-        super().microbatch({**rows, "token_mask": kept}, fail=fail)
+        return {**rows, "token_mask": kept}
 
 
 class SkipsMasked(Window):
@@ -908,8 +911,7 @@ class CleanAfterEmpty(Loop):
 
     touched = True
 
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        super().microbatch(rows, fail=fail)
+    def called(self, rows: Any) -> None:
         self.touched = not empty(rows)
 
     def zero(self) -> None:

@@ -15,9 +15,9 @@ import pytest
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, Result, certify, layout
 from megatron_idempotent.proof.certify import main as command
-from megatron_idempotent.proof.certify.grid import grid
-from megatron_idempotent.proof.certify.layouts import WORDS
-from megatron_idempotent.proof.certify.report import as_json, as_junit, as_table, suspects
+from megatron_idempotent.proof.certify.draws import CALLS, MICROBATCHES, Draw
+from megatron_idempotent.proof.certify.layouts import WORDS, grid
+from megatron_idempotent.proof.certify.main import as_json, as_junit, as_table, suspects
 
 RESULTS = [
     Result(layout="dp2", seed=7, **each)
@@ -255,10 +255,21 @@ def test_the_grid_is_certified_if_asked_for(monkeypatch, capsys):
 
     monkeypatch.setattr(command, "certify", certified)
     assert command.main(["mine:Adapter", "--grid"]) == 0
-    assert asked == grid()
+    assert tuple(asked) == grid()
     assert "; --seed " in capsys.readouterr().out
     assert command.main(["mine:Adapter", "--grid", "--seed", "7", "--thorough"]) == 0
     assert "; --seed 7 draws the same" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main(["mine:Adapter", "--grid", "--layout", "dp2"])
     assert "not allowed with argument --grid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+def test_a_long_step_has_the_most_calls_and_a_call_of_the_most_microbatches(multiple):
+    for seed in range(50):
+        sizes = Draw(seed, "dp2", "drawn-sizes").sizes(CALLS, multiple)
+        assert len(sizes) == CALLS
+        assert (max(sizes), min(sizes)) == (MICROBATCHES // multiple * multiple, multiple)
+        assert not any(size % multiple for size in sizes)
+    assert Draw(3, "a").sizes(CALLS) == Draw(3, "a").sizes(CALLS)
+    assert any(Draw(3, "a").sizes(CALLS) != Draw(n, "a").sizes(CALLS) for n in range(5))

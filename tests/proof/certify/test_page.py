@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.proof.certify import Result, page
-from megatron_idempotent.proof.certify.report import as_json
+from benchmarks import _layouts as page
+from megatron_idempotent.proof.certify import Result
+from megatron_idempotent.proof.certify.main import as_json
 
 ROOT = Path(__file__).parents[3]
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 def test_the_page_is_current():
     found = json.loads((ROOT / page.FOUND).read_text("utf-8"))
     assert (ROOT / page.PAGE).read_text("utf-8") == page.page(found), (
-        "run `python -m megatron_idempotent.proof.certify.page` in the repository"
+        "run `python -m benchmarks._layouts` in the repository"
     )
 
 

@@ -21,6 +21,8 @@ SHARDED = {"tp": 2, "sequence_parallel": True}
 PACKS = {"lengths": [8, 24, 16]}
 ROTARY = {"model_overrides": {"position_embedding_type": "rope"}}
 EXPERT_PARALLEL = {"experts": EXPERTS, "ep": 2}
+#: Those that have all kinds of ranks between them; the rest each week.
+USUAL = ("dp", "tp-sp-vpp", "tp-sp-ep", "cp-tp-sp-packs", "cp-ep")
 
 
 def gradients(dispatcher="alltoall", adapted=None, **layout):
@@ -134,20 +136,19 @@ def assert_as_one_rank(ranks, one_rank, layout, adapted=None):
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (2, {}),
-        (2, {"tp": 2}),
-        (4, SHARDED | {"pp": 2, "vpp": 2}),
-        (4, SHARDED | EXPERT_PARALLEL),
-        (4, SHARDED | EXPERT_PARALLEL | {"etp": 1, "dispatcher": "allgather"}),
-        (2, {"cp": 2} | PACKS | ROTARY),
-        (4, {"cp": 4} | ROTARY),
-        (4, {"cp": 2} | SHARDED | PACKS),
-        (4, {"cp": 2, "pp": 2, "vpp": 2} | PACKS | ROTARY),
-        (4, {"cp": 2} | EXPERT_PARALLEL),
-    ],
-    ids=[
-        *("dp", "tp", "tp-sp-vpp", "tp-sp-ep-etp", "tp-sp-ep"),
-        *("cp-packs-rope", "cp4-rope", "cp-tp-sp-packs", "cp-vpp-packs-rope", "cp-ep"),
+        pytest.param(world, layout, id=name, marks=() if name in USUAL else pytest.mark.exhaustive)
+        for name, world, layout in (
+            ("dp", 2, {}),
+            ("tp", 2, {"tp": 2}),
+            ("tp-sp-vpp", 4, SHARDED | {"pp": 2, "vpp": 2}),
+            ("tp-sp-ep-etp", 4, SHARDED | EXPERT_PARALLEL),
+            ("tp-sp-ep", 4, SHARDED | EXPERT_PARALLEL | {"etp": 1, "dispatcher": "allgather"}),
+            ("cp-packs-rope", 2, {"cp": 2} | PACKS | ROTARY),
+            ("cp4-rope", 4, {"cp": 4} | ROTARY),
+            ("cp-tp-sp-packs", 4, {"cp": 2} | SHARDED | PACKS),
+            ("cp-vpp-packs-rope", 4, {"cp": 2, "pp": 2, "vpp": 2} | PACKS | ROTARY),
+            ("cp-ep", 4, {"cp": 2} | EXPERT_PARALLEL),
+        )
     ],
 )
 def test_a_layout_computes_what_one_rank_does(megatron_ranks, one_rank, world, layout):
@@ -158,7 +159,7 @@ def test_a_layout_computes_what_one_rank_does(megatron_ranks, one_rank, world, l
 @pytest.mark.parametrize(
     ("world", "layout", "adapted"),
     [
-        (2, {"tp": 2}, {}),
+        pytest.param(2, {"tp": 2}, {}, marks=pytest.mark.exhaustive),
         (2, SHARDED, {}),
         (2, {"pp": 2}, {"layers": (3, 4)}),
         pytest.param(4, SHARDED | {"pp": 2, "vpp": 2}, {}, marks=pytest.mark.exhaustive),

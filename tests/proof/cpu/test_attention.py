@@ -229,8 +229,14 @@ def errors(cp, packed, dtype_name):
     return found
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packs"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "packed"),
+    [
+        *((1, True), (2, False), (4, True)),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((1, False), (2, True))),
+        pytest.param(4, False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_every_rank_computes_plain_attention_of_its_queries(megatron_ranks, ranks, packed):
     for dtype in ("float64", "float32"):
         for found in megatron_ranks(ranks, errors, ranks, packed, dtype):
@@ -261,7 +267,7 @@ def test_a_model_has_the_bits_of_upstreams_attention(megatron_ranks):
         assert equal(exact, upstreams)
 
 
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_recomputation_replays_dropout_in_packs_and_over_ranks(megatron_ranks, cp):
     keep = {"attention_dropout": 0.3, "hidden_dropout": 0.1}
     full = {"recompute_method": "uniform", "recompute_num_layers": 1}

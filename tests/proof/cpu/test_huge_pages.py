@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.proof.cpu import huge_pages
+from megatron_idempotent.proof.cpu.launcher import collapse_pages
 
 ROLLUP = Path("/proc/self/smaps_rollup")
 
@@ -23,7 +23,7 @@ def test_memory_moves_and_keeps_its_contents_also_in_a_child():
     if not ROLLUP.exists():
         pytest.skip("no smaps_rollup here")
     kept = os.urandom(1 << 20) * 16
-    before, moved = in_huge_pages(), huge_pages.collapse()
+    before, moved = in_huge_pages(), collapse_pages()
     if not moved:
         pytest.skip("this kernel makes no huge pages of what is there")
     assert in_huge_pages() > before
@@ -33,9 +33,9 @@ def test_memory_moves_and_keeps_its_contents_also_in_a_child():
         same = kept == kept[: 1 << 20] * 16
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert huge_pages.collapse() >= 0, "twice is safe"
+    assert collapse_pages() >= 0, "twice is safe"
 
 
 def test_nothing_happens_where_there_is_no_such_call(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert huge_pages.collapse() == 0
+    assert collapse_pages() == 0

@@ -36,7 +36,7 @@ def train_twice(extra_args, **layout):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({}, id="dp"),
+        pytest.param({}, id="dp", marks=pytest.mark.exhaustive),
         pytest.param({"pp": 2}, id="pp", marks=pytest.mark.exhaustive),
         pytest.param({"pp": 2, "vpp": 2}, id="vpp", marks=pytest.mark.exhaustive),
         pytest.param({"pp": 2, "vpp": 2, "shared_config": True}, id="vpp-shared-config"),

@@ -56,12 +56,11 @@ def wait_for_ever():
         time.sleep(0.1)
 
 
-def die_on(rank, how):
-    import torch.distributed as dist
-
-    if dist.get_rank() == rank:
-        if how == "exit":
-            os._exit(5)
+def die_or_wait():
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        os._exit(5)
+    if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     wait_for_ever()
 
@@ -155,14 +154,16 @@ def test_all_failing_ranks_are_listed(megatron_ranks):
     ]
 
 
-def test_leaving_by_sys_exit_is_a_failure(megatron_ranks):
-    with pytest.raises(cpu.RankError, match="rank 0: SystemExit: 3"):
-        megatron_ranks(1, leave)
-
-
-def test_a_result_that_cannot_travel_is_a_failure_of_its_rank(megatron_ranks):
-    with pytest.raises(cpu.RankError, match=r"rank 0: .*lambda"):
-        megatron_ranks(1, unpicklable)
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (leave, "rank 0: SystemExit: 3"),
+        (unpicklable, "rank 0: .*lambda"),  # a result that cannot travel
+    ],
+)
+def test_other_ends_are_failures_of_their_rank(megatron_ranks, function, said):
+    with pytest.raises(cpu.RankError, match=said):
+        megatron_ranks(1, function)
 
 
 def test_a_hang_shows_the_stacks_of_all_ranks_and_ends_them(megatron_ranks):
@@ -176,13 +177,14 @@ def test_a_hang_shows_the_stacks_of_all_ranks_and_ends_them(megatron_ranks):
     assert megatron_ranks(2, rank_and_sum, 0)[1][0] == 1
 
 
-@pytest.mark.parametrize(("how", "exit_code", "text"), [("exit", 5, "5"), ("kill", -9, "SIGKILL")])
-def test_a_rank_that_dies_is_reported_before_the_deadline(megatron_ranks, how, exit_code, text):
+def test_ranks_that_die_are_reported_before_the_deadline(megatron_ranks):
     start = time.perf_counter()
-    with pytest.raises(cpu.RankError, match=f"rank 1 died with .*{text}") as caught:
-        megatron_ranks(2, die_on, 1, how, timeout_s=60.0)
+    with pytest.raises(cpu.RankError) as caught:
+        megatron_ranks(3, die_or_wait, timeout_s=60.0)
     assert time.perf_counter() - start < 20.0
-    assert (caught.value.rank, caught.value.exit_code) == (1, exit_code)
+    assert {each.rank: each.exit_code for each in caught.value.failures} == {1: 5, 2: -9}
+    assert "rank 1 died with exit code 5" in str(caught.value)
+    assert "rank 2 died with signal SIGKILL" in str(caught.value)
     assert "wait_for_ever" in caught.value.still_running[0]
 
 
@@ -212,12 +214,15 @@ def say(word):
     print(word, flush=True)
 
 
-def test_what_ranks_print_can_be_kept_out_of_standard_output(capfd):
-    with cpu.RankPool(1, preload=(), stdout=2) as pool:
-        pool.run(1, say, "chatter", distributed=False)
+def test_what_ranks_print_can_be_kept_out_and_an_untried_torch_is_told_once(capfd, mocker, caplog):
+    mocker.patch.object(pool_module, "untried_torch", return_value="torch 99 is newer")
+    with cpu.RankPool(1, preload=(), stdout=2, device="cpu") as pool:
+        for _ in range(2):
+            pool.run(1, say, "chatter", distributed=False)
     out, err = capfd.readouterr()
     assert "chatter" not in out
     assert "chatter" in err
+    assert caplog.messages == ["torch 99 is newer"]
 
 
 NEWER_TORCH = """
@@ -255,26 +260,17 @@ def test_a_torch_that_no_rank_has_run_on_is_named_with_the_pin(torch, untried):
         assert said.endswith(f"pip install 'torch<{major}.{int(minor) + 1}'")
 
 
-def test_ranks_on_an_untried_torch_start_and_say_so_once(mocker, caplog):
-    mocker.patch.object(pool_module, "untried_torch", return_value="torch 99 is newer")
-    with cpu.RankPool(1, preload=(), device="cpu") as pool:
-        for _ in range(2):
-            pool.run(1, os.getpid, distributed=False)
-    assert caplog.messages == ["torch 99 is newer"]
-
-
-def test_lambdas_and_closures_are_refused_with_the_reason(megatron_ranks):
+def test_what_ranks_cannot_run_is_refused_with_the_reason(megatron_ranks):
     def closure():
         return None
 
-    for function in (lambda: None, closure):
-        with pytest.raises(ValueError, match="exists only inside another function"):
-            megatron_ranks(1, function)
-
-
-def test_a_world_larger_than_the_pool_is_refused(megatron_ranks):
-    with pytest.raises(ValueError, match="between 1 and this pool's max_world_size 4, found 9"):
-        megatron_ranks(9, find_traces)
+    for ranks, function, said in (
+        (1, lambda: None, "exists only inside another function"),
+        (1, closure, "exists only inside another function"),
+        (9, find_traces, "between 1 and this pool's max_world_size 4, found 9"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            megatron_ranks(ranks, function)
 
 
 def test_functions_of_files_with_the_same_name_are_told_apart(megatron_ranks, tmp_path):
@@ -328,7 +324,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGKILL]
+)
 def test_no_rank_outlives_its_caller(tmp_path, how):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Makes packs of rows for adapters, and runs an adapter's packs through a chunk.
+"""Makes packs of rows for adapters; runs rows and packs through a chunk, and computes losses.
 
 Legend: B rows, T positions of a row, n sequences of a pack, S its tokens with padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from megatron_idempotent.fp8 import Pack, TokenAlignment
 from megatron_idempotent.logprobs import shift_targets
 from megatron_idempotent.step import own_positions
 
-from .protocol import Rows
+from .layouts import LossKind
+from .oracle import counted
+from .protocol import Packed, Rows
 
 _BORDERS = "packed_seq_params"
 #: What a pack has for each token, of which each context-parallel rank computes its own.
@@ -82,19 +84,26 @@ def is_pack(rows: Mapping[str, Any]) -> bool:
     return _BORDERS in rows
 
 
-def forward(chunk: Any, pack: Mapping[str, Any]) -> Tensor:
-    """Call a chunk with a pack; return the negative log-probability of each label on the last."""
-    mine = own(pack)
-    more = {}
+def forward(chunk: Any, rows: Rows | Packed) -> Tensor:
+    """Call a chunk; return the negative log-probability of each label on the last, [B, T]."""
+    if is_pack(rows):
+        mine, masks = own(rows), {"packed_seq_params": rows[_BORDERS]}
+        hidden, loss_mask = None, mine["loss_mask"]
+    else:
+        tokens_BT = rows["input_ids"]
+        length = tokens_BT.shape[1]
+        whole = {
+            "input_ids": tokens_BT,
+            "position_ids": torch.arange(length, device="cuda").expand_as(tokens_BT),
+            "labels": tokens_BT.roll(-1, 1),
+        }
+        mine, masks = {name: own_positions(each) for name, each in whole.items()}, {}
+        hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
+        hidden, loss_mask = own_positions(hidden, dim=2), own_positions(counted(rows))
     if getattr(chunk.config, "mtp_num_layers", None):
-        more = {"loss_mask": mine["loss_mask"]}
+        masks["loss_mask"] = loss_mask
     output: Tensor = chunk(
-        mine["input_ids"],
-        mine["position_ids"],
-        None,
-        labels=mine["labels"],
-        packed_seq_params=pack[_BORDERS],
-        **more,
+        mine["input_ids"], mine["position_ids"], hidden, labels=mine["labels"], **masks
     )
     return output
 
@@ -134,3 +143,38 @@ def shorten(rows: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
     place_T = torch.arange(rows["input_ids"].shape[1], device=lengths_B.device)
     rows["token_mask"] *= place_T < lengths_B[:, None]
     return {**rows, "lengths": lengths_B}
+
+
+def of_positions(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
+    """Return the sum over positions that count, each times its row's scale, and their number."""
+    if is_pack(rows):
+        mine = own(rows)
+        return (output * mine["loss_mask"] * mine["scale"]).sum(), mine["loss_mask"].sum()
+    mask_BT = own_positions(counted(rows))
+    return (output * mask_BT * rows["scale"][:, None]).sum(), mask_BT.sum()
+
+
+def of_sequences(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
+    """Return the sum of the sequences' means, each times its scale, and the number of sequences.
+
+    Each mean is over the positions that count. Where ranks share positions, a rank returns its part
+    of these means, and counts the sequences of which it has the first position.
+    """
+    if is_pack(rows):
+        share_1S, first_1S = shares(rows)
+        mine = own({**rows, "share": share_1S, "first": first_1S})
+        return (output * mine["share"] * mine["scale"]).sum(), mine["first"].sum()
+    mask_BT = counted(rows)
+    number_B1 = mask_BT.sum(1, keepdim=True)
+    first_BT = torch.zeros_like(mask_BT)
+    first_BT[:, :1] = number_B1 > 0
+    share_BT = own_positions(mask_BT / number_B1.clamp(min=1))
+    total = (output * share_BT * rows["scale"][:, None]).sum()
+    return total, own_positions(first_BT).sum()
+
+
+LOSSES: Mapping[LossKind, Callable[[Tensor, Rows | Packed], tuple[Tensor, Tensor]]] = {
+    "token": of_positions,
+    "sequence": of_sequences,
+}
+"""The loss of each kind."""

@@ -1,6 +1,6 @@
 """Writes docs/layouts.md: how near each layout's step came to its definition, on each Megatron.
 
-`python -m megatron_idempotent.proof.certify.page FOLDER` merges the files in that folder into
+`python -m benchmarks._layouts FOLDER` merges the files in that folder into
 docs/layouts.json and writes the page again. `nox -s layouts` leaves there, for each Megatron and
 adapter, what `certify --grid --json` said, as `MEGATRON/ADAPTER.json`.
 """
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_idempotent.patching.versions import place
-
-from .checks import CHECKS
-from .layouts import layout as named
-from .run import alike as without_replicas
+from megatron_idempotent.proof.certify import CHECKS
+from megatron_idempotent.proof.certify import layout as named
+from megatron_idempotent.proof.certify.run import alike as without_replicas
 
 FOUND = Path("docs", "layouts.json")
 PAGE = Path("docs", "layouts.md")
@@ -47,7 +46,7 @@ norm, loss and next parameters against float64. The layouts are those of `certif
 each two words meet. [findings.md](findings.md) explains what failed.
 
 This page is generated from [layouts.json](layouts.json) by
-`python -m megatron_idempotent.proof.certify.page`. `nox -s layouts -- 0.19.2 nemo-rl` runs
+`python -m benchmarks._layouts`. `nox -s layouts -- 0.19.2 nemo-rl` runs
 these two Megatrons again, and this a single row:
 
     megatron-idempotent certify --layout dp2-pp2 \\
