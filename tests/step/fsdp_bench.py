@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 import torch
-from split_bench import ROWS, cut, mask_of
+from scenario import ROWS, cut, mask_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from fsdp_bench import build, one_shot, parameters, step_of
 from programs import Pair
-from split_bench import TokenLoss
+from scenario import TokenLoss
 
 
 class FSDPPair(Pair):

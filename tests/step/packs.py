@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
-from split_bench import build
+from scenario import build
 
 import megatron_idempotent
 from megatron_idempotent import token_logprobs

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from split_bench import ROWS, TokenLoss, build, cut, data, forward, one_shot, parameters
+from scenario import ROWS, TokenLoss, build, cut, data, forward, one_shot, parameters
 
 import megatron_idempotent
 from megatron_idempotent import TrainStep

@@ -25,7 +25,7 @@ def _ready(**also: Any) -> Change:
     """The batch as two ready microbatches, the second with what is given."""
 
     def microbatches(batch: dict[str, Any]) -> dict[str, Any]:
-        from split_bench import cut
+        from scenario import cut
 
         first, second = cut(batch, [1, 1])
         more = {n: each(second.get(n)) if callable(each) else each for n, each in also.items()}
@@ -143,7 +143,7 @@ def _counted(microbatch: Any) -> Any:
 def _loss(returns: Callable[[Any], Any] | None = None) -> Any:
     """Cross entropy of logits on Megatron, of the model's own losses on FSDP2."""
     import torch
-    from split_bench import TokenLoss, mask_of
+    from scenario import TokenLoss, mask_of
 
     class Loss(TokenLoss):
         def __call__(self, output: Any, microbatch: Any) -> Any:
@@ -162,32 +162,32 @@ class _Bench:
     """A step on a small model whose `forward` is the engine's own."""
 
     def __init__(self, engine: str, layout: dict[str, Any], **options: Any) -> None:
-        from engines import bench_on
+        from scenario import Bench
 
         if engine == "fsdp":
-            of = bench_on(engine, step=options)
+            of = Bench(engine, step=options)
             self.step, self.replica, self.state = of.step, of.replica, of.state
             return
-        import split_bench
+        import scenario
 
         from megatron_idempotent import TrainStep
 
-        model, scheduler, self.replica = split_bench.build(**layout)
+        model, scheduler, self.replica = scenario.build(**layout)
         self.step = TrainStep(
             model.chunks, model.optimizer, scheduler, **{"deadline_s": 20.0, **options}
         )
-        self.state = lambda: split_bench.state(model, scheduler)
+        self.state = lambda: scenario.state(model, scheduler)
 
     def batch(self) -> dict[str, Any]:
         import torch
-        from split_bench import ROWS, T, data
+        from scenario import ROWS, T, data
 
         causal = torch.ones(T, T, dtype=torch.bool).tril().logical_not()
         rows = data(1, 2 * ROWS, self.replica)
         return {**rows, "attention_mask": causal.expand(2 * ROWS, 1, T, T).cuda()}
 
     def begin(self, loss: Any = None) -> str:
-        from split_bench import ROWS
+        from scenario import ROWS
 
         sizes = {"global_batch_size": 8, "micro_batch_size": ROWS}
         return str(self.step.begin(loss or _loss(), **sizes))
@@ -196,7 +196,7 @@ class _Bench:
 def _steps(engine: str, layout: dict[str, Any], table: dict[str, Any], bad: bool) -> Any:
     """A step for each row of the table, with the bad call in it; states, and what was told."""
     import torch
-    from split_bench import raised_by
+    from scenario import raised_by
 
     bench = _Bench(engine, layout, counts=_counted if table is COUNTED else None)
     here = torch.distributed.get_rank() == 1
@@ -277,7 +277,7 @@ def in_a_loss(engine: str, layout: dict[str, Any]) -> Any:
     """Runs on a rank: what each loss of rank 1 ends in, and whether the next steps are right."""
     import torch
     from fsdp_bench import same
-    from split_bench import raised_by
+    from scenario import raised_by
 
     here = torch.distributed.get_rank() == 1
 
@@ -341,8 +341,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 def made_with(engine: str) -> None:
     """Runs on a rank: what each is told when a step is made, and a loss's class by `begin`."""
-    from engines import class_of
-    from split_bench import TokenLoss, build, raised_by
+    from scenario import TokenLoss, build, class_of, raised_by
 
     import megatron_idempotent
     from megatron_idempotent.proof.cpu import tiny
@@ -378,7 +377,7 @@ def test_a_bad_argument_is_refused_when_a_step_is_made(megatron_ranks, engine):
 
 def of_another_model(options: dict[str, Any], frozen: str) -> None:
     """Runs on a rank: an optimizer is for the model that it was made of, and for no other."""
-    from split_bench import build, raised_by
+    from scenario import build, raised_by
 
     from megatron_idempotent import TrainStep
 
@@ -397,7 +396,7 @@ def of_another_model(options: dict[str, Any], frozen: str) -> None:
 
 def of_another_ddp() -> None:
     """Runs on a rank: two DDPs over the same modules, one of matrices and one of vectors."""
-    from split_bench import build, raised_by
+    from scenario import build, raised_by
 
     from megatron_idempotent import TrainStep
 
@@ -436,7 +435,7 @@ def test_an_optimizer_of_another_model_is_refused(megatron_ranks, options, froze
 def sent_again(engine: str) -> None:
     """Runs on a rank: the same batch under one id is run once, and another one is refused."""
     from fsdp_bench import same
-    from split_bench import raised_by
+    from scenario import raised_by
 
     def steps(again: bool) -> Any:
         bench = _Bench(engine, {})
@@ -477,7 +476,7 @@ def not_a_number(engine: str, layout: dict[str, Any], rule: str) -> Any:
     """Runs on a rank: rank 1's embedding of a token that no batch has is NaN."""
     import torch
     from fsdp_bench import same
-    from split_bench import raised_by
+    from scenario import raised_by
 
     here = torch.distributed.get_rank() == 1
 
@@ -532,7 +531,7 @@ def test_a_parameter_that_is_nan_on_one_replica_stops_all_of_them(
 def frozen_after_ddp(layout: dict[str, Any]) -> str:
     """Runs on a rank: rank 1 freezes all of its parameters after DDP was built."""
     import torch
-    from split_bench import raised_by
+    from scenario import raised_by
 
     bench = _Bench("megatron", layout)
     parameters = list(bench.step._chunks[0].parameters())
@@ -560,7 +559,7 @@ def test_parameters_that_are_all_frozen_after_ddp_are_named(megatron_ranks, layo
 def in_autocast(layout: dict[str, Any]) -> str:
     """Runs on a rank: rank 1 runs a batch of a float32 model under autocast, and then without."""
     import torch
-    from split_bench import raised_by
+    from scenario import raised_by
 
     bench = _Bench("megatron", layout)
     here = torch.distributed.get_rank() == 1
@@ -584,7 +583,7 @@ def two_threads(engine: str) -> None:
     """Runs on a rank: a second thread comes while the first one waits in `finish()`."""
     import torch
     from fsdp_bench import same
-    from split_bench import raised_by
+    from scenario import raised_by
 
     def steps(second: bool) -> Any:
         bench = _Bench(engine, {})
@@ -624,7 +623,7 @@ def test_a_second_thread_is_refused_and_the_first_one_finishes(megatron_ranks, e
 def on_a_device() -> str:
     """Runs on a rank: nothing may be read before the end of the step, as on a GPU."""
     import torch
-    from split_bench import raised_by
+    from scenario import raised_by
 
     from megatron_idempotent.step import microbatches
 
@@ -657,7 +656,7 @@ def test_the_page_has_a_row_for_each():
 def fractions() -> None:
     """Runs on a rank: counts with a fraction on one rank and without on the other are added up."""
     import torch
-    from split_bench import cut
+    from scenario import cut
 
     bench = _Bench("megatron", {})
     step_id = bench.begin()

@@ -7,7 +7,7 @@ def lists() -> None:
     """Runs on a rank: rank 0's rows come with images and names, and rank 1 has no data."""
     import torch
     from fsdp_bench import build, step_of
-    from split_bench import ROWS, TokenLoss, data
+    from scenario import ROWS, TokenLoss, data
 
     seen = []
 
@@ -55,7 +55,7 @@ def what_has_no_rows() -> list[str]:
     """Runs on a rank: what each is told that has no rows, or counts wrongly; the step goes on."""
     import numpy
     import torch
-    from split_bench import TokenLoss, build, data, forward, raised_by
+    from scenario import TokenLoss, build, data, forward, raised_by
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.fp8 import Pack, token_alignment

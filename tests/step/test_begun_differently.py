@@ -11,8 +11,7 @@ def differently(engine: str, options: dict[str, Any]) -> list[dict[str, str]]:
     """Runs on a rank: what is heard where rank 1 begins otherwise, in `finish` and in a last
     batch."""
     import torch
-    from engines import bench_on
-    from split_bench import SequenceLoss, TokenLoss, data, raised_by, split_step
+    from scenario import Bench, SequenceLoss, TokenLoss, data, raised_by, split_step
 
     from megatron_idempotent import WindowAborted
 
@@ -20,7 +19,7 @@ def differently(engine: str, options: dict[str, Any]) -> list[dict[str, str]]:
         normalizers: ClassVar = {"rows": "tokens"}
 
     odd = torch.distributed.get_rank() == 1
-    bench = bench_on(engine, **options)
+    bench = Bench(engine, **options)
     batch = data(1, 4, bench.replica)
     before = bench.digest()
     found = []
@@ -43,7 +42,7 @@ def differently(engine: str, options: dict[str, Any]) -> list[dict[str, str]]:
     # Sizes of microbatches, and how many there are, are each replica's own.
     sizes = {"micro_batch_size": 1 if odd and bench.replica else 2, "rank_batch_size": 4}
     assert split_step(bench.step, TokenLoss(), batch, [1, 1], **sizes).updated
-    other = bench_on(engine, step={"non_finite": "skip" if odd else "update"}, **options)
+    other = Bench(engine, step={"non_finite": "skip" if odd else "update"}, **options)
     error = raised_by(split_step, other.step, TokenLoss(), batch, [2])
     found.append({"non_finite": error.failures[1]})
     return found

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from engines import ENGINES
+ENGINES = ("megatron", "fsdp")
 
 
 def by_reference() -> bytes:
     """Runs on a rank: both classes, as names."""
     import cloudpickle
-    from engines import class_of
+    from scenario import class_of
 
     return cloudpickle.dumps([class_of(engine) for engine in ENGINES])
 
@@ -24,7 +24,7 @@ def all_by_value() -> tuple[bytes, bytes]:
     import pkgutil
 
     import cloudpickle
-    from split_bench import TokenLoss, build, data, forward
+    from scenario import TokenLoss, build, data, forward
 
     import megatron_idempotent
     from megatron_idempotent import TrainStep
@@ -107,8 +107,7 @@ def used(engine: str, names: bytes, code: bytes) -> None:
     """Runs on ranks that have done nothing yet: what arrived does what the package here does."""
     import cloudpickle
     import torch
-    from engines import bench_on, class_of
-    from split_bench import TokenLoss, data, raised_by, split_step
+    from scenario import Bench, TokenLoss, class_of, data, raised_by, split_step
 
     import megatron_idempotent
     from megatron_idempotent.window import agreement
@@ -123,15 +122,15 @@ def used(engine: str, names: bytes, code: bytes) -> None:
     assert megatron_idempotent.report()["aux-loss-scale-left-set"].status == "applied"
     results = []
     for each in (kind, None):
-        bench = bench_on(engine, each)
+        bench = Bench(engine, each)
         batch = data(1, 4, bench.replica)
         results.append((split_step(bench.step, TokenLoss(), batch, [1, 1]), bench.digest()))
     assert results[0][0].metrics == results[1][0].metrics
     assert results[0][1] == results[1][1]
-    bench = bench_on(engine, kind)
+    bench = Bench(engine, kind)
     step_id = bench.step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=2)
     if engine == "megatron":
-        import split_bench
+        import scenario
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         refused = raised_by(
@@ -140,7 +139,7 @@ def used(engine: str, names: bytes, code: bytes) -> None:
             data_iterator=None,
             model=bench.step._chunks,
             num_microbatches=1,
-            seq_length=split_bench.T,
+            seq_length=scenario.T,
             micro_batch_size=2,
             forward_only=False,
         )

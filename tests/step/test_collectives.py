@@ -62,7 +62,7 @@ def reductions(calls: Counter[Call]) -> Counter[tuple[int, ...]]:
 def compared(options: dict[str, Any]) -> list[Any]:
     """Runs on a rank; returns for each way to cut the step what differs, and the host's
     agreements."""
-    from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
+    from scenario import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.megatron.ddp import bucket_groups

@@ -16,7 +16,7 @@ TOLERANCE = (128 + 32) * 2.0**-24
 def loss_that(kind: str, returned: str, bad_rank: int | None) -> Any:
     """Cross entropy over valid tokens, of this rank's positions or of whole rows."""
     import torch
-    from split_bench import TokenLoss, mask_of
+    from scenario import TokenLoss, mask_of
 
     from megatron_idempotent.step import all_positions
 
@@ -55,7 +55,7 @@ def stepped(
     """Runs on a rank: a step of 8 rows in two batches; its place, result and gradients."""
     import torch
     from megatron.core import parallel_state
-    from split_bench import build, data, forward, split_step
+    from scenario import build, data, forward, split_step
 
     from megatron_idempotent import TrainStep
 

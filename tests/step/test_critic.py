@@ -30,7 +30,7 @@ def _some() -> list[Any]:
 
 def _data(seed: int, microbatches: int, replica: int) -> dict[str, Any]:
     import torch
-    from split_bench import ROWS, T, data
+    from scenario import ROWS, T, data
 
     rows = microbatches * ROWS
     generator = torch.Generator().manual_seed(seed)
@@ -47,7 +47,7 @@ def _data(seed: int, microbatches: int, replica: int) -> dict[str, Any]:
 
 def _made(shown: list[str], options: dict[str, Any]) -> tuple[dict[str, Any], Any, Any, int]:
     """The documented names, and a model with the documented head."""
-    from split_bench import build
+    from scenario import build
 
     names: dict[str, Any] = {}
     for program in (shown[0], shown[2]):
@@ -61,7 +61,7 @@ def _made(shown: list[str], options: dict[str, Any]) -> tuple[dict[str, Any], An
 
 def _seen(model: Any, norm: Any) -> list[Any]:
     import torch
-    from split_bench import parameters
+    from scenario import parameters
 
     return [torch.tensor(float(norm)), model.gradients(), parameters(model)]
 
@@ -70,7 +70,7 @@ def critic(shown: list[str], options: dict[str, Any]) -> None:
     """Runs on a rank: the documented step, against one schedule call, and what it tells."""
     import torch
     from megatron.core import parallel_state as ps
-    from split_bench import ROWS, cut, mask_of, one_shot
+    from scenario import ROWS, cut, mask_of, one_shot
 
     names, model, scheduler, replica = _made(shown, options)
     sizes = [1, 3]
@@ -177,7 +177,7 @@ def rewards(shown: list[str], options: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state as ps
-    from split_bench import DEADLINE_S, ROWS, one_shot, split_step
+    from scenario import DEADLINE_S, ROWS, one_shot, split_step
 
     from megatron_idempotent import TrainStep
 

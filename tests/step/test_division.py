@@ -15,7 +15,7 @@ MOE = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
 
 
 def _split_gradient(kind: str, per_token: bool, options: dict[str, Any], full: bool) -> Any:
-    from split_bench import ROWS, SequenceLoss, TokenLoss, build, data, forward, split_step
+    from scenario import ROWS, SequenceLoss, TokenLoss, build, data, forward, split_step
 
     from megatron_idempotent import TrainStep
 
@@ -31,7 +31,7 @@ def _split_gradient(kind: str, per_token: bool, options: dict[str, Any], full: b
 def _plain_gradient(options: dict[str, Any]) -> Any:
     """One schedule call with a mean loss, which Megatron averages over microbatches and ranks."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from split_bench import ROWS, SequenceLoss, T, build, cut, data, forward
+    from scenario import ROWS, SequenceLoss, T, build, cut, data, forward
 
     overrides = {**options.get("config_overrides", {}), "calculate_per_token_loss": False}
     model, _, replica = build(**{**options, "config_overrides": overrides})

@@ -228,7 +228,7 @@ def run_on_ranks() -> set[str]:
     )
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
-    from split_bench import ROWS, T, TokenLoss, build, data, forward
+    from scenario import ROWS, T, TokenLoss, build, data, forward
 
     from megatron_idempotent.logprobs import model_logprobs, vocab_topk
 

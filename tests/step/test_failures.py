@@ -15,7 +15,7 @@ class Broken(Exception):
 def in_the_loss(options: dict[str, Any], last: bool) -> list[str]:
     """Runs on a rank: the loss raises on the last rank; what each call of the step came to."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
+    from scenario import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
 
     from megatron_idempotent import TrainStep
 
@@ -78,7 +78,7 @@ def in_a_layer(options: dict[str, Any]) -> str:
     """Runs on a rank: a layer raises on rank 1, where the other waits for it; what that comes
     to."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by
+    from scenario import ROWS, TokenLoss, build, data, forward, raised_by
 
     from megatron_idempotent import TrainStep
 
@@ -106,7 +106,7 @@ def a_bad_batch() -> None:
     Only the second replica has them; the first goes on without a word.
     """
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by
+    from scenario import ROWS, TokenLoss, build, data, forward, raised_by
 
     from megatron_idempotent import TrainStep, WindowAborted
 
@@ -137,7 +137,7 @@ def test_a_batch_that_one_stage_cannot_take_is_taken_by_none(megatron_ranks):
 def in_the_update(undo: bool) -> list[str]:
     """Runs on a rank: the inner optimizer raises after its update, on all ranks."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
+    from scenario import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
 
     from megatron_idempotent import TrainStep, WindowAborted
 
@@ -182,7 +182,7 @@ def absent() -> float:
     """Runs on a rank: the other one never comes to the end of the step; seconds until that is
     told."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by
+    from scenario import ROWS, TokenLoss, build, data, forward, raised_by
 
     from megatron_idempotent import SessionPoisoned, TrainStep
 

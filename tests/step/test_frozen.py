@@ -85,7 +85,7 @@ class FailingLoss:
     """A token loss that raises in its backward or forward, once it is told to."""
 
     def __init__(self) -> None:
-        from split_bench import TokenLoss
+        from scenario import TokenLoss
 
         self._loss = TokenLoss()
         self.kind, self.normalizers = self._loss.kind, self._loss.normalizers
@@ -106,7 +106,7 @@ class FailingLoss:
 def made(options: dict[str, Any], adapted: dict[str, Any]):
     """A tiny model with adapters, its scheduler, its replica and its TrainStep."""
     from lora import Lora
-    from split_bench import DEADLINE_S, build, forward
+    from scenario import DEADLINE_S, build, forward
 
     from megatron_idempotent import TrainStep
 
@@ -118,7 +118,7 @@ def made(options: dict[str, Any], adapted: dict[str, Any]):
 
 
 def seen(model: Any) -> list[Any]:
-    from split_bench import parameters
+    from scenario import parameters
 
     return [*_gradients(model), parameters(model)]
 
@@ -134,7 +134,7 @@ def _gradients(model: Any) -> list[Any]:
 def compared(options: dict[str, Any], adapted: dict[str, Any]) -> dict[str, list[bool]]:
     """Runs on a rank: two steps in pieces, and after aborted ones, against two one-shot ones."""
     import torch
-    from split_bench import data, one_shot, raised_by, split_step
+    from scenario import data, one_shot, raised_by, split_step
 
     def run(pieces: list[int], how: str, last: bool = False) -> list[Any]:
         model, scheduler, replica, step = made(options, adapted)
@@ -183,7 +183,7 @@ def told(options: dict[str, Any], adapted: dict[str, Any]) -> Any:
     """Runs on a rank: what the result of a step says, and the same for ranks without data."""
     from dataclasses import asdict
 
-    from split_bench import ROWS, TokenLoss, data
+    from scenario import ROWS, TokenLoss, data
 
     from megatron_idempotent import StepResult
 
@@ -219,7 +219,7 @@ BOTH, ONE, OTHER = ("first", "second"), ("first",), ("second",)
 def in_turn(overlap: bool, turns: list[tuple[str, ...]]) -> list[bytes]:
     """Runs on a rank: parameters after steps that train some of the adapters each."""
     from lora import Lora, use
-    from split_bench import DEADLINE_S, TokenLoss, build, data, forward, parameters, split_step
+    from scenario import DEADLINE_S, TokenLoss, build, data, forward, parameters, split_step
 
     from megatron_idempotent import TrainStep
 

@@ -7,7 +7,7 @@ def between_parameters() -> None:
     """Runs on a rank: one parameter of a group changes its state, and the next one raises
     instead."""
     from fsdp_bench import Tripped, build, same, state, step_of
-    from split_bench import TokenLoss, data, raised_by, split_step
+    from scenario import TokenLoss, data, raised_by, split_step
     from torch import distributed
 
     from megatron_idempotent import WindowAborted
@@ -48,7 +48,7 @@ def before_the_norm() -> tuple[str, bool]:
 
     import torch
     from fsdp_bench import Tripped, build, step_of
-    from split_bench import ROWS, TokenLoss, data, raised_by, split_step
+    from scenario import ROWS, TokenLoss, data, raised_by, split_step
 
     rank = torch.distributed.get_rank()
     batch = data(1, 4 * ROWS, rank)

@@ -27,7 +27,7 @@ def steps_with_failures(layout, last, every=True):
     """
     import torch
     from fsdp_bench import CLIP, Trip, Tripped, build, replica_of, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
+    from scenario import TokenLoss, data, split_step
 
     from megatron_idempotent import WindowAborted
 
@@ -119,7 +119,7 @@ def on_one_rank(where, last):
 
     import torch
     from fsdp_bench import Tripped, build, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
+    from scenario import TokenLoss, data, split_step
 
     from megatron_idempotent import WindowAborted
 
@@ -185,7 +185,7 @@ def inside_the_model_of_one_rank(interrupt):
 
     import torch
     from fsdp_bench import Trip, build, step_of
-    from split_bench import TokenLoss, data, split_step
+    from scenario import TokenLoss, data, split_step
 
     from megatron_idempotent import SessionPoisoned
 
@@ -216,7 +216,7 @@ def in_the_update(undo, ranks):
     """Runs on a rank: some ranks fail after the optimizer's update; what becomes of it."""
     import torch
     from fsdp_bench import Trip, Tripped, build, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
+    from scenario import TokenLoss, data, split_step
 
     from megatron_idempotent import SessionPoisoned, WindowAborted
 

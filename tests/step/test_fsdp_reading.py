@@ -13,7 +13,7 @@ def reading(last):
     """Runs on a rank: log-probs, export and a failed evaluation after every piece."""
     import torch
     from fsdp_bench import Trip, Tripped, build, parameters, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
+    from scenario import TokenLoss, data, split_step
     from torch.distributed.tensor import DTensor
 
     rank = torch.distributed.get_rank()
@@ -78,7 +78,7 @@ def evaluated_outside():
     up to date."""
     import torch
     from fsdp_bench import build, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
+    from scenario import TokenLoss, data, split_step
 
     batch, loss = data(1, 4, torch.distributed.get_rank()), TokenLoss()
 
@@ -136,7 +136,7 @@ def forwards_that_are_refused():
     """Runs on a rank: a forward for training, and another step, while one is open."""
     import torch
     from fsdp_bench import build, same, state, step_of
-    from split_bench import ROWS, TokenLoss, data, split_step
+    from scenario import ROWS, TokenLoss, data, split_step
 
     batch, loss = data(1, 4, torch.distributed.get_rank()), TokenLoss()
     parts = build()
@@ -167,7 +167,7 @@ def bad_arguments():
     step."""
     import torch
     from fsdp_bench import Model, build, step_of
-    from split_bench import ROWS, TokenLoss, data
+    from scenario import ROWS, TokenLoss, data
     from torch.distributed.fsdp import fully_shard
 
     from megatron_idempotent import FSDPTrainStep

@@ -24,11 +24,11 @@ def compared(layout, kind, sizes):
     Equal bits, of gradients and of all that the next step depends on; norms, metrics, and counts
     of collectives, of both.
     """
-    import split_bench
+    import scenario
     import torch
     from fsdp_bench import CLIP, Counting, build, gradients, one_shot, replica_of, state, step_of
 
-    loss = getattr(split_bench, kind)()
+    loss = getattr(scenario, kind)()
     clip = layout != "tensor parallel"
     replicas = torch.distributed.get_world_size() // (1 if clip else 2)
 
@@ -39,11 +39,11 @@ def compared(layout, kind, sizes):
         step = None if last is None else step_of(*parts, clip_grad=CLIP if clip else None)
         bits, told = [], []
         for seed in (1, 2):
-            batch = split_bench.data(seed, 2 * sum(pieces), replica_of(layout))
+            batch = scenario.data(seed, 2 * sum(pieces), replica_of(layout))
             if step is None:
                 norm, metrics = one_shot(*parts, loss, batch, clip=clip, replicas=replicas)
             else:
-                result = split_bench.split_step(step, loss, batch, pieces, last=last)
+                result = scenario.split_step(step, loss, batch, pieces, last=last)
                 norm, metrics = result.grad_norm, result.metrics
             bits += [gradients(parts[0]), *state(*parts)]
             told += [norm, dict(metrics)]

@@ -14,7 +14,7 @@ def scaled(layout):
     import torch
     from fsdp_bench import CLIP, Trip, build, replica_of, step_of
     from fsdp_bench import parameters as whole
-    from split_bench import TokenLoss, data, split_step
+    from scenario import TokenLoss, data, split_step
 
     from megatron_idempotent import WindowAborted
 
@@ -75,7 +75,7 @@ def scaler_that_is_off():
     """Runs on a rank: a scaler that is not enabled changes nothing, and can be aborted with."""
     import torch
     from fsdp_bench import build, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
+    from scenario import TokenLoss, data, split_step
 
     batch = data(1, 2, torch.distributed.get_rank())
 

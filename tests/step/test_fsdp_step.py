@@ -10,7 +10,7 @@ def uneven(last):
     instead."""
     import torch
     from fsdp_bench import build, same, state, step_of
-    from split_bench import ROWS, TokenLoss, cut, data
+    from scenario import ROWS, TokenLoss, cut, data
 
     rank = torch.distributed.get_rank()
     loss = TokenLoss()
@@ -56,7 +56,7 @@ def early_finish():
     """Runs on a rank: rank 1 is done two batches before rank 0."""
     import torch
     from fsdp_bench import build, parameters, step_of
-    from split_bench import ROWS, TokenLoss, cut, data
+    from scenario import ROWS, TokenLoss, cut, data
 
     rank = torch.distributed.get_rank()
     step = step_of(*(parts := build()))
@@ -79,7 +79,7 @@ def nothing_valid():
     """Runs on a rank: a step of masked rows only, and one without any."""
     import torch
     from fsdp_bench import build, same, state, step_of
-    from split_bench import ROWS, TokenLoss, data, split_step
+    from scenario import ROWS, TokenLoss, data, split_step
 
     parts = build()
     step = step_of(*parts)
@@ -105,7 +105,7 @@ def settings_of_the_program():
     abort."""
     import torch
     from fsdp_bench import build, step_of
-    from split_bench import ROWS, TokenLoss, data, split_step
+    from scenario import ROWS, TokenLoss, data, split_step
 
     parts = model, _, _ = build()
     groups = [m._get_fsdp_state()._fsdp_param_group for m in (model, *model.blocks)]
@@ -142,7 +142,7 @@ def leftovers(layout):
     """Runs on a rank: a step after a loop that was left in the middle of an accumulation."""
     import torch
     from fsdp_bench import Trip, Tripped, build, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
+    from scenario import TokenLoss, data, split_step
 
     batch, loss = data(1, 4, torch.distributed.get_rank()), TokenLoss()
     parts = build(layout)
@@ -173,7 +173,7 @@ def different_batches():
     """Runs on a rank: the two ranks of replica 0 are given different numbers of rows."""
     import torch
     from fsdp_bench import build, step_of
-    from split_bench import ROWS, TokenLoss, data
+    from scenario import ROWS, TokenLoss, data
 
     from megatron_idempotent import WindowAborted
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engines import ENGINES
 
 
 class Broken(Exception):
@@ -60,7 +59,7 @@ def left(
     whether all that the next step depends on is what it is where nobody has left.
     """
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step, state
+    from scenario import ROWS, TokenLoss, build, data, forward, raised_by, split_step, state
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.window import rebuild_process_groups
@@ -151,13 +150,12 @@ def _raise_behind(owner: Any, name: str, said: str) -> None:
 def behind_the_vote(engine: str) -> None:
     """Runs on a rank: all ranks have said that they have updated, and one is interrupted then."""
     import torch
-    from engines import bench_on
-    from split_bench import ROWS, TokenLoss, data, raised_by, split_step
+    from scenario import ROWS, Bench, TokenLoss, data, raised_by, split_step
 
     from megatron_idempotent.step import open_step
 
     def run(interrupted: bool) -> tuple[Any, Any]:
-        bench = bench_on(engine, step={"undo": True})
+        bench = Bench(engine, step={"undo": True})
         step, batch = bench.step, data(1, 4 * ROWS, bench.replica)
         split_step(step, TokenLoss(), batch, [4])
         name = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
@@ -176,7 +174,7 @@ def behind_the_vote(engine: str) -> None:
     assert torch.equal(got, parameters)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 def test_what_all_ranks_have_done_is_not_dropped_by_one(megatron_ranks, engine):
     megatron_ranks(2, behind_the_vote, engine)
 
@@ -184,7 +182,7 @@ def test_what_all_ranks_have_done_is_not_dropped_by_one(megatron_ranks, engine):
 def in_doubt() -> list[str]:
     """Runs on a rank: one is interrupted as it hears that all have updated, and goes back alone."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step
+    from scenario import ROWS, TokenLoss, build, data, forward, raised_by, split_step
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.step import open_step

@@ -22,7 +22,7 @@ def fork_of_random_states(interrupted: str, held_by: str) -> None:
     import gc
 
     import call_sites
-    from split_bench import ROWS, data, forward
+    from scenario import ROWS, data, forward
     from stopping import Steps
 
     options = {"config_overrides": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
@@ -116,7 +116,7 @@ def test_random_states_of_a_window(megatron_ranks):
 def fork_in_a_fork() -> None:
     """Runs on a rank: which random states are in use after an inner fork was never left."""
     from megatron.core import tensor_parallel
-    from split_bench import ROWS, TokenLoss, build, data
+    from scenario import ROWS, TokenLoss, build, data
 
     from megatron_idempotent import TrainStep
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
-from engines import ENGINES
 
 
 def _raised(error, call, *args, **kwargs):
-    from split_bench import raised_by
+    from scenario import raised_by
 
     raised = raised_by(call, *args, **kwargs)
     assert isinstance(raised, error), raised
@@ -18,10 +17,9 @@ def _raised(error, call, *args, **kwargs):
 
 def calls_out_of_order(engine: str) -> None:
     """Runs on a rank: every call that has no open step, or has one already."""
-    from engines import bench_on
-    from split_bench import ROWS, TokenLoss, data
+    from scenario import ROWS, Bench, TokenLoss, data
 
-    bench = bench_on(engine)
+    bench = Bench(engine)
     step, replica = bench.step, bench.replica
     loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
     batch = data(1, 4, replica)
@@ -48,7 +46,7 @@ def calls_out_of_order(engine: str) -> None:
     step.abort()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 def test_calls_out_of_order_are_errors_that_name_the_open_step(megatron_ranks, engine):
     megatron_ranks(2, calls_out_of_order, engine)
 
@@ -57,13 +55,12 @@ def calls_sent_again(engine: str) -> None:
     """Runs on a rank: the same ids again, and the numbers of a run in which nothing was
     repeated."""
     import torch
-    from engines import bench_on
-    from split_bench import ROWS, TokenLoss, cut, data
+    from scenario import ROWS, Bench, TokenLoss, cut, data
 
     loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
 
     def run(times: int):
-        bench = bench_on(engine, overlap_param_gather=True)
+        bench = Bench(engine, overlap_param_gather=True)
         step, replica = bench.step, bench.replica
         results = []
         for number in range(2):
@@ -94,7 +91,7 @@ def calls_sent_again(engine: str) -> None:
     assert torch.equal(once[1], twice[1])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 def test_what_is_sent_again_changes_nothing(megatron_ranks, engine):
     megatron_ranks(2, calls_sent_again, engine)
 
@@ -119,7 +116,7 @@ def _refused(model) -> list[str]:
 def bad_arguments() -> list[str]:
     """Runs on a rank: what each is told; the step goes on as if they had not been."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, cut, data, forward, split_step
+    from scenario import ROWS, TokenLoss, build, cut, data, forward, split_step
 
     from megatron_idempotent import TrainStep
 
@@ -191,7 +188,7 @@ def without_what_it_needs() -> None:
     """Runs on a rank: no patches, no finalize function, no optimizer, a schedule called
     directly."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, cut, data, forward, one_shot
+    from scenario import ROWS, TokenLoss, build, cut, data, forward, one_shot
 
     import megatron_idempotent
     from megatron_idempotent import TrainStep
@@ -255,7 +252,7 @@ SHARED = {"tp": 2, "sequence_parallel": True}
 
 def refused_without(patch_id: str, layout: dict[str, Any], per_token: bool) -> tuple[bool, bool]:
     """Runs on a rank; returns whether this Megatron has the hazard, and whether a step refuses."""
-    from split_bench import build
+    from scenario import build
 
     import megatron_idempotent
     from megatron_idempotent import TrainStep

@@ -18,7 +18,7 @@ HELD = 30_000 + 3 * 2 * 4096
 
 def compared(options: dict[str, Any]) -> dict[str, Any]:
     """Runs on a rank: what each way to cut a step allocates beyond the one-shot step."""
-    from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
+    from scenario import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.megatron.ddp import bucket_groups
@@ -69,7 +69,7 @@ def _large(sizes: list[int]) -> Counter[int]:
 
 
 def _open(step: Any, loss: Any, batch: Any) -> None:
-    from split_bench import ROWS
+    from scenario import ROWS
 
     step_id = step.begin(loss, global_batch_size=8, micro_batch_size=ROWS)
     step.microbatch(step_id, batch)

@@ -17,7 +17,7 @@ ENGINES = {
 def _loss(what: str, bad: bool) -> Any:
     """A loss that is not finite on one rank, or one whose gradient alone is not."""
     import torch
-    from split_bench import TokenLoss
+    from scenario import TokenLoss
 
     class Loss(TokenLoss):
         def __call__(self, output, microbatch):
@@ -54,8 +54,7 @@ def _reads(run: Any) -> tuple[Any, int]:
 def not_finite(engine: str, options: dict[str, Any], what: str, last: bool) -> None:
     """Runs on a rank: refused, and the step taken back; skipped; updated with, for who wants it."""
     import torch
-    from engines import bench_on
-    from split_bench import TokenLoss, data, raised_by, split_step
+    from scenario import Bench, TokenLoss, data, raised_by, split_step
 
     from megatron_idempotent import WindowAborted
 
@@ -63,7 +62,7 @@ def not_finite(engine: str, options: dict[str, Any], what: str, last: bool) -> N
     options = {**options, "distributed_optimizer": not last} if engine == "megatron" else {}
 
     def run(rule, loss):
-        bench = bench_on(engine, step={"non_finite": rule}, **options)
+        bench = Bench(engine, step={"non_finite": rule}, **options)
         batch = data(1, 4, bench.replica)
         split_step(bench.step, TokenLoss(), data(2, 4, bench.replica), [2])
         before, parameters = bench.digest(), bench.parameters()

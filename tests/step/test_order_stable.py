@@ -23,7 +23,7 @@ def trained(
     Returns the bits of the parameters; none of other replicas than the first.
     """
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, parameters
+    from scenario import ROWS, TokenLoss, build, data, forward, parameters
 
     from megatron_idempotent import TrainStep
 
@@ -93,7 +93,7 @@ def test_without_it_the_bits_are_others(megatron_ranks):
 
 def left_out(scale: float, of_gradient: float) -> list[str]:
     """Runs on a rank: a step that one rank spoils, aborted and taken again as it should be."""
-    from split_bench import ROWS, TokenLoss, build, data, forward, parameters
+    from scenario import ROWS, TokenLoss, build, data, forward, parameters
 
     from megatron_idempotent import TrainStep
 
@@ -143,7 +143,7 @@ def test_a_gradient_that_cannot_be_added_stops_all_ranks(megatron_ranks, scale, 
 
 def differently() -> str:
     """Runs on a rank: what finish() says where one rank adds exactly and the other does not."""
-    from split_bench import ROWS, TokenLoss, build, data, forward
+    from scenario import ROWS, TokenLoss, build, data, forward
 
     from megatron_idempotent import TrainStep
 
@@ -175,7 +175,7 @@ def let_go() -> bool:
     import gc
     import weakref
 
-    from split_bench import build, forward
+    from scenario import build, forward
 
     from megatron_idempotent import TrainStep
 
@@ -193,7 +193,7 @@ def test_a_step_that_nobody_holds_keeps_no_sums(megatron_ranks):
 
 def refused(options: dict[str, Any], **later: Any) -> str:
     """Runs on a rank: what is said of a model that cannot have exact sums."""
-    from split_bench import build, forward
+    from scenario import build, forward
 
     from megatron_idempotent import TrainStep
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engines import ENGINES
 
 
 def returned(engine: str, options: dict[str, Any]) -> None:
     """Runs on a rank: outputs in the order given, from rows, ready lists and packs."""
     import torch
-    from engines import bench_on
-    from split_bench import ROWS, TokenLoss, cut, data, mask_of
+    from scenario import ROWS, Bench, TokenLoss, cut, data, mask_of
 
     last = True
-    bench = bench_on(engine, **options)
+    bench = Bench(engine, **options)
     if engine == "megatron":
         from megatron.core import parallel_state
 
@@ -83,7 +81,7 @@ def test_a_batch_on_fsdp2_does_so_too(megatron_ranks):
 def of_a_pack() -> None:
     """Runs on a rank: values of a pack's tokens are split by sequence, without padding."""
     import torch
-    from split_bench import DEADLINE_S, TokenLoss, build, forward
+    from scenario import DEADLINE_S, TokenLoss, build, forward
 
     from megatron_idempotent import TrainStep
 
@@ -118,10 +116,9 @@ def test_values_of_a_pack_are_split_by_sequence(megatron_ranks):
 def wrong(engine: str) -> None:
     """Runs on a rank: outputs and metrics that cannot be taken are named with their batch."""
     import torch
-    from engines import bench_on
-    from split_bench import ROWS, TokenLoss, data, raised_by
+    from scenario import ROWS, Bench, TokenLoss, data, raised_by
 
-    bench = bench_on(engine)
+    bench = Bench(engine)
     before = bench.parameters()
     for text, outputs, metrics in (
         ("'kl' of shape (2, 32): metrics are scalars", (), lambda output: {"kl": output}),
@@ -144,6 +141,6 @@ def wrong(engine: str) -> None:
     assert torch.equal(bench.parameters(), before)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 def test_what_cannot_be_taken_is_refused_at_the_batch(megatron_ranks, engine):
     megatron_ranks(2 if engine == "fsdp" else 1, wrong, engine)

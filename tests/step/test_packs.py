@@ -21,7 +21,7 @@ def gradients(ways: list[str], kind: str, options: dict[str, Any]) -> dict[str, 
     """Runs on a rank in float64: the gradient of the same sequences, made in several ways."""
     import torch
     from packs import PackLoss, PackSequenceLoss, double, exact_gradients, one_by_one, rows
-    from split_bench import DEADLINE_S
+    from scenario import DEADLINE_S
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.fp8 import TokenAlignment
@@ -146,7 +146,7 @@ def stepped(options: dict[str, Any], kind: str) -> dict[str, Any]:
     import torch
     from megatron.core import parallel_state
     from packs import PackLoss, PackSequenceLoss, double, exact_gradients, make, rows
-    from split_bench import DEADLINE_S
+    from scenario import DEADLINE_S
 
     from megatron_idempotent import TrainStep
 
@@ -215,7 +215,7 @@ def shared_experts() -> tuple[list[int], float, int]:
     """Runs on a rank that shares experts: replicas with other numbers of rows, or none."""
     import torch
     from packs import PackLoss, make, rows
-    from split_bench import DEADLINE_S
+    from scenario import DEADLINE_S
 
     from megatron_idempotent import TrainStep
 
@@ -245,7 +245,7 @@ def ready_or_rows() -> list[bool]:
     """Runs on a rank: a budget, and the packs that it would make as a list, and one by one."""
     import torch
     from packs import PackLoss, make, rows
-    from split_bench import DEADLINE_S
+    from scenario import DEADLINE_S
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.step import gpt_forward, pack_batches

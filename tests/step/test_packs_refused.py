@@ -64,7 +64,7 @@ def refused(options: dict[str, Any]) -> dict[str, str]:
     """Runs on ranks that meet; returns what is said of each bad batch, and then makes a step."""
     import torch
     from packs import PackLoss, make, rows
-    from split_bench import DEADLINE_S, raised_by
+    from scenario import DEADLINE_S, raised_by
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.step import pack_batches
@@ -101,7 +101,7 @@ def refused(options: dict[str, Any]) -> dict[str, str]:
 def misaligned(options: dict[str, Any], sequence: int, pack: int) -> str:
     """Runs on ranks that share positions, of which a pack has other multiples."""
     from packs import PackLoss, make, rows
-    from split_bench import DEADLINE_S, raised_by
+    from scenario import DEADLINE_S, raised_by
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.fp8 import TokenAlignment
@@ -150,7 +150,7 @@ def differing() -> dict[str, str]:
     """Runs on two stages that are given other sequences, or begin with other budgets."""
     import torch
     from packs import PackLoss, make, rows
-    from split_bench import DEADLINE_S, raised_by
+    from scenario import DEADLINE_S, raised_by
 
     from megatron_idempotent import TrainStep
 

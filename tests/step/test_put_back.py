@@ -6,7 +6,7 @@ from typing import Any
 
 
 def _begun(options: dict[str, Any], **more: Any):
-    from split_bench import ROWS, TokenLoss, build, data, forward
+    from scenario import ROWS, TokenLoss, build, data, forward
 
     from megatron_idempotent import TrainStep
 
@@ -24,7 +24,7 @@ def _begun(options: dict[str, Any], **more: Any):
 def loss_scale() -> None:
     """Runs on a rank: an overflow has lowered the scale when the scheduler raises."""
     import torch
-    from split_bench import TokenLoss, raised_by, split_step
+    from scenario import TokenLoss, raised_by, split_step
 
     from megatron_idempotent import WindowAborted
 
@@ -66,7 +66,7 @@ def test_the_loss_scale_of_an_aborted_step_never_was(megatron_ranks):
 def rates() -> None:
     """Runs on a rank: the scheduler raises after its step, and after the update."""
     import torch
-    from split_bench import TokenLoss, parameters, raised_by, split_step
+    from scenario import TokenLoss, parameters, raised_by, split_step
 
     from megatron_idempotent import WindowAborted
 
@@ -166,7 +166,7 @@ def test_inference_caches_are_dropped(megatron_ranks):
 def unwired() -> None:
     """Runs on a rank: without `grad_scale_func` or `no_sync_func` the gradient norms are the
     same."""
-    from split_bench import TokenLoss, data, split_step
+    from scenario import TokenLoss, data, split_step
 
     options = {"dtype": "bf16", "loss_scale": 256.0}
     norms = []
@@ -191,7 +191,7 @@ def test_a_step_scales_and_holds_back_where_nobody_wired_it(megatron_ranks):
 def checked_gradients(overlap: bool) -> str:
     """Runs on a rank: a NaN on one rank, with Megatron's check for it; what this rank is told."""
     import torch
-    from split_bench import TokenLoss, raised_by, split_step
+    from scenario import TokenLoss, raised_by, split_step
 
     from megatron_idempotent import WindowAborted
 

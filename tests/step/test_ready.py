@@ -30,7 +30,7 @@ def made(replica: int, shapes: Any = SHAPES, seed: int = 0) -> list[dict[str, An
 def compared(options: dict[str, Any], shapes: Any, kind: str = "token") -> list[str]:
     """Runs on a rank; returns what differs between one list and a call for each microbatch."""
     import torch
-    from split_bench import DEADLINE_S, SequenceLoss, TokenLoss, build, forward, parameters
+    from scenario import DEADLINE_S, SequenceLoss, TokenLoss, build, forward, parameters
 
     from megatron_idempotent import TrainStep
 
@@ -107,7 +107,7 @@ def test_a_loss_of_sequences_weighs_auxiliary_losses_by_its_own(megatron_ranks):
 def interleaved(options: dict[str, Any]) -> list[bool]:
     """Runs on a rank: a list for an interleaved pipeline, against the same rows as one batch."""
     import torch
-    from split_bench import DEADLINE_S, TokenLoss, build, cut, data, forward, parameters
+    from scenario import DEADLINE_S, TokenLoss, build, cut, data, forward, parameters
 
     from megatron_idempotent import TrainStep, WindowAborted
 
@@ -140,7 +140,7 @@ def stopped(where: int) -> tuple[str, list[bool]]:
     """Runs on a rank of a pipeline: one microbatch raises; the step is made again from there."""
     import torch
     from megatron.core import parallel_state
-    from split_bench import DEADLINE_S, TokenLoss, build, forward, parameters
+    from scenario import DEADLINE_S, TokenLoss, build, forward, parameters
 
     from megatron_idempotent import TrainStep, WindowAborted
 
@@ -187,7 +187,7 @@ def test_a_failure_in_the_middle_of_a_list_is_told_once_and_undone(megatron_rank
 def uneven(counts: list[int]) -> list[Any]:
     """Runs on a rank with shared experts: replicas with lists of other lengths and shapes."""
     import torch
-    from split_bench import DEADLINE_S, TokenLoss, build, forward, parameters
+    from scenario import DEADLINE_S, TokenLoss, build, forward, parameters
 
     from megatron_idempotent import TrainStep
 
@@ -221,7 +221,7 @@ def of_any_type() -> None:
     import dataclasses
 
     import torch
-    from split_bench import DEADLINE_S, TokenLoss, build, forward
+    from scenario import DEADLINE_S, TokenLoss, build, forward
 
     from megatron_idempotent import TrainStep
 
@@ -281,7 +281,7 @@ def test_microbatches_may_be_of_any_type_and_counted_by_the_caller(megatron_rank
 def of_jagged_rows() -> None:
     """Runs on a rank: TensorDicts of jagged rows, against the same rows in padded ones."""
     import torch
-    from split_bench import DEADLINE_S, TokenLoss, build, forward, parameters
+    from scenario import DEADLINE_S, TokenLoss, build, forward, parameters
     from tensordict import TensorDict
 
     from megatron_idempotent import TrainStep
@@ -348,7 +348,7 @@ def test_jagged_rows_in_a_tensordict_count_as_padded_ones(megatron_ranks):
 def refused() -> dict[str, str]:
     """Runs on two ranks of a pipeline; returns what is said of each bad list, and then a step."""
     import torch
-    from split_bench import DEADLINE_S, TokenLoss, build, forward
+    from scenario import DEADLINE_S, TokenLoss, build, forward
 
     from megatron_idempotent import TrainStep
 

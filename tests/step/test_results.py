@@ -8,7 +8,7 @@ import pytest
 
 
 def _step(**options):
-    from split_bench import build, forward
+    from scenario import build, forward
 
     from megatron_idempotent import TrainStep
 
@@ -20,7 +20,7 @@ def _step(**options):
 def reported(options: dict[str, Any]) -> None:
     """Runs on a rank: metrics against float64 sums over all ranks' rows, taken from the masks."""
     import torch
-    from split_bench import ROWS, TokenLoss, data, split_step
+    from scenario import ROWS, TokenLoss, data, split_step
 
     results = []
     for sizes in ([4], [1, 3], [1, 1, 1, 1]):
@@ -78,7 +78,7 @@ def test_metrics_are_those_of_the_whole_step_on_all_ranks(megatron_ranks, option
 
 def rates() -> None:
     """Runs on a rank: what a step used of the schedule, and that the schedule moved after it."""
-    from split_bench import ROWS, TokenLoss, data, split_step
+    from scenario import ROWS, TokenLoss, data, split_step
 
     model, scheduler, replica, step = _step()
     seen = []
@@ -100,7 +100,7 @@ def nothing_valid() -> None:
     """Runs on a rank: a step of masked rows, one of no rows, and none at all, and then a good
     one."""
     import torch
-    from split_bench import ROWS, TokenLoss, data, parameters, split_step
+    from scenario import ROWS, TokenLoss, data, parameters, split_step
 
     def run(empty: bool):
         model, scheduler, replica, step = _step(overlap_param_gather=True)
@@ -133,7 +133,7 @@ def overflowed() -> None:
     """Runs on a rank: an infinite loss on one rank under dynamic scaling, between two good
     steps."""
     import torch
-    from split_bench import ROWS, TokenLoss, data, parameters, split_step
+    from scenario import ROWS, TokenLoss, data, parameters, split_step
 
     class Infinite(TokenLoss):
         def __call__(self, output, microbatch):

@@ -43,7 +43,7 @@ class Interrupted:
     """A token loss that raises in its second microbatch."""
 
     def __init__(self) -> None:
-        from split_bench import TokenLoss
+        from scenario import TokenLoss
 
         self._loss = TokenLoss()
         self.kind, self.normalizers = self._loss.kind, self._loss.normalizers
@@ -59,7 +59,7 @@ class Interrupted:
 def interleaved(options: dict[str, Any]) -> dict[str, list[list[bool]]]:
     """Runs on a rank: two tenants' steps in turn, each set beside its own run."""
     import torch
-    from split_bench import raised_by
+    from scenario import raised_by
     from tenant_bench import alone, biases, logged, parameters, tenants
 
     options = {"config_overrides": DROPOUT, **options}
@@ -159,7 +159,7 @@ def apart() -> None:
     """Runs on a rank: what one tenant does, or fails to, while the other one's step is open."""
     import torch
     from lora import use
-    from split_bench import forward, raised_by
+    from scenario import forward, raised_by
     from tenant_bench import only, own, parameters, step_of, tenants
 
     from megatron_idempotent import WindowAborted
@@ -234,7 +234,7 @@ def test_tenants_are_apart(megatron_ranks):
 def refused() -> dict[str, str]:
     """Runs on a rank: errors of steps that would disturb each other; the open one goes on."""
     from megatron.core.distributed import DistributedDataParallel
-    from split_bench import raised_by
+    from scenario import raised_by
     from tenant_bench import only, step_of, tenants
 
     alice, bob = tenants(("alice", "bob"))
@@ -282,7 +282,7 @@ def as_documented(program: str) -> None:
     """Runs on a rank: two tenants' steps by the documented function."""
     from lora import Lora, use
     from megatron.core.optimizer import OptimizerConfig
-    from split_bench import ROWS, TokenLoss, forward
+    from scenario import ROWS, TokenLoss, forward
     from tenant_bench import only, rows_of
 
     import megatron_idempotent

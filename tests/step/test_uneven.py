@@ -19,7 +19,7 @@ SHARES: dict[str, list[list[int] | None]] = {
 def shared(options: dict[str, Any], share: list[list[int] | None], last: bool) -> bool:
     """Runs on a rank: two steps with this share against the sum of its microbatches' gradients."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, cut, data, forward, parameters
+    from scenario import ROWS, TokenLoss, build, cut, data, forward, parameters
 
     from megatron_idempotent import TrainStep
 
@@ -91,7 +91,7 @@ def with_experts(turns: list[list[int]], last: bool) -> None:
     """Runs on a rank: replicas that share experts; those with less data send ghosts through
     them."""
     import torch
-    from split_bench import ROWS, T, TokenLoss, build, cut, data, forward, parameters
+    from scenario import ROWS, T, TokenLoss, build, cut, data, forward, parameters
 
     from megatron_idempotent import TrainStep
 
@@ -159,7 +159,7 @@ def test_replicas_that_share_experts(megatron_ranks, turns, last):
 def changing_counts(options: dict[str, Any]) -> bool:
     """Runs on a rank: steps of 1, 3, 2 and 1 microbatches, with and without overlap of the last."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, one_shot, parameters, split_step
+    from scenario import ROWS, TokenLoss, build, data, forward, one_shot, parameters, split_step
 
     from megatron_idempotent import TrainStep
 

@@ -40,7 +40,7 @@ def fail(options: dict[str, Any], where: str, last: bool) -> tuple[tuple[str, ..
     """Runs on a rank: what its calls raise, whether this rank's own error is the cause, and whether
     the next step is right."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
+    from scenario import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.window import rebuild_process_groups
