@@ -237,8 +237,7 @@ class Fault:
     """Where ranks raise `Broken` while one action runs, which is the `at`-th."""
 
     place: str
-    """"loss", "backward" of the loss, "forward" before the model, "layer", or "optimizer", after
-    its update."""
+    """"loss", "backward" of the loss, "layer", or "optimizer", after its update."""
     at: int
     ranks: tuple[int, ...] | None = None
     """None for all of them."""
@@ -261,9 +260,12 @@ class Bench:
         `kind` is a class other than the engine's.
         """
         given = {"deadline_s": DEADLINE_S, **(step or {})}
-        kind, self.engine, self.loss = kind or class_of(engine), engine, loss or TokenLoss()
+        kind, self.engine, self.loss = (
+            kind or class_of(engine),
+            engine,
+            FailingLoss(loss or TokenLoss()),
+        )
         self.rank = torch.distributed.get_rank()
-        self.fault: str | None = None
         self.step_id = ""
         if engine == "fsdp":
             # Where a test of another folder asks for it too.
@@ -293,17 +295,29 @@ class Bench:
         self.step_id = self.step.begin(given.pop("loss", self.loss), **given)
         return self.step_id
 
+    def run(self, pieces: Sequence[Any], *, last: bool = False, **begin: Any) -> Any:
+        """A whole step: a call for each batch, or for each list of microbatches; its result."""
+        step_id = self.begin(**begin)
+        for number, piece in enumerate(pieces, start=1):
+            given = {"microbatches": piece} if isinstance(piece, list) else {"batch": piece}
+            self.step.microbatch(step_id, **given, last=last and number == len(pieces))
+        return self.step.finish(step_id)
+
+    def bits(self, result: Any) -> list[torch.Tensor]:
+        """What a step has left: norm, gradients and parameters."""
+        norm = getattr(result, "grad_norm", result)
+        return [torch.tensor(float(norm or 0.0)), self.gradients(), self.parameters()]
+
     def gradients(self) -> torch.Tensor:
         """This rank's gradients, in one vector."""
         if self.engine == "fsdp":
             return self._fsdp.gradients(self.module)
-        return torch.cat(
-            [
-                buffer.grad_data.flatten().cpu()
-                for chunk in self.model.chunks
-                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-            ]
-        )
+        buffers = [
+            buffer.grad_data.flatten().cpu()
+            for chunk in self.model.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        return torch.cat(buffers) if buffers else torch.zeros(0)  # of a stage that trains nothing
 
     def parameters(self) -> torch.Tensor:
         """All parameters, gathered first, in one vector."""
@@ -417,9 +431,7 @@ def scenario(
         outcome.told.append(raised)
         outcome.results.append(result)
         if raised is None and name in ("step", "once", "finish"):
-            norm = getattr(result, "grad_norm", result)
-            seen = [torch.tensor(float(norm or 0.0)), bench.gradients(), bench.parameters()]
-            outcome.bits.append(seen)
+            outcome.bits.append(bench.bits(result))
     return outcome
 
 
@@ -439,27 +451,28 @@ def _armed(bench: Bench, places: list[str]) -> Iterator[None]:
                 one = getattr(bench.optimizer, "chained_optimizers", [bench.optimizer])[0]
                 inner = getattr(one, "optimizer", one)
                 stack.callback(inner.register_step_post_hook(broken).remove)
-            elif place == "forward":
-                stack.callback(setattr, bench.step._backend, "forward", bench.step._backend.forward)
-                bench.step._backend.forward = broken
             else:
-                stack.callback(setattr, bench, "loss", bench.loss)
-                bench.loss = FailingLoss(bench.loss, place)
+                stack.callback(setattr, bench.loss, "place", None)
+                bench.loss.place = place
         yield
 
 
 class FailingLoss:
-    """Another loss, which raises as it is called or in its backward."""
+    """Another loss, which raises as it is called or in its backward once it is told to."""
 
-    def __init__(self, loss: Any, place: str) -> None:
-        self._loss, self._place = loss, place
-        self.kind, self.normalizers = loss.kind, loss.normalizers
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+        self.place: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
 
     def __call__(self, output: Any, microbatch: Any) -> Any:
-        if self._place == "loss":
+        if self.place == "loss":
             raise Broken("no reward")
         total, metrics = self._loss(output, microbatch)
-        total.register_hook(self._fail)
+        if self.place == "backward":
+            total.register_hook(self._fail)
         return total, metrics
 
     def _fail(self, _: Any) -> None:
@@ -477,7 +490,7 @@ def differing(layout: dict[str, Any], want: Sequence[Any], ways: dict[str, Way])
     """
     wanted = scenario(layout, want)
     _raise_first(wanted.told)
-    assert wanted.bits[0][1].any(), "gradients of nothing are always the same"
+    assert wanted.bits[0][0] > 0, "gradients of nothing are always the same"
     found: dict[str, Any] = {}
     for name, (actions, faults) in ways.items():
         got = scenario(layout, actions, faults)
