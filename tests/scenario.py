@@ -295,13 +295,20 @@ class Bench:
         self.step_id = self.step.begin(given.pop("loss", self.loss), **given)
         return self.step_id
 
-    def run(self, pieces: Sequence[Any], *, last: bool = False, **begin: Any) -> Any:
+    def run(
+        self,
+        pieces: Sequence[Any],
+        *,
+        last: bool = False,
+        finish: dict[str, Any] | None = None,
+        **begin: Any,
+    ) -> Any:
         """A whole step: a call for each batch, or for each list of microbatches; its result."""
         step_id = self.begin(**begin)
         for number, piece in enumerate(pieces, start=1):
             given = {"microbatches": piece} if isinstance(piece, list) else {"batch": piece}
             self.step.microbatch(step_id, **given, last=last and number == len(pieces))
-        return self.step.finish(step_id)
+        return self.step.finish(step_id, **(finish or {}))
 
     def bits(self, result: Any) -> list[torch.Tensor]:
         """What a step has left: norm, gradients and parameters."""

@@ -135,12 +135,12 @@ def test_a_batch_that_one_stage_cannot_take_is_taken_by_none(megatron_ranks):
     megatron_ranks(4, a_bad_batch)
 
 
-def in_the_update(engine: str, undo: bool) -> tuple[list[str], bool]:
+def in_the_update(undo: bool) -> tuple[list[str], bool]:
     """Runs on a rank: the inner optimizer raises after its update, on all ranks."""
     import torch
     from scenario import Fault, scenario
 
-    layout = {"engine": engine, "step": {"undo": undo}}
+    layout = {"step": {"undo": undo}}
     calls = [("step", [2]), ("step", [2], {"seed": 2}), ("abort",), ("begin",)]
     found = scenario(layout, calls, [Fault("optimizer", 1)])
     told = [f"{type(each).__name__}: {each}" for each in (found.told[1], found.told[3])]
@@ -148,9 +148,8 @@ def in_the_update(engine: str, undo: bool) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize("undo", [True, False])
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_an_update_that_broke_off_on_all_ranks_can_be_undone(megatron_ranks, engine, undo):
-    for (told, again), untouched in megatron_ranks(2, in_the_update, engine, undo):
+def test_an_update_that_broke_off_on_all_ranks_can_be_undone(megatron_ranks, undo):
+    for (told, again), untouched in megatron_ranks(2, in_the_update, undo):
         assert told.startswith(ABORTED)
         assert ("All ranks can go back" if undo else "undo=True") in told
         assert again.startswith(NOTHING if undo else "RuntimeError")

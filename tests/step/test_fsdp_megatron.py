@@ -9,7 +9,6 @@ def both(kind, tied):
     """Runs on a rank: two steps of each engine on one GPT; names of what differs."""
     import scenario
     import torch
-    from fsdp_bench import DEADLINE_S
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -25,7 +24,7 @@ def both(kind, tied):
         "config_overrides": {"calculate_per_token_loss": True},
         "optimizer_overrides": {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0.0},
     }
-    common = {"forward": scenario.forward, "deadline_s": DEADLINE_S}
+    common = {"forward": scenario.forward, "deadline_s": scenario.DEADLINE_S}
     megatron_idempotent.apply()
     megatron = tiny.build(**options)
     by_megatron = TrainStep(megatron.chunks, megatron.optimizer, **common)

@@ -22,15 +22,10 @@ def _options(scale: float | None, **overrides: Any) -> dict[str, Any]:
 
 
 def _split_norm(batch: Any, pieces: list[int], last: bool, **options: Any) -> Any:
-    from scenario import TokenLoss, build, forward, split_step
+    from scenario import Bench, cut
 
-    from megatron_idempotent import TrainStep
-
-    model, scheduler, _ = build(**options)
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-    return split_step(
-        step, TokenLoss(), batch, pieces, last=last, global_batch_size=2 * REPLICA_ROWS
-    )
+    pieces = list(cut(batch, pieces))
+    return Bench(**options).run(pieces, last=last, global_batch_size=2 * REPLICA_ROWS)
 
 
 def fixed_scale() -> None:
@@ -84,19 +79,15 @@ def test_ranks_agree_on_what_they_divide_by(megatron_ranks, layout):
 def weighs_by_itself() -> None:
     """Runs on a rank: a config's own scale of the MoE losses, under losses divided by 2^6 and by
     2^9."""
-    from scenario import TokenLoss, build, data, forward, split_step
-
-    from megatron_idempotent import TrainStep
+    from scenario import Bench
 
     norms = []
     for size in (8, 64):
         options = _options(64.0, experts=4)
         options["config_overrides"] = {**options["config_overrides"], "moe_aux_loss_coeff": 1.0}
-        model, scheduler, replica = build(**options)
-        model.config.moe_grad_scale_func = lambda: 2.0**14
-        step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-        batch = data(1, 4, replica, full=True)
-        norms.append(split_step(step, TokenLoss(), batch, [2], global_batch_size=size).grad_norm)
+        bench = Bench(**options)
+        bench.model.config.moe_grad_scale_func = lambda: 2.0**14
+        norms.append(bench.run([bench.batch(2, full=True)], global_batch_size=size).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=2.0**-7), norms
 
 

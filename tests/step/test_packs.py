@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -177,6 +178,7 @@ def stepped(options: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 ROUTED = {"experts": 4, "ep": 2, "config_overrides": {"moe_aux_loss_coeff": 0.0}}
+ALWAYS = ("dp2", "pp2 vpp2", "tp2", "ep2")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "pp2": (2, {"pp": 2}),
@@ -188,7 +190,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
+        for each in LAYOUTS
+    ],
+)
 def test_a_budget_gives_the_step_of_rows_in_every_layout(megatron_ranks, bound, layout):
     ranks, options = LAYOUTS[layout]
     kind = "sequence" if layout == "pp2" else "token"
@@ -294,6 +302,77 @@ def ready_or_rows() -> list[bool]:
 def test_the_same_packs_have_the_same_bits_whoever_made_them(megatron_ranks):
     (same,) = megatron_ranks(1, ready_or_rows)
     assert all(same)
+
+
+def shared_by_ranks(options: dict[str, Any], sequence: int, pack: int) -> str:
+    """Runs on ranks that share positions, of which a pack has other multiples."""
+    from packs import PackLoss, make, rows
+    from scenario import DEADLINE_S, raised_by
+
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.fp8 import TokenAlignment
+    from megatron_idempotent.step import pack_batches
+
+    model, scheduler, replica = make(**options)
+    step = TrainStep(model.chunks, model.optimizer, scheduler, deadline_s=DEADLINE_S)
+    step_id = step.begin(PackLoss(), global_batch_size=12)
+    wrong, right = (
+        pack_batches(rows(replica), 96, alignment=TokenAlignment(sequence=each, pack=most))
+        for each, most in ((sequence, pack), (4, 4))
+    )
+    told = str(raised_by(step.microbatch, step_id, microbatches=wrong))
+    step.microbatch(step_id, microbatches=right)
+    step.finish(step_id)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("options", "alignment", "words"),
+    [
+        (
+            {"tp": 2, "sequence_parallel": True},
+            (3, 3),
+            r"got \d+ positions for 2 ranks that share them by sequence",
+        ),
+        ({"cp": 2}, (2, 4), r"sequence \d+ begins at \d+, for 2 context-parallel ranks"),
+    ],
+    ids=["tp2", "cp2"],
+)
+def test_packs_that_ranks_cannot_share_are_refused(megatron_ranks, options, alignment, words):
+    for told in megatron_ranks(2, shared_by_ranks, options, *alignment):
+        assert re.search(words, told), told
+
+
+def other_sequences() -> str:
+    """Runs on two stages that are given other sequences, as many tokens in packs as large."""
+    import torch
+    from packs import PackLoss, make, rows
+    from scenario import DEADLINE_S, raised_by
+
+    from megatron_idempotent import TrainStep
+
+    model, scheduler, replica = make(pp=2)
+    step = TrainStep(model.chunks, model.optimizer, scheduler, deadline_s=DEADLINE_S)
+    step_id = step.begin(PackLoss(), global_batch_size=24, max_tokens_per_microbatch=96)
+    batch = rows(replica)
+    moved = {**batch, "lengths": batch["lengths"].clone()}
+    if torch.distributed.get_rank():
+        moved["lengths"][0] += 1
+        moved["lengths"][3] -= 1
+    told = str(raised_by(step.microbatch, step_id, moved))
+    step.microbatch(step_id, batch)
+    assert step.finish(step_id).updated
+    return told
+
+
+def test_ranks_that_were_given_other_sequences_are_told(megatron_ranks):
+    for told in megatron_ranks(2, other_sequences):
+        assert re.search(
+            r"was given chunk\(2 microbatches of up to 1 x \d+ \(shapes and lengths \w{8}\)\) on "
+            r"one of its model parallel ranks and chunk\(2 microbatches",
+            told,
+        ), told
+        assert "the step is as it was" in told
 
 
 def heads() -> dict[str, float]:

@@ -272,3 +272,49 @@ def of_jagged_rows() -> None:
 
 def test_jagged_rows_in_a_tensordict_count_as_padded_ones(megatron_ranks):
     megatron_ranks(1, of_jagged_rows)
+
+
+def lists() -> None:
+    """Runs on a rank: rank 0's rows come with images and names, and rank 1 has no data."""
+    import torch
+    from fsdp_bench import bench
+    from scenario import data
+
+    seen = []
+
+    def forward(model, microbatch):
+        seen.append({n: v for n, v in microbatch.items() if n not in data(1, 1, 0)})
+        images = torch.stack([image.mean() for image in microbatch["images"]])
+        assert len(images) == len(microbatch["input_ids"]) == len(microbatch["names"])
+        return model(microbatch["input_ids"]) + images[:, None]
+
+    made = bench(forward=forward, shared=("table", "sizes"))
+    first, step_id = made.rank == 0, made.begin()
+    batch = {
+        **data(1, 5, 0),
+        "images": [torch.full((size,), float(size)) for size in (1, 2, 3, 4, 5)],
+        "crops": [{"pixels": torch.ones(size), "at": (0, size)} for size in (1, 2, 3, 4, 5)],
+        "names": tuple("abcde"),
+        "table": {"any": torch.ones(3)},
+        "sizes": torch.ones(7),
+        "temperature": 0.5,
+        "attention_mask": None,
+    }
+    made.step.microbatch(step_id, batch if first else None)
+    made.step.finish(step_id)
+    sizes = [tuple(map(len, each["images"])) for each in seen]
+    # What a rank without data runs instead looks like the first of its kind.
+    assert sizes == [(1, 2), (3, 4) if first else (1, 2), (5,)]
+    assert all(bool(each["images"][0].any()) is first for each in seen)
+    assert all(bool(each["crops"][0]["pixels"].any()) is first for each in seen)
+    assert [each["crops"][-1]["at"] for each in seen][::2] == [(0, 2), (0, 5)]
+    second = ("c", "d") if first else ("a", "b")
+    assert [each["names"] for each in seen] == [("a", "b"), second, ("e",)]
+    for each in seen:
+        assert each["table"]["any"].shape == (3,)
+        assert each["sizes"].shape == (7,)
+        assert (each["temperature"], each["attention_mask"]) == (0.5, None)
+
+
+def test_lists_are_cut_with_the_rows(megatron_ranks):
+    megatron_ranks(2, lists)
