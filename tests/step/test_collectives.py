@@ -62,31 +62,26 @@ def reductions(calls: Counter[Call]) -> Counter[tuple[int, ...]]:
 def compared(options: dict[str, Any]) -> list[Any]:
     """Runs on a rank; returns for each way to cut the step what differs, and the host's
     agreements."""
-    from scenario import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
+    from scenario import Bench, one_shot, split_step
 
-    from megatron_idempotent import TrainStep
     from megatron_idempotent.megatron.ddp import bucket_groups
 
-    loss = TokenLoss()
-
     def run(pieces: list[int] | None, last: bool) -> tuple[list[Any], Any]:
-        model, scheduler, replica = build(**options)
-        step = TrainStep(
-            model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
-        )
+        bench = Bench(**options)
+        made = bench.model, bench.scheduler, bench.loss
         buckets = Counter(
             tuple(bucket.grad_data.numel() for bucket in group.buckets)
-            for chunk in model.chunks
+            for chunk in bench.model.chunks
             for group in bucket_groups(chunk)
         )
         models, hosts = [], Counter()
         for seed in range(STEPS):
-            batch = data(seed, 12, replica)
+            batch = bench.batch(6, seed=seed)
             if pieces is None:
-                calls, hosts = recorded(lambda b=batch: one_shot(model, scheduler, loss, b))
+                calls, hosts = recorded(lambda b=batch: one_shot(*made, b))
             else:
                 calls, hosts = recorded(
-                    lambda b=batch: split_step(step, loss, b, pieces, last=last)
+                    lambda b=batch: split_step(bench.step, bench.loss, b, pieces, last=last)
                 )
             assert reductions(calls) == buckets, (seed, pieces, last)
             models.append(calls)

@@ -18,7 +18,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2, bf16": (2, {"pp": 2, "dtype": "bf16"}),
     "tp2 pp2 dp2, sequence parallel": (8, {"tp": 2, "pp": 2, "sequence_parallel": True}),
 }
-ALWAYS = ("dp2", "tp2, sequence parallel", "pp2")
+ALWAYS = ("tp2, sequence parallel", "pp2")
 
 
 def _some() -> list[Any]:

@@ -248,10 +248,10 @@ def stepped_on(options: dict[str, Any], adapted: dict[str, Any], clip: float) ->
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp2, gathers",
+        pytest.param("dp2, gathers", marks=pytest.mark.exhaustive),
         "tp2, sequence parallel",
         "pp2, nothing on the first stage",
-        "ep2, attention only",
+        pytest.param("ep2, attention only", marks=pytest.mark.exhaustive),
         "pp2, experts of the last stage",
     ],
 )

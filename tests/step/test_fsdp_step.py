@@ -70,7 +70,7 @@ ALWAYS = ("shard", "tensor parallel", "half precision")
 @pytest.mark.parametrize(
     ("layout", "kind", "sizes"),
     [
-        ("shard", "SequenceLoss", [3]),
+        pytest.param("shard", "SequenceLoss", [3], id="by sequence"),
         *(
             pytest.param(
                 *(each, "TokenLoss", list(SIZES) if each == "shard" else [3]),

@@ -18,20 +18,15 @@ HELD = 30_000 + 3 * 2 * 4096
 
 def compared(options: dict[str, Any]) -> dict[str, Any]:
     """Runs on a rank: what each way to cut a step allocates beyond the one-shot step."""
-    from scenario import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
+    from scenario import Bench, one_shot, split_step
 
-    from megatron_idempotent import TrainStep
     from megatron_idempotent.megatron.ddp import bucket_groups
     from megatron_idempotent.proof.cpu.probes import allocations, peak_bytes
 
-    loss = TokenLoss()
     # Clipped in every step, or none, so that all allocate the same; the schedule asks for min_lr
     # once it has warmed up.
-    optimizer = {"clip_grad": 1e-3, "min_lr": 1e-3}
-    model, scheduler, replica = build(optimizer_overrides=optimizer, **options)
-    step = TrainStep(
-        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
-    )
+    bench = Bench(optimizer_overrides={"clip_grad": 1e-3, "min_lr": 1e-3}, **options)
+    model, step, loss = bench.model, bench.step, bench.loss
     buckets = [
         bucket.grad_data.nbytes
         for chunk in model.chunks
@@ -40,10 +35,10 @@ def compared(options: dict[str, Any]) -> dict[str, Any]:
     ]
     assert min(buckets) > SMALL
     # Every token valid: up to 0.14 upstream divides a microbatch that has none by 0.
-    batch = data(1, 8, replica, full=True)
+    batch = bench.batch(4, full=True)
 
     def plain() -> None:
-        one_shot(model, scheduler, loss, batch)
+        one_shot(model, bench.scheduler, loss, batch)
 
     split_step(step, loss, batch, [4])
     plain()  # twice, for the optimizer's state and the order of the reductions
@@ -58,7 +53,7 @@ def compared(options: dict[str, Any]) -> dict[str, Any]:
 
             more = _large(allocations(split)) - large
             found[f"{number} {last}"] = dict(more), peak_bytes(split) - most
-    held = allocations(lambda: _open(step, loss, batch))
+    held = allocations(lambda: step.microbatch(bench.begin(), batch))
     found["while it is open"] = {}, sum(held)
     step.abort()
     return found
@@ -66,13 +61,6 @@ def compared(options: dict[str, Any]) -> dict[str, Any]:
 
 def _large(sizes: list[int]) -> Counter[int]:
     return Counter(size for size in sizes if size > SMALL)
-
-
-def _open(step: Any, loss: Any, batch: Any) -> None:
-    from scenario import ROWS
-
-    step_id = step.begin(loss, global_batch_size=8, micro_batch_size=ROWS)
-    step.microbatch(step_id, batch)
 
 
 @pytest.mark.parametrize(

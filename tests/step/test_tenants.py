@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"pp": 2, "vpp": 2, "layers_per_stage": 1, "align": True} | GATHERS,
     ),
 }
-ALWAYS = ("dp2, gathers", "dp2, experts", "tp2, sequence parallel", "pp2")
+ALWAYS = ("dp2, gathers", "dp2, experts", "pp2")
 
 
 def _some() -> list[Any]:

@@ -218,7 +218,6 @@ class BadSample(Exception):
 
 def run_on_ranks() -> set[str]:
     """Runs on ranks, with a tiny model of Megatron's, and one on FSDP2."""
-    import fsdp_bench
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -228,7 +227,7 @@ def run_on_ranks() -> set[str]:
     )
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
-    from scenario import ROWS, T, TokenLoss, build, data, forward
+    from scenario import ROWS, Bench, T, TokenLoss, build, data, forward
 
     from megatron_idempotent.logprobs import model_logprobs, vocab_topk
 
@@ -325,7 +324,7 @@ def run_on_ranks() -> set[str]:
         targets=tokens_BT,
         advantages=torch.ones(tokens_BT.shape),
     )
-    sharded, optimizer, scheduler = fsdp_bench.build()
+    sharded, optimizer, scheduler = Bench("fsdp").parts
     parts = {"model": sharded, "optimizer": optimizer, "scheduler": scheduler}
     assert run("step/fsdp.py", **parts, loss=TokenLoss(), stream=stream)["result"].updated
     return done
