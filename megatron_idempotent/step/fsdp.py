@@ -18,13 +18,13 @@ from megatron_idempotent.window.agreement import DEADLINE_S, collective_timeout
 
 from .fsdp_run import (
     FSDPCall,
-    GradientSnapshot,
-    ScalerSnapshot,
-    SchedulerSnapshot,
     Shards,
-    SyncSnapshot,
     Watch,
     check_internals,
+    keep_gradients,
+    keep_scaler,
+    keep_scheduler,
+    keep_sync,
     token_table_of,
 )
 from .lifecycle import (
@@ -40,12 +40,13 @@ from .loss import Reported, StepLoss, Totals, Update
 from .microbatches import TOKENS, Batch, Piece, check_ids
 from .packs import NO_ALIGNMENT
 from .snapshot import (
-    GroupSnapshot,
     ModuleSnapshot,
-    StateUndo,
-    TorchSnapshot,
+    Restore,
     evaluating,
     first_not_finite,
+    keep_groups,
+    keep_torch,
+    keep_update,
     size_of,
 )
 
@@ -77,8 +78,8 @@ class FSDPBackend:
         self._tables = token_table_of(self._model)
         # Those on a device end the process there; a look at them before would wait for it.
         self._reads_ids = looks()
-        self._snapshot: list[Any] = []
-        self._undo: StateUndo | None = None
+        self._snapshot: list[Restore] = []
+        self._undo: Restore | None = None
         self._updating = False
         self._released = False
         self._deadline_s = options.deadline_s
@@ -108,15 +109,15 @@ class FSDPBackend:
             )
         self.shards.drop()
         self._snapshot = [
-            ModuleSnapshot([self._model]),
-            TorchSnapshot(),
-            GroupSnapshot(self.optimizer.param_groups),
-            SyncSnapshot(self.shards),
+            keep_sync(self.shards),
+            ModuleSnapshot([self._model]).restore,
+            keep_torch(),
+            keep_groups(self.optimizer.param_groups),
         ]
         if self._scheduler is not None:
-            self._snapshot.append(SchedulerSnapshot(self._scheduler))
+            self._snapshot.append(keep_scheduler(self._scheduler))
         if self._scaler is not None:
-            self._snapshot.append(ScalerSnapshot(self._scaler, self.device))
+            self._snapshot.append(keep_scaler(self._scaler, self.device))
         self._released = False
         self._watch.install()
         self._model.set_is_last_backward(True)
@@ -156,7 +157,7 @@ class FSDPBackend:
             )
             if ghosts:
                 # Buffers and random states stay as if no dummy microbatch had been run.
-                stack.callback(TorchSnapshot().restore)
+                stack.callback(keep_torch())
                 stack.callback(ModuleSnapshot([self._model]).restore_buffers)
             if not self._model.training:  # an evaluation may have left it so
                 self._model.train()
@@ -208,7 +209,7 @@ class FSDPBackend:
         if skipped is not None:
             return Update(skipped=skipped, grad_norm=grad_norm)
         if self._keeps_undo:
-            self._undo = StateUndo([], [self.optimizer])
+            self._undo = keep_update([], [self.optimizer])
         self._updating = True
         if self._scaler is None or not math.isfinite(grad_norm or 0.0):
             # The scaler has been updated for such gradients already, and would unscale them again.
@@ -257,9 +258,8 @@ class FSDPBackend:
         self.close()
 
     def close(self) -> None:
-        for part in self._snapshot:
-            if isinstance(part, SyncSnapshot):
-                part.restore()
+        for restore_sync in self._snapshot[:1]:
+            restore_sync()
         self._snapshot, self._undo, self._updating = [], None, False
         self._watch.remove()
 
@@ -268,9 +268,9 @@ class FSDPBackend:
             return  # another step is open for the model, and this one never was
         self.shards.drop()
         if self._undo is not None:
-            self._undo.restore()
-        for part in self._snapshot:
-            part.restore()
+            self._undo()
+        for restore in self._snapshot:
+            restore()
         self.close()
 
 
@@ -415,7 +415,7 @@ class FSDPTrainStep(SplitStep):
                 weights = {n: p.full_tensor() for n, p in model.named_parameters()}
         """
         model = self._shards.model
-        gradients = GradientSnapshot(self._shards)
+        restore_gradients = keep_gradients(self._shards)
         self._shards.reshard()
         try:
             with evaluating([model]):
@@ -423,7 +423,7 @@ class FSDPTrainStep(SplitStep):
         finally:
             # Forwards leave modules unsharded, which an update would make stale.
             self._shards.settle()
-            gradients.restore()
+            restore_gradients()
 
 
 def _check_scheduler(scheduler: Any) -> None:

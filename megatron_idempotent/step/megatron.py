@@ -182,7 +182,7 @@ class MegatronBackend:
         self._shifted: int | None = None
         self._snapshot: MegatronSnapshot | None = None
         self._released = False
-        self._window = _Window(self, name)
+        self._window = _StepWindow(self, name)
         self._parameter = next(self.chunks[0].parameters())
         self.replica = int(parallel_state.get_data_parallel_rank())
         self.replicas = int(parallel_state.get_data_parallel_world_size())
@@ -237,8 +237,8 @@ class MegatronBackend:
                 "For adapters give each a DDP and a TrainStep(…, tenant=…) of its own"
             )
         # A new one each time: an interrupted call may have left the last one marked as running.
-        self._window = _Window(self, self._window.tenant)
-        windows = [each for each in open_windows if isinstance(each, _Window)]
+        self._window = _StepWindow(self, self._window.tenant)
+        windows = [each for each in open_windows if isinstance(each, _StepWindow)]
         if windows:
             check_neighbours(self._window.tenant, self.chunks, windows)
         if self.tenant is not None:
@@ -466,7 +466,7 @@ class MegatronBackend:
             drop_collectives(self.chunks)
             abort_window(self.chunks, self.optimizer)
         if self._step.undo is not None:
-            self._step.undo.restore()
+            self._step.undo()
         snapshot.restore()
         if logs is not None:
             logs.restore()
@@ -513,7 +513,7 @@ def _check_positions(lists: Sequence[Sequence[Piece]], config: Any, size: int) -
                 )
 
 
-class _Window:
+class _StepWindow:
     """Refuses other training on the chunks of an open step; patched schedules call it first.
 
     See `megatron/schedules.py`.
@@ -636,7 +636,7 @@ class TrainStep(SplitStep):
             undo=undo,
             order_stable=order_stable,
         )
-        check_patches(backend.chunks)
+        check_applied("TrainStep()", _NEEDS, backend.chunks)
         super().__init__(backend, options)
         self._chunks = backend.chunks
         self._in_force = backend.in_force
@@ -806,12 +806,3 @@ _NEEDS = (
         _shares_sequences_per_token,
     ),
 )
-
-
-def check_patches(chunks: Sequence[Any]) -> None:
-    """Raise unless the patches that a step on these chunks needs are applied.
-
-    Raises:
-        RuntimeError: names each that is not, why it is not, and what is lost without it.
-    """
-    check_applied("TrainStep()", _NEEDS, chunks)

@@ -41,7 +41,7 @@ from .lifecycle import NonFinite, skipped_for
 from .loss import Reported, StepLoss, auxiliary_weight, called, has_graph, reported
 from .microbatches import Piece, explained
 from .open_step import LocalFailure
-from .snapshot import MegatronSnapshot, StateUndo, undo_of
+from .snapshot import MegatronSnapshot, Restore, inner_optimizers, keep_update
 
 if TYPE_CHECKING:
     from .megatron import MegatronBackend
@@ -362,8 +362,8 @@ class CheckedUpdate:
     ) -> None:
         self.updating = False
         """True once parameters may have been changed."""
-        self.undo: StateUndo | None = None
-        """The state to go back to, once parameters may have been changed; None without a copy."""
+        self.undo: Restore | None = None
+        """Goes back to before the update; None without a copy, or before it has begun."""
         self._chunks = list(chunks)
         self._optimizer = optimizer
         self._rule = rule
@@ -424,7 +424,11 @@ class CheckedUpdate:
                 reasons.append(reason)
                 return False
             if self._keeps_undo:
-                self.undo = undo_of(self._chunks, optimizer)
+                inner = [one.optimizer for one in inner_optimizers(optimizer)]
+                self.undo = keep_update(
+                    [param for chunk in self._chunks for param in chunk.param_to_bucket_group],
+                    [one for one in inner if one is not None],
+                )
             self.updating = True
             return begin_update(*args, **kwargs)
 
@@ -451,8 +455,7 @@ class CheckedUpdate:
         return None
 
     def _scalers(self) -> list[Any]:
-        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        scalers = [getattr(part, "grad_scaler", None) for part in parts]
+        scalers = [getattr(one, "grad_scaler", None) for one in inner_optimizers(self._optimizer)]
         return [scaler for scaler in scalers if scaler is not None]
 
 

@@ -462,7 +462,7 @@ def accumulated():
     import torch
     from fsdp_bench import build
 
-    from megatron_idempotent.step.fsdp_run import GradientSnapshot, Shards
+    from megatron_idempotent.step.fsdp_run import Shards, keep_gradients
 
     found = []
     for layout in ("shard", "half precision"):
@@ -470,9 +470,9 @@ def accumulated():
         model.set_requires_gradient_sync(False)
         model(torch.ones(2, 4, dtype=torch.long)).sum().backward()
         shards = Shards(model)
-        kept = GradientSnapshot(shards)
+        restore = keep_gradients(shards)
         shards.drop()
-        kept.restore()
+        restore()
         shards.reduce()
         found.append(all(parameter.grad is not None for parameter in model.parameters()))
     return found
