@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -190,6 +191,13 @@ def one_shot(model, scheduler, loss, batch, *, forward=forward):
     _, grad_norm, _ = model.step()
     scheduler.step(increment=8)
     return grad_norm
+
+
+def documented(heading):
+    """The programs in docs/train-step.md under a heading, in their order."""
+    text = (Path(__file__).parents[1] / "docs" / "train-step.md").read_text("utf-8")
+    section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
 def raised_by(call, *args, **kwargs):

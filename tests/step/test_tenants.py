@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from documented import programs
 
 GATHERS = {"overlap_param_gather": True}
 SMALL = {"ddp_overrides": {"bucket_size": 600}}
@@ -278,11 +277,11 @@ def test_steps_that_would_disturb_each_other_are_refused(megatron_ranks):
     assert "in a DDP that was built later" in told["built later"]
 
 
-def as_documented(program: str) -> None:
+def as_documented() -> None:
     """Runs on a rank: two tenants' steps by the documented function."""
     from lora import Lora, use
     from megatron.core.optimizer import OptimizerConfig
-    from scenario import ROWS, TokenLoss, forward
+    from scenario import ROWS, TokenLoss, documented, forward
     from tenant_bench import only, rows_of
 
     import megatron_idempotent
@@ -297,7 +296,7 @@ def as_documented(program: str) -> None:
     base = tiny.build(before_ddp=prepare, with_optimizer=False)
     (bare,) = base.chunks
     names: dict[str, Any] = {}
-    exec(program, names)
+    exec(*documented("Several adapters at once"), names)
 
     def made(name: str) -> Any:
         def adapted(chunk: Any, microbatch: Any) -> Any:
@@ -317,4 +316,4 @@ def as_documented(program: str) -> None:
 
 
 def test_the_documented_tenants_train(megatron_ranks):
-    megatron_ranks(1, as_documented, *programs("Several adapters at once"))
+    megatron_ranks(1, as_documented)
