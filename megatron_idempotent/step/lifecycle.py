@@ -33,6 +33,7 @@ from .loss import (
     check_begin,
     check_divisor,
     check_size,
+    is_number,
 )
 from .microbatches import SAMPLE_MASK, TOKEN_MASK, TOKENS, Batch, Piece
 from .open_step import OpenStep
@@ -502,7 +503,8 @@ class SplitStep:
         step = self._current(step_id, "finish")
         check_size("finish", "global_batch_size", global_batch_size)
         check_divisor("finish", divisor)
-        _check_lr(lr)
+        if lr is not None and (not is_number(lr) or not (0 <= lr < math.inf)):
+            raise ValueError(f"finish() takes a finite number from 0 on as lr, got {lr!r}")
         increment = _given(step, "global_batch_size", global_batch_size)
         divisor = _given(step, "divisor", divisor)
         if not step.committed:
@@ -613,15 +615,6 @@ def _no_way_back(step_id: str, what: str) -> RuntimeError:
     return RuntimeError(
         f"{what}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
     )
-
-
-def _check_lr(lr: Any) -> None:
-    """Raise `ValueError` unless the learning rate is None or a finite number from 0 on."""
-    if lr is None:
-        return
-    number = isinstance(lr, (int, float)) and not isinstance(lr, bool)
-    if not number or not (0 <= lr < math.inf):
-        raise ValueError(f"finish() takes a finite number from 0 on as lr, got {lr!r}")
 
 
 def skipped_for(grad_norm: float, rule: NonFinite) -> str | None:

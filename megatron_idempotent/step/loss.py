@@ -254,6 +254,11 @@ def auxiliary_weight(loss: StepLoss, piece: Piece, number: int) -> float:
     return float(number if loss.kind == "token" else piece.sequences)
 
 
+def is_number(value: Any) -> bool:
+    """Return whether the value is an int or a float, which a bool is not here."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def check_size(what: str, name: str, value: Any) -> None:
     """Raise `ValueError` unless the value is None or a positive integer."""
     if value is not None and (type(value) is not int or value < 1):
@@ -264,8 +269,7 @@ def check_divisor(what: str, divisor: Any) -> None:
     """Raise `ValueError` unless the divisor is None, a positive number or a function."""
     if divisor is None or callable(divisor):
         return
-    number = isinstance(divisor, (int, float)) and not isinstance(divisor, bool)
-    if not number or not (0 < divisor < math.inf):
+    if not is_number(divisor) or not (0 < divisor < math.inf):
         raise ValueError(
             f"{what}() got divisor={divisor!r}: give a positive number, or a function of "
             "StepCounts that returns one"
@@ -281,8 +285,7 @@ def divided_by(divisor: Callable[[StepCounts], float], counts: StepCounts) -> fl
     found = divisor(counts)
     if isinstance(found, torch.Tensor) and found.numel() == 1:
         found = found.item()
-    number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    if not number or not (0 <= found < math.inf):
+    if not is_number(found) or not (0 <= found < math.inf):
         raise ValueError(
             f"divisor({counts}) returned {found!r}: return a finite number from 0 on, the same on "
             "all ranks"

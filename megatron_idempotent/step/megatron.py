@@ -38,7 +38,7 @@ from megatron_idempotent.window.agreement import (
     poison,
     shared_group,
 )
-from megatron_idempotent.window.guard_layers import across_replicas
+from megatron_idempotent.window.guard import across_replicas
 from megatron_idempotent.window.missed_collectives import gather_params
 
 from .exact_sums import ExactSums
@@ -664,22 +664,26 @@ def refuse_chunks(chunks: Sequence[Any]) -> None:
     """Raise `ValueError` for options of Megatron with which gradients would be wrong or missing."""
     for chunk in chunks:
         config = get_model_config(chunk)
-        if getattr(config, "overlap_moe_expert_parallel_comm", False):
-            raise ValueError(
-                "TrainStep() got overlap_moe_expert_parallel_comm=True, whose schedule runs two "
-                "microbatches in one and cannot be taken apart: set it to False"
-            )
         shards = getattr(config, "gtp_weight_remat_size", None) or 1
-        if shards > 1:
-            raise ValueError(
-                f"TrainStep() got gtp_weight_remat_size={shards}, whose ranks share weights and "
-                "not batches, so that they are neither one replica nor several: set it to 1"
-            )
-        if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            raise ValueError(
-                "TrainStep() got reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of "
-                "parameters would overwrite the gradients of an open step: set it to False"
-            )
+        for wrong, told in (
+            (
+                getattr(config, "overlap_moe_expert_parallel_comm", False),
+                "overlap_moe_expert_parallel_comm=True, whose schedule runs two microbatches in "
+                "one and cannot be taken apart: set it to False",
+            ),
+            (
+                shards > 1,
+                f"gtp_weight_remat_size={shards}, whose ranks share weights and not batches, so "
+                "that they are neither one replica nor several: set it to 1",
+            ),
+            (
+                getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False),
+                "reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of parameters would "
+                "overwrite the gradients of an open step: set it to False",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"TrainStep() got {told}")
 
 
 def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:

@@ -20,7 +20,7 @@ from torch.utils import _pytree
 from megatron_idempotent.fp8.packing import Pack
 from megatron_idempotent.megatron.replica_check import checksum
 
-from .loss import needs_groups
+from .loss import is_number, needs_groups
 
 if TYPE_CHECKING:
     from .lifecycle import Options
@@ -366,7 +366,7 @@ def _given(counts: Any) -> Tensor:
             return torch.where((found >= 0) & (found <= _MOST), found, math.nan)
         counts = found.tolist()
     pair = isinstance(counts, (tuple, list)) and len(counts) == 2
-    if not pair or not all(_is_count(each) for each in counts):
+    if not pair or not all(is_number(each) and 0 <= each <= _MOST for each in counts):
         raise ValueError(
             f"whose counts are {counts!r}: give (valid sequences, valid tokens), two numbers from "
             f"0 to {_MOST:g}"
@@ -376,11 +376,6 @@ def _given(counts: Any) -> Tensor:
 
 # Above it float64 leaves numbers out, so that it is no count.
 _MOST = 2.0**53
-
-
-def _is_count(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 <= value <= _MOST
 
 
 def is_packed(batch: Any) -> bool:

@@ -25,7 +25,7 @@ NOT_MET = [
     ("config", "met"), [(c, True) for c in MET] + [(c, False) for c in NOT_MET]
 )
 def test_whether_replicas_meet_inside_of_a_layer(config, met):
-    from megatron_idempotent.window.guard_layers import across_replicas
+    from megatron_idempotent.window.guard import across_replicas
 
     why = across_replicas(SimpleNamespace(**config))
     assert (why is not None) is met
