@@ -170,50 +170,47 @@ def returned_by(loss: StepLoss) -> Returned:
 
 def check_loss(loss: Any) -> None:
     """Raise `ValueError` unless a step can be begun with the loss."""
+    told = _wrong_with(loss)
+    if told is not None:
+        raise ValueError(f"begin() got {told}")
+
+
+def _wrong_with(loss: Any) -> str | None:
     kinds, normalizers = get_args(Kind), get_args(Normalizer)
     if isinstance(loss, type):
-        raise ValueError(
-            f"begin() got the class {loss.__name__} as loss, of which a call makes an object and "
-            f"no loss: pass an object of it, {loss.__name__}(…)"
+        return (
+            f"the class {loss.__name__} as loss, of which a call makes an object and no loss: pass "
+            f"an object of it, {loss.__name__}(…)"
         )
     if not callable(loss) or getattr(loss, "kind", None) not in kinds:
-        raise ValueError(
-            f"begin() got {loss!r} as loss, with kind {getattr(loss, 'kind', None)!r}: pass a "
-            f"callable object whose `kind` is one of {', '.join(kinds)}"
+        return (
+            f"{loss!r} as loss, with kind {getattr(loss, 'kind', None)!r}: pass a callable object "
+            f"whose `kind` is one of {', '.join(kinds)}"
         )
     if returned_by(loss) not in get_args(Returned):
-        raise ValueError(
-            f"begin() got a loss with context_parallel {returned_by(loss)!r}: give it one of "
-            f"{', '.join(map(repr, get_args(Returned)))}"
-        )
+        known = ", ".join(map(repr, get_args(Returned)))
+        return f"a loss with context_parallel {returned_by(loss)!r}: give it one of {known}"
     named = getattr(loss, "normalizers", None)
     if not isinstance(named, Mapping):
-        raise ValueError(
-            f"begin() got a loss whose `normalizers` is {named!r}: give it a mapping from names of "
-            f"metrics to one of {', '.join(normalizers)}; empty where all use the gradient's"
+        return (
+            f"a loss whose `normalizers` is {named!r}: give it a mapping from names of metrics to "
+            f"one of {', '.join(normalizers)}; empty where all use the gradient's"
         )
-    wrong = {
-        name: value
-        for name, value in named.items()
-        if not isinstance(name, str) or value not in normalizers
-    }
+    wrong = {n: v for n, v in named.items() if not isinstance(n, str) or v not in normalizers}
     if wrong:
-        raise ValueError(
-            f"begin() got a loss with normalizers {wrong!r}: give names of metrics one of "
-            f"{', '.join(normalizers)}"
-        )
+        known = ", ".join(normalizers)
+        return f"a loss with normalizers {wrong!r}: give names of metrics one of {known}"
     outputs = getattr(loss, "outputs", ())
     if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
-        raise ValueError(
-            f"begin() got a loss whose `outputs` is {outputs!r}: give it a tuple of names"
-        )
+        return f"a loss whose `outputs` is {outputs!r}: give it a tuple of names"
     weight = getattr(loss, "auxiliary_weight", None)
     number = isinstance(weight, (int, float)) and math.isfinite(weight)
     if weight is not None and not number and not callable(weight):
-        raise ValueError(
-            f"begin() got a loss whose `auxiliary_weight` is {weight!r}: give it a finite number, "
-            "or a function of a microbatch that returns one"
+        return (
+            f"a loss whose `auxiliary_weight` is {weight!r}: give it a finite number, or a "
+            "function of a microbatch that returns one"
         )
+    return None
 
 
 def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:

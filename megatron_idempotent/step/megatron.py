@@ -727,26 +727,28 @@ def refuse_scheduler(scheduler: Any) -> None:
 
 def refuse_inexact(chunks: Sequence[Any]) -> None:
     """Raise `ValueError` for options with which `ExactSums` cannot take or keep all gradients."""
-    for chunk in chunks:
-        config = get_model_config(chunk)
-        for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute"):
-            if getattr(config, name, False):
-                raise ValueError(
-                    f"TrainStep(order_stable=True) got {name}=True, which computes gradients after "
-                    "the backward in which they are taken: set it to False"
-                )
-        if config.fp16:
-            raise ValueError(
-                "TrainStep(order_stable=True) got fp16=True, whose loss scale changes what a "
-                "gradient is rounded to: train in bf16, or leave order_stable out"
-            )
-        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-        if not config.calculate_per_token_loss and ranks & (ranks - 1):
-            raise ValueError(
-                f"TrainStep(order_stable=True) got {ranks} ranks over which DDP averages, which "
-                "rounds unless they are a power of two: set calculate_per_token_loss=True, so that "
-                "it sums"
-            )
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    late = "which computes gradients after the backward in which they are taken: set it to False"
+    for config in configs_of(chunks):
+        averages = not config.calculate_per_token_loss and ranks & (ranks - 1)
+        for wrong, told in (
+            *(
+                (getattr(config, name, False), f"{name}=True, {late}")
+                for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute")
+            ),
+            (
+                config.fp16,
+                "fp16=True, whose loss scale changes what a gradient is rounded to: train in bf16, "
+                "or leave order_stable out",
+            ),
+            (
+                averages,
+                f"{ranks} ranks over which DDP averages, which rounds unless they are a power of "
+                "two: set calculate_per_token_loss=True, so that it sums",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"TrainStep(order_stable=True) got {told}")
 
 
 def _set(name: str) -> Callable[[Any], bool]:

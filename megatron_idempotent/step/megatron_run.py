@@ -92,7 +92,7 @@ def run_schedule(
     with ExitStack() as stack:
         if ghosts:
             # Routing counts and logs of microbatches that nobody has are not kept.
-            kept = MegatronSnapshot(backend.chunks, None, None, auxiliary=backend.has_auxiliary)
+            kept = MegatronSnapshot(backend.chunks, auxiliary=backend.has_auxiliary)
             stack.callback(kept.restore)
         _hold(backend, stack, reduce)
         weight = weights.pop() if even else now.weight

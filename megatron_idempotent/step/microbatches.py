@@ -186,8 +186,8 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
             "the first dimension of every tensor is the rows. Name one that all rows share in "
             "shared=(…) when you make the step"
         )
-    _refuse_packs(batch)
-    _refuse_rowless(batch, rows, shared)
+    for name, value in batch.items():
+        _refuse_rowless(name, value, rows, name in shared)
     for name, dims in ((SAMPLE_MASK, 1), (TOKEN_MASK, 2)):
         mask = batch.get(name)
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != dims):
@@ -210,25 +210,19 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
     return rows
 
 
-def _refuse_packs(batch: Batch) -> None:
-    for name, value in batch.items():
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, Pack):
-                raise ValueError(
-                    f"microbatch() got {name!r} with a Pack of {len(each.lengths)} sequences and "
-                    f"{sum(each.lengths)} tokens, which would count as one sequence of "
-                    f"{each.tokens} tokens, and cannot be cut into rows: send a list of packs as "
-                    "microbatches=[…], or one sequence a row"
-                )
-
-
-def _refuse_rowless(batch: Batch, rows: int, shared: Collection[str]) -> None:
-    for name, value in batch.items():
-        if name in shared or isinstance(value, (Tensor, *_SCALARS)):
-            continue
-        per_row = isinstance(value, (list, tuple))
-        if per_row and len(value) == rows:
-            continue
+def _refuse_rowless(name: str, value: Any, rows: int, shared: bool) -> None:
+    """Raise `ValueError` for a value with a pack, or with another number of items than rows."""
+    per_row = isinstance(value, (list, tuple))
+    for each in value if per_row else (value,):
+        if isinstance(each, Pack):
+            raise ValueError(
+                f"microbatch() got {name!r} with a Pack of {len(each.lengths)} sequences and "
+                f"{sum(each.lengths)} tokens, which would count as one sequence of {each.tokens} "
+                "tokens, and cannot be cut into rows: send a list of packs as microbatches=[…], or "
+                "one sequence a row"
+            )
+    fits = shared or isinstance(value, (Tensor, *_SCALARS)) or (per_row and len(value) == rows)
+    if not fits:
         told = f"a {type(value).__name__}{f' of {len(value)} items' if per_row else ''}"
         raise ValueError(
             f"microbatch() got {name!r}, {told}, for {rows} rows of {TOKENS!r}: give a tensor, "

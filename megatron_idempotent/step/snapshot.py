@@ -162,10 +162,17 @@ _WATCHED = ("step_with_ready_grads", "get_grad_norm", "clip_grad_norm")
 _OVERRIDDEN = ("start_grad_sync", "start_param_sync", "register_grad_ready", "check_grads")
 
 
-class SharedSnapshot:
-    """Keeps what a step changes in the modules and the process, as it is now."""
+class MegatronSnapshot:
+    """Keeps all that a step changes, but for gradients, parameters and the optimizer's state."""
 
-    def __init__(self, chunks: list[Any], *, auxiliary: bool = True) -> None:
+    def __init__(
+        self,
+        chunks: list[Any],
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        auxiliary: bool = True,
+    ) -> None:
         """Keep with `auxiliary` what layers log, and scale their own losses by, too."""
         from megatron.core.pipeline_parallel import schedules
 
@@ -179,28 +186,12 @@ class SharedSnapshot:
             keep_tracker(),
             *(keep_functions(config, _ASIDE) for config in configs_of(chunks)),
             keep_functions(schedules, steps),
+            *(keep_functions(group, _OVERRIDDEN) for c in chunks for group in bucket_groups(c)),
         ]
         if auxiliary:
             self._parts.append(LogSnapshot().restore)
         for scaler in moe.scalers() if auxiliary else ():
             self._parts.append(keep_attributes(scaler, ["main_loss_backward_scale"]))
-
-    def restore(self) -> None:
-        """Put all of it back; may be called again."""
-        for part in self._parts:
-            part()
-
-
-class MegatronSnapshot(SharedSnapshot):
-    """Keeps all that a step changes, but for gradients, parameters and the optimizer's state."""
-
-    def __init__(
-        self, chunks: list[Any], optimizer: Any, scheduler: Any, *, auxiliary: bool
-    ) -> None:
-        super().__init__(chunks, auxiliary=auxiliary)
-        self._parts += [
-            keep_functions(group, _OVERRIDDEN) for c in chunks for group in bucket_groups(c)
-        ]
         if optimizer is not None:
             self._parts.append(keep_functions(optimizer, _WATCHED))
         for one in inner_optimizers(optimizer):
@@ -211,6 +202,11 @@ class MegatronSnapshot(SharedSnapshot):
                 self._parts.append(keep_groups(one.optimizer.param_groups))
         if scheduler is not None:
             self._parts.append(keep_attributes(scheduler))
+
+    def restore(self) -> None:
+        """Put all of it back; may be called again."""
+        for part in self._parts:
+            part()
 
 
 def keep_tracker() -> Restore:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.window.open_contexts import close_contexts
 
-from .snapshot import LogSnapshot, ModuleSnapshot, SharedSnapshot, keep_random, keep_tracker
+from .snapshot import LogSnapshot, MegatronSnapshot, ModuleSnapshot, keep_random, keep_tracker
 
 
 class TenantState:
@@ -43,7 +43,7 @@ class TenantState:
         self._is_open = False
         self._in_force = False
         # To be put back: what the process has meanwhile, and which parameters get gradients there.
-        self._outside: SharedSnapshot | None = None
+        self._outside: MegatronSnapshot | None = None
         self._trained: list[tuple[Any, bool]] = []
 
     def open(self) -> None:
@@ -76,7 +76,7 @@ class TenantState:
             yield
             return
         self._leave()  # an exit may have been interrupted
-        self._outside = SharedSnapshot(self._chunks)
+        self._outside = MegatronSnapshot(self._chunks)
         entered = False
         try:
             self._in_force = True

@@ -100,42 +100,6 @@ def gradient_like(input_tensor: Any) -> Any:
     return torch.zeros_like(input_tensor)
 
 
-class Layers:
-    """Knows the ranks that meet inside of the model's layers, as tensor-parallel ranks do.
-
-    With tensor or context parallel ranks, making the first `Layers` is a collective over all ranks,
-    which makes a gloo group of those ranks.
-    """
-
-    def __init__(self, config: Any, arguments: Mapping[str, Any]) -> None:
-        self._shared, in_lockstep = _shared(config, arguments)
-        self._lockstep = lockstep_group() if in_lockstep else None
-
-    def require_that_nobody_waits(self, error: Exception, where: str) -> None:
-        """Raise unless all ranks that share the layers raised the same error at the same place.
-
-        A rank that failed alone left a layer that the others may still wait in.
-
-        Raises:
-            SessionPoisoned: other ranks may wait for this one.
-        """
-        if self._shared is None:
-            return
-        headline, told = f"{where}: {describe(error)}", []
-        if self._lockstep is not None:
-            frames = traceback.extract_tb(error.__traceback__)
-            place = [f"{frame.filename}:{frame.lineno}" for frame in frames]
-            told = compare("\n".join((headline, *place)), self._lockstep)
-            if told and len(set(told)) == 1:
-                return
-        heads = [text.partition("\n")[0] for text in told]
-        others = "".join(f" ({head})" for head in heads if head != headline)
-        raise poison(
-            f"{headline}; it cannot be reported later with {self._shared}: the other ranks{others} "
-            "did not fail at the same place and may wait inside a layer"
-        ) from error
-
-
 def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool]:
     """Return why ranks meet inside of a layer, None if they do not, and whether in lockstep.
 
@@ -186,6 +150,9 @@ class GuardedCall:
     `exchange` gets this rank's failure or None, at the end of the window, and returns all ranks'.
     With `check` gradients are checked for NaN before that, if finalizing would do so. `skip` gets
     the data iterator of each forward that is left out after a failure.
+
+    With tensor or context parallel ranks, making the first one is a collective over all ranks,
+    which makes a gloo group of those that meet inside of the model's layers.
     """
 
     def __init__(
@@ -214,7 +181,8 @@ class GuardedCall:
         self.failures: dict[int, str] = {}
         self._told: str | None = None
         self._settled = False
-        self._layers = Layers(self.config, arguments)
+        self._shared, in_lockstep = _shared(self.config, arguments)
+        self._lockstep = lockstep_group() if in_lockstep else None
         # From a failure in the model on, nothing is computed; after one in the loss, everything.
         self._skipping = False
         self._chunk_of: dict[int, tuple[Any, Any]] = {}
@@ -349,8 +317,32 @@ class GuardedCall:
         self._fail(error, where)
         if is_poisoned():
             raise poison(f"{where}: {describe(error)}") from error
-        self._layers.require_that_nobody_waits(error, where)
+        self._require_that_nobody_waits(error, where)
         self._skipping = True
+
+    def _require_that_nobody_waits(self, error: Exception, where: str) -> None:
+        """Raise unless all ranks that share the layers raised the same error at the same place.
+
+        A rank that failed alone left a layer that the others may still wait in.
+
+        Raises:
+            SessionPoisoned: other ranks may wait for this one.
+        """
+        if self._shared is None:
+            return
+        headline, told = f"{where}: {describe(error)}", []
+        if self._lockstep is not None:
+            frames = traceback.extract_tb(error.__traceback__)
+            place = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+            told = compare("\n".join((headline, *place)), self._lockstep)
+            if told and len(set(told)) == 1:
+                return
+        heads = [text.partition("\n")[0] for text in told]
+        others = "".join(f" ({head})" for head in heads if head != headline)
+        raise poison(
+            f"{headline}; it cannot be reported later with {self._shared}: the other ranks{others} "
+            "did not fail at the same place and may wait inside a layer"
+        ) from error
 
     def _fail(self, error: BaseException, where: str) -> None:
         if self.error is None:
