@@ -242,7 +242,7 @@ class Broken(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Where ranks raise `Broken` while one action runs, which is the `at`-th."""
+    """Has ranks raise `Broken` at a place while one action runs, which is the `at`-th."""
 
     place: str
     """"loss", "backward" of the loss, "layer", or "optimizer", after its update."""
@@ -319,7 +319,7 @@ class Bench:
         return self.step.finish(step_id, **(finish or {}))
 
     def bits(self, result: Any) -> list[torch.Tensor]:
-        """What a step has left: norm, gradients and parameters."""
+        """Return what a step has left: norm, gradients and parameters."""
         norm = getattr(result, "grad_norm", result)
         return [torch.tensor(float(norm or 0.0)), self.gradients(), self.parameters()]
 
@@ -409,13 +409,13 @@ ACTIONS: dict[str, Any] = {
 
 @dataclasses.dataclass
 class Outcome:
-    """What a scenario came to on this rank."""
+    """Holds what a scenario came to on this rank."""
 
     bench: Bench
     told: list[Exception | None] = dataclasses.field(default_factory=list)
-    """What each action raised."""
+    """The error of each action; None where it returned."""
     results: list[Any] = dataclasses.field(default_factory=list)
-    """What each action returned; None where it raised."""
+    """The value of each action; None where it raised."""
     bits: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
     """Norm, gradients and parameters after each whole step."""
 

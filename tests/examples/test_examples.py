@@ -204,12 +204,14 @@ def _patches() -> Any:
     return {"train-interval-timer": patches()["train-interval-timer"]}
 
 
-def run_here(tmp_path: Path) -> set[str]:
-    """Runs on a rank, where patches and globals that an example sets end with it."""
+def run_here(tmp_path: Path) -> tuple[set[str], dict[str, int], list[str]]:
+    """Runs on a rank, where patches and globals that an example sets end with it; see also
+    `bind_the_rest`."""
+    bound = bind_the_rest(tmp_path)
     given = here(tmp_path)
     for file, names in given.items():
         _run(file, **names)
-    return set(given)
+    return set(given), *bound
 
 
 class BadSample(Exception):
@@ -414,10 +416,9 @@ def bind_the_rest(folder: Path) -> tuple[dict[str, int], list[str]]:
 def test_examples_run(megatron_ranks, tmp_path):
     from served_examples import SERVED
 
-    (done,) = megatron_ranks(1, run_here, tmp_path)
+    ((done, bound, told),) = megatron_ranks(1, run_here, tmp_path)
     first, _ = megatron_ranks(2, run_on_ranks)
     assert first == ON_RANKS
-    ((bound, told),) = megatron_ranks(1, bind_the_rest, tmp_path)
     assert all(bound.values()), bound
     assert all(map(str.startswith, told, WRONG.values())), told
     run = done | ON_RANKS | SERVED.keys() | SHARDED

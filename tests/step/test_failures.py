@@ -1,4 +1,4 @@
-"""What each rank raises where one fails in a step, as docs/train-step.md says, and the next step.
+"""Each rank raises what docs/train-step.md says where one fails, and the next step is right.
 
 See test_stop_anywhere.py for failures at every call.
 """

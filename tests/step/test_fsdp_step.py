@@ -156,27 +156,6 @@ def test_a_rank_that_finishes_early_goes_on_with_the_others(megatron_ranks):
     assert first[0] == 4
 
 
-def nothing_valid():
-    """Runs on a rank: a step of masked rows only, and one without any."""
-    from fsdp_bench import bench, same
-    from scenario import cut
-
-    made = bench()
-    batch, before = made.batch(2), made.state()[:-3]
-    batch["sample_mask"].zero_()
-    # With gradients that are reduced already.
-    result = made.run(list(cut(batch, [1, 1])), last=True)
-    assert (result.updated, result.grad_norm) == (False, None)
-    assert "no valid token" in result.skipped
-    assert all(parameter.grad is None for parameter in made.module.parameters())
-    assert not made.run([]).updated
-    return same(made.state()[:-3], before)
-
-
-def test_a_step_without_valid_rows_is_skipped(megatron_ranks):
-    assert megatron_ranks(2, nothing_valid) == [True, True]
-
-
 def settings_of_the_program():
     """Runs on a rank: what the program had set on the model is so again after a step, and an
     abort."""
