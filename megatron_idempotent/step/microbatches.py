@@ -647,12 +647,12 @@ def spec(microbatch: Any, name: str = "") -> Any:
     microbatch.
     """
     if isinstance(microbatch, Pack):
-        return _PACK, microbatch.lengths, microbatch.segments
+        return _MARK, "pack", microbatch.lengths, microbatch.segments
     if isinstance(microbatch, Tensor) and name.startswith("cu_seqlens"):
-        return _BORDERS, microbatch.tolist(), microbatch.dtype
+        return _MARK, "borders", microbatch.tolist(), microbatch.dtype
     if isinstance(microbatch, Tensor):
         lengths = [len(each) for each in microbatch.unbind()] if microbatch.is_nested else None
-        return _TENSOR, tuple(_flat(microbatch).shape), microbatch.dtype, lengths
+        return _MARK, "tensor", tuple(_flat(microbatch).shape), microbatch.dtype, lengths
     if hasattr(microbatch, "keys") and hasattr(microbatch, "items"):  # a TensorDict is no Mapping
         return {name: spec(value, str(name)) for name, value in microbatch.items()}
     if dataclasses.is_dataclass(microbatch) and not isinstance(microbatch, type):
@@ -712,12 +712,8 @@ def told_leaf(leaf: Any) -> str:
 
 def ghost(example: Any, device: Any) -> Any:
     """Make a microbatch of zeros that looks like a peer's `spec`; nothing in it is valid."""
-    if _is_tensor(example):
-        return _zeros(example, device)
-    if _is_marked(example, _PACK):
-        return Pack.laid_out(*example[1:], device=device)
-    if _is_marked(example, _BORDERS):
-        return torch.tensor(example[1], dtype=example[2], device=device)
+    if _is_described(example):
+        return _made(example, device)
     if isinstance(example, Mapping):
         batch = {name: ghost(value, device) for name, value in example.items()}
         if isinstance(batch.get(TOKENS), Tensor) and SAMPLE_MASK not in batch:
@@ -729,29 +725,29 @@ def ghost(example: Any, device: Any) -> Any:
             object.__setattr__(found, field.name, ghost(getattr(found, field.name), device))
         return found
     return _pytree.tree_map(
-        lambda each: _zeros(each, device) if _is_tensor(each) else each,
+        lambda each: _made(each, device) if _is_described(each) else each,
         example,
-        is_leaf=_is_tensor,
+        is_leaf=_is_described,
     )
 
 
-#: Begins the description of a tensor: its shape, type, and the lengths of a nested one's rows. No
-#: class, because plain pickle does not find one that has itself arrived pickled by value.
-_TENSOR = "megatron_idempotent tensor"
-#: Begin the descriptions of a pack, by its lengths and segments, and of borders, by their values.
-_PACK, _BORDERS = "megatron_idempotent pack", "megatron_idempotent borders"
+#: Begins what `spec` puts in the place of a tensor or a pack. No class, because plain pickle does
+#: not find one that has itself arrived pickled by value.
+_MARK = "megatron_idempotent"
 
 
-def _is_tensor(value: Any) -> bool:
-    return type(value) is tuple and len(value) == 4 and value[0] == _TENSOR
+def _is_described(value: Any) -> bool:
+    return type(value) is tuple and value[:1] == (_MARK,)
 
 
-def _is_marked(value: Any, mark: str) -> bool:
-    return type(value) is tuple and len(value) == 3 and value[0] == mark
-
-
-def _zeros(described: tuple[Any, ...], device: Any) -> Tensor:
-    _, shape, dtype, lengths = described
+def _made(described: tuple[Any, ...], device: Any) -> Any:
+    """Return a pack or borders as they were, or zeros of a tensor's shape and type."""
+    match described:
+        case _, "pack", lengths, segments:
+            return Pack.laid_out(lengths, segments, device=device)
+        case _, "borders", ends, dtype:
+            return torch.tensor(ends, dtype=dtype, device=device)
+    _, _, shape, dtype, lengths = described
     values = torch.zeros(shape, dtype=dtype, device=device)
     if lengths is None:
         return values
