@@ -33,7 +33,6 @@ from .lifecycle import (
     NothingValid,
     Options,
     SplitStep,
-    check_made_with,
     skipped_for,
 )
 from .loss import Reported, StepLoss, Totals, Update
@@ -59,21 +58,18 @@ class FSDPBackend:
         shards: Shards,
         optimizer: Any,
         scheduler: Any,
-        forward: Forward,
+        options: Options,
         *,
         clip_grad: float | None,
         grad_scaler: Any,
-        options: Options,
-        undo: bool,
     ) -> None:
         self.shards = shards
         self._model = shards.model
         self.optimizer = optimizer
         self._scheduler = scheduler
-        self._forward = forward
+        self._options = options
         self._clip_grad = clip_grad
         self._scaler = grad_scaler
-        self._keeps_undo = undo
         self._watch = Watch(self._model)
         self._tables = token_table_of(self._model)
         # Those on a device end the process there; a look at them before would wait for it.
@@ -82,8 +78,6 @@ class FSDPBackend:
         self._undo: Restore | None = None
         self._updating = False
         self._released = False
-        self._deadline_s = options.deadline_s
-        self._non_finite = options.non_finite
         self.lowers_scale = grad_scaler is not None and bool(grad_scaler.is_enabled())
         self.must_agree = {
             "clip_grad": clip_grad,
@@ -129,13 +123,13 @@ class FSDPBackend:
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         """Accept any shapes, but known tokens alone, and packs if `forward` knows sequences."""
         packed = any(piece.segments is not None for pieces in lists for piece in pieces)
-        if packed and self._forward is tokens_forward:
+        if packed and self._options.forward is tokens_forward:
             raise ValueError(
                 "microbatch() got packs, and FSDPTrainStep() no forward, without which a model "
                 "would take a pack for one sequence: give it a forward that hands the pack's "
                 "cu_seqlens and position_ids on to the model's attention"
             )
-        if self._forward is tokens_forward:
+        if self._options.forward is tokens_forward:
             check_ids(self._tables, lists, read=self._reads_ids)
 
     def lockstep_group(self) -> tuple[bool, Any]:
@@ -148,12 +142,12 @@ class FSDPBackend:
         self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
     ) -> list[Reported]:
         self._released = self._released or reduce
-        call = FSDPCall(self.shards, self._watch, self._forward, self._scaler)
+        call = FSDPCall(self.shards, self._watch, self._options.forward, self._scaler)
         found = []
         with ExitStack() as stack:
             # Half, so that a rank whose peer has left the model still meets it below.
             stack.enter_context(
-                collective_timeout(self.shards.process_groups(), self._deadline_s / 2)
+                collective_timeout(self.shards.process_groups(), self._options.deadline_s / 2)
             )
             if ghosts:
                 # Buffers and random states stay as if no dummy microbatch had been run.
@@ -169,7 +163,7 @@ class FSDPBackend:
                     break
                 if here is not None:
                     found.append(here)
-        call.settle(self._deadline_s)
+        call.settle(self._options.deadline_s)
         return found
 
     def check_ready(self, increment: int | None) -> None:
@@ -208,7 +202,7 @@ class FSDPBackend:
             grad_norm, skipped = self._clipped()
         if skipped is not None:
             return Update(skipped=skipped, grad_norm=grad_norm)
-        if self._keeps_undo:
+        if self._options.undo:
             self._undo = keep_update([], [self.optimizer])
         self._updating = True
         if self._scaler is None or not math.isfinite(grad_norm or 0.0):
@@ -246,7 +240,7 @@ class FSDPBackend:
                         None,
                         f"gradients overflowed; the loss scale is {now:g} now, not {scale:g}",
                     )
-            skipped = skipped_for(grad_norm, self._non_finite)
+            skipped = skipped_for(grad_norm, self._options.non_finite)
             if skipped is not None:
                 return grad_norm, skipped
         if self._clip_grad is not None:
@@ -375,12 +369,13 @@ class FSDPTrainStep(SplitStep):
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
     ) -> None:
-        check_made_with("FSDPTrainStep", forward, undo=undo)
         self._shards = _checked(model, optimizer)
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
         _check_scheduler(scheduler)
         options = Options(
+            of="FSDPTrainStep",
+            forward=forward,
             deadline_s=deadline_s,
             non_finite=non_finite,
             shared=shared,
@@ -388,16 +383,15 @@ class FSDPTrainStep(SplitStep):
             counts=counts,
             nothing_valid=nothing_valid,
             alignment=alignment,
+            undo=undo,
         )
         backend = FSDPBackend(
             self._shards,
             optimizer,
             scheduler,
-            forward,
+            options,
             clip_grad=clip_grad,
             grad_scaler=grad_scaler,
-            options=options,
-            undo=undo,
         )
         super().__init__(backend, options)
 

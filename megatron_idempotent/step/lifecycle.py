@@ -60,12 +60,17 @@ class Options:
     unknown, `shared` is no collection of names or names tokens or masks, `shape` or `counts` cannot
     be called, `alignment` is no `TokenAlignment`, or `tenant` is no name.
 
-    Example: `Options(deadline_s=20.0, non_finite="refuse", shared=())`.
+    `TypeError` says the same of `forward` and of switches.
+
+    Example: `Options(of="TrainStep", forward=print, deadline_s=20.0, non_finite="refuse")`.
     """
 
+    of: str
+    """The name of the class that is made."""
+    forward: Forward
     deadline_s: float
     non_finite: NonFinite
-    shared: Collection[str]
+    shared: Collection[str] = ()
     """Names in batches that all rows share."""
     shape: Callable[[Any], tuple[int, int]] | None = None
     """A function that returns rows and positions of a ready microbatch; None for `input_ids`'."""
@@ -76,8 +81,19 @@ class Options:
     """Multiples of tokens that packs are padded to; None for those of the model's config."""
     tenant: str | None = None
     """The name of a `TrainStep` beside which others are open over the same modules; else None."""
+    undo: bool = False
+    order_stable: bool = False
 
     def __post_init__(self) -> None:
+        if not callable(self.forward):
+            raise TypeError(
+                f"{self.of}() takes a function of (model, microbatch) as forward, got "
+                f"{self.forward!r}: leave it out for the usual one"
+            )
+        for name in ("undo", "order_stable"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{self.of}() takes True or False as {name}, got {value!r}")
         checked_deadline(self.deadline_s)
         if self.alignment is not None and not isinstance(self.alignment, TokenAlignment):
             raise ValueError(f"alignment takes a TokenAlignment, got {self.alignment!r}")
@@ -104,18 +120,6 @@ class Options:
             raise ValueError(
                 f"shared names {sorted(counted)}, by whose rows a step counts: leave them out"
             )
-
-
-def check_made_with(what: str, forward: Any, **switches: Any) -> None:
-    """Raise `TypeError` unless `forward` can be called, and the other arguments are switches."""
-    if not callable(forward):
-        raise TypeError(
-            f"{what}() takes a function of (model, microbatch) as forward, got {forward!r}: leave "
-            "it out for the usual one"
-        )
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{what}() takes True or False as {name}, got {value!r}")
 
 
 class Backend(Protocol):

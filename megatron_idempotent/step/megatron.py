@@ -48,7 +48,6 @@ from .lifecycle import (
     NothingValid,
     Options,
     SplitStep,
-    check_made_with,
 )
 from .loss import Reported, StepLoss, Totals, Update, needs_weight
 from .megatron_run import CheckedUpdate, forget_inference, run_schedule
@@ -137,27 +136,17 @@ def tables_of(chunks: Sequence[Any]) -> Tables:
 class MegatronBackend:
     """Implements `Backend` on this rank's model chunks, Megatron optimizer and scheduler."""
 
-    def __init__(
-        self,
-        chunks: Any,
-        optimizer: Any,
-        scheduler: Any,
-        forward: Forward,
-        *,
-        options: Options,
-        undo: bool,
-        order_stable: bool,
-    ) -> None:
+    def __init__(self, chunks: Any, optimizer: Any, scheduler: Any, options: Options) -> None:
         self.chunks = checked("TrainStep()", chunks, optimizer)
         refuse_chunks(self.chunks)
         refuse_strangers(self.chunks, optimizer)
         refuse_scheduler(scheduler)
-        if order_stable:
+        if options.order_stable:
             refuse_inexact(self.chunks)
         self.configs = configs_of(self.chunks)
         self.optimizer = optimizer
         self.optimizer_parts = parts(optimizer)
-        self.forward = forward
+        self.forward = options.forward
         self.deadline_s = options.deadline_s
         self.tables = tables_of(self.chunks)
         self.running = False
@@ -172,13 +161,13 @@ class MegatronBackend:
         """True if layers may add losses of their own, such as MoE's."""
         self._context_rank, self._context_ranks = context_parallel_ranks()
         self._meets_replicas = across_replicas(config) is not None
-        self._sums = ExactSums(self.chunks) if order_stable else None
+        self._sums = ExactSums(self.chunks) if options.order_stable else None
         name = options.tenant
         self.tenant = None if name is None else TenantState(name, self.chunks)
         self._scheduler = scheduler
         # Those on a device end the process there; a look at them before would wait for it.
         self._reads_ids = looks()
-        self._step = CheckedUpdate(self.chunks, optimizer, options.non_finite, keeps_undo=undo)
+        self._step = CheckedUpdate(self.chunks, optimizer, options)
         self._shifted: int | None = None
         self._snapshot: MegatronSnapshot | None = None
         self._released = False
@@ -616,8 +605,9 @@ class TrainStep(SplitStep):
         tenant: str | None = None,
         order_stable: bool = False,
     ) -> None:
-        check_made_with("TrainStep", forward, undo=undo, order_stable=order_stable)
         options = Options(
+            of="TrainStep",
+            forward=forward,
             deadline_s=deadline_s,
             non_finite=non_finite,
             shared=shared,
@@ -626,16 +616,10 @@ class TrainStep(SplitStep):
             nothing_valid=nothing_valid,
             alignment=alignment,
             tenant=tenant,
-        )
-        backend = MegatronBackend(
-            model_chunks,
-            optimizer,
-            scheduler,
-            forward,
-            options=options,
             undo=undo,
             order_stable=order_stable,
         )
+        backend = MegatronBackend(model_chunks, optimizer, scheduler, options)
         check_applied("TrainStep()", _NEEDS, backend.chunks)
         super().__init__(backend, options)
         self._chunks = backend.chunks

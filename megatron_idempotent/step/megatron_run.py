@@ -37,7 +37,7 @@ from megatron_idempotent.window.missed_collectives import (
     gathers_by_hooks,
 )
 
-from .lifecycle import NonFinite, skipped_for
+from .lifecycle import Options, skipped_for
 from .loss import Reported, StepLoss, auxiliary_weight, called, has_graph, reported
 from .microbatches import Piece, explained
 from .open_step import LocalFailure
@@ -357,17 +357,14 @@ def _scaling(function: Any) -> Any:
 class CheckedUpdate:
     """Runs an optimizer's `step()`, checks the norm in it, and knows how far it has come."""
 
-    def __init__(
-        self, chunks: Sequence[Any], optimizer: Any, rule: NonFinite, *, keeps_undo: bool
-    ) -> None:
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, options: Options) -> None:
         self.updating = False
         """True once parameters may have been changed."""
         self.undo: Restore | None = None
         """Goes back to before the update; None without a copy, or before it has begun."""
         self._chunks = list(chunks)
         self._optimizer = optimizer
-        self._rule = rule
-        self._keeps_undo = keeps_undo
+        self._options = options
         self._norms: list[Any] = []
 
     def reset(self) -> None:
@@ -423,7 +420,7 @@ class CheckedUpdate:
             if reason is not None:
                 reasons.append(reason)
                 return False
-            if self._keeps_undo:
+            if self._options.undo:
                 inner = [one.optimizer for one in inner_optimizers(optimizer)]
                 self.undo = keep_update(
                     [param for chunk in self._chunks for param in chunk.param_to_bucket_group],
@@ -433,7 +430,7 @@ class CheckedUpdate:
             return begin_update(*args, **kwargs)
 
         replaced = {"step_with_ready_grads": update}
-        if self._rule != "update":
+        if self._options.non_finite != "update":
             replaced["get_grad_norm"] = noting(optimizer.get_grad_norm)
             replaced["clip_grad_norm"] = noting(optimizer.clip_grad_norm)
         try:
@@ -449,7 +446,7 @@ class CheckedUpdate:
         by_group = getattr(self._optimizer, "grad_norms_by_group", None) or {}
         for norm in (*self._norms, *by_group.values()):
             if norm is not None:
-                reason = skipped_for(float(norm), self._rule)
+                reason = skipped_for(float(norm), self._options.non_finite)
                 if reason is not None:
                     return reason
         return None

@@ -239,14 +239,6 @@ READY: Table = {
         r"whose 'sample_mask' has (\d+) entries for (\d+) sequences",
     ),
     "rows of unknown lengths": (_with(attention_mask=None), "not how many are real"),
-    "a mask of other positions": (
-        _with(attention_mask=_ones(4, 31)),
-        r"'attention_mask' of \(4, 31\) for 'input_ids' of \(4, 32\)",
-    ),
-    "a length above the row": (
-        _with(attention_mask=None, lengths=[32, 33, 3, 4]),
-        "row 1 with 'lengths' 33: give an int from 0 to 32",
-    ),
     "a row above the budget": (
         _with(attention_mask=None, lengths=[4, 30, 3, 4]),
         "4 rows, of which sequence 1 has 30 tokens and a bin at most 24",

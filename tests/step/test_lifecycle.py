@@ -134,13 +134,13 @@ def differently(engine: str, options: dict[str, Any]) -> list[tuple[str, str]]:
     sizes = {"micro_batch_size": 1 if odd and bench.replica else 2, "rank_batch_size": 4}
     assert bench.run([batch], **sizes).updated
     ways: dict[str, Any] = {"non_finite": "skip" if odd else "update"}
+    texts = ["non_finite='skip' where rank 0 has 'update'"]
     if engine == "megatron":
         ways["order_stable"] = odd
+        texts.append("order_stable=True where rank 0 has False")
     other = Bench(engine, step=ways, **options)
     error = raised_by(other.run, [batch])
-    found.append((error.failures[1], "non_finite='skip' where rank 0 has 'update'"))
-    found += [(error.failures[1], "order_stable=True where rank 0 has False")] * len(ways)
-    return found[: len(rows) + len(ways)]
+    return [*found, *((error.failures[1], text) for text in texts)]
 
 
 LAYOUTS = {"dp2": ("megatron", {}), "tp2": ("megatron", {"tp": 2}), "fsdp": ("fsdp", {})}
