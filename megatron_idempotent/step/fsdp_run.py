@@ -119,7 +119,11 @@ class Shards:
         not fire there: it makes the same copy-in and collective per group, so the same bits.
         """
         self.model.set_requires_gradient_sync(True)
-        end_backward(self._root)
+        shared = self._root._state_ctx
+        # From torch 2.15 on: whether a caller reduces later, as the beginning of a backward says.
+        if hasattr(shared, "manual_backward_finalization_active"):
+            shared.manual_backward_finalization_active = False
+        self._root._root_post_backward_final_callback()
 
     def multiply(self, factor: float) -> None:
         """Turn the gradients from FSDP2's means over ranks into sums over ranks x factor."""
@@ -144,7 +148,7 @@ class Shards:
             # Whatever the group has noted: an exception may have come between its parameters.
             for param in group.fsdp_params:
                 param.to_sharded()
-            mark_sharded(group)
+            group._sharded_state = _found("_fsdp_param.ShardedState").SHARDED
 
     def drop(self) -> None:
         """Settle, and drop all gradients: a reset leaves those that are accumulated."""
@@ -501,24 +505,10 @@ def groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def mark_sharded(group: Any) -> None:
-    """Note in a group that all of its parameters are sharded."""
-    group._sharded_state = _found("_fsdp_param.ShardedState").SHARDED
-
-
 def accumulate(param: Any, grad: Any) -> None:
     """Set what an FSDPParam has accumulated; from torch 2.15 on its unsharded gradient is that."""
     if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
         param.unsharded_accumulated_grad = grad
-
-
-def end_backward(root: Any) -> None:
-    """Run what FSDP2 runs at the end of a backward on the state of a root, outside of one."""
-    shared = root._state_ctx
-    # From torch 2.15 on: whether a caller reduces later. The beginning of a backward decides it.
-    if hasattr(shared, "manual_backward_finalization_active"):
-        shared.manual_backward_finalization_active = False
-    root._root_post_backward_final_callback()
 
 
 def reset(model: Any) -> None:

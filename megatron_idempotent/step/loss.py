@@ -447,11 +447,6 @@ def as_numbers(rows: Sequence[Row]) -> tuple[dict[str, float], ...]:
     return result
 
 
-def is_extremum(name: str) -> bool:
-    """Return whether a metric is a minimum or maximum by its name."""
-    return "_min" in name or "_max" in name
-
-
 def over_all(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the rows' metrics as one row: minima and maxima by name, everything else summed."""
     found: dict[str, list[float]] = {}
@@ -568,7 +563,7 @@ class Totals:
         return {name: value * self._scale(name) for name, value in self.counts.reported.items()}
 
     def _scale(self, name: str) -> float:
-        if is_extremum(name):
+        if "_min" in name or "_max" in name:
             return 1.0
         kind = self._normalizers.get(name)
         # With nothing valid the sums are sums of nothing.

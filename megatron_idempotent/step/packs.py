@@ -474,7 +474,12 @@ def segments_of(batch: Any) -> Segments | None:
     """
     for value in values_of(batch):
         if isinstance(value, Pack):
-            _check_pack(value, batch)
+            tokens = field_of(batch, TOKENS)
+            if isinstance(tokens, Tensor) and tokens.numel() != value.tokens:
+                raise ValueError(
+                    f"whose Pack has {value.tokens} tokens, and whose {TOKENS!r} has "
+                    f"{tokens.numel()}: give one for each token of the Pack, padding included"
+                )
             return segments_of_pack(value)
         if getattr(value, "cu_seqlens_q", None) is not None:
             padded = getattr(value, "cu_seqlens_q_padded", None)
@@ -489,15 +494,6 @@ def segments_of_pack(pack: Pack) -> Segments:
     """Return the sequences of a pack, which the host knows."""
     starts = itertools.accumulate(pack.segments, initial=0)
     return Segments(starts=tuple(starts)[: len(pack.lengths)], lengths=pack.lengths)
-
-
-def _check_pack(pack: Pack, batch: Any) -> None:
-    tokens = field_of(batch, TOKENS)
-    if isinstance(tokens, Tensor) and tokens.numel() != pack.tokens:
-        raise ValueError(
-            f"whose Pack has {pack.tokens} tokens, and whose {TOKENS!r} has {tokens.numel()}: give "
-            "one for each token of the Pack, padding included"
-        )
 
 
 def _checked(borders: Any, padded: Any, batch: Any) -> Segments:
