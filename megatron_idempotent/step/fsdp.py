@@ -252,7 +252,7 @@ class FSDPBackend:
         self.close()
 
     def close(self) -> None:
-        for restore_sync in self._snapshot[:1]:
+        for restore_sync in self._snapshot[:1]:  # a step that has ended leaves all else
             restore_sync()
         self._snapshot, self._undo, self._updating = [], None, False
         self._watch.remove()

@@ -172,8 +172,12 @@ class MegatronSnapshot:
         scheduler: Any = None,
         *,
         auxiliary: bool = True,
+        hooks: bool = True,
     ) -> None:
-        """Keep with `auxiliary` what layers log, and scale their own losses by, too."""
+        """Keep with `auxiliary` what layers log, and scale their own losses by, too.
+
+        With `hooks` what stands around methods of bucket groups is put back, of patches too.
+        """
         from megatron.core.pipeline_parallel import schedules
 
         from megatron_idempotent.window.accumulation import configs_of
@@ -186,8 +190,9 @@ class MegatronSnapshot:
             keep_tracker(),
             *(keep_functions(config, _ASIDE) for config in configs_of(chunks)),
             keep_functions(schedules, steps),
-            *(keep_functions(group, _OVERRIDDEN) for c in chunks for group in bucket_groups(c)),
         ]
+        groups = [group for chunk in chunks for group in bucket_groups(chunk)] if hooks else []
+        self._parts += [keep_functions(group, _OVERRIDDEN) for group in groups]
         if auxiliary:
             self._parts.append(LogSnapshot().restore)
         for scaler in moe.scalers() if auxiliary else ():

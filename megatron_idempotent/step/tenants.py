@@ -76,7 +76,7 @@ class TenantState:
             yield
             return
         self._leave()  # an exit may have been interrupted
-        self._outside = MegatronSnapshot(self._chunks)
+        self._outside = MegatronSnapshot(self._chunks, hooks=False)
         entered = False
         try:
             self._in_force = True
