@@ -32,7 +32,8 @@ PROVEN = WORK / "proven"
 LAYOUTS = WORK / "layouts"
 #: tests/parity/test_hazards.py is what `prove` does, and that writes down what it found.
 SUITES = (
-    *("tests/patches", "tests/step", "tests/logprobs", "tests/rl/hf", "tests/parity"),
+    *("tests/patches", "tests/window", "tests/step", "tests/logprobs", "tests/rl/hf"),
+    *("tests/parity", "tests/packaging/test_by_value.py"),
     "tests/patching/test_case_files.py",
     "--ignore=tests/parity/test_hazards.py",
     "--ignore-glob=tests/step/test_fsdp*",  # there is no Megatron in it, and `fsdp` runs it

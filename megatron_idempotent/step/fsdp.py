@@ -18,13 +18,13 @@ from megatron_idempotent.window.agreement import DEADLINE_S, collective_timeout
 
 from .fsdp_run import (
     FSDPCall,
-    GradientSnapshot,
-    ScalerSnapshot,
-    SchedulerSnapshot,
     Shards,
-    SyncSnapshot,
     Watch,
     check_internals,
+    keep_gradients,
+    keep_scaler,
+    keep_scheduler,
+    keep_sync,
     token_table_of,
 )
 from .lifecycle import (
@@ -33,19 +33,19 @@ from .lifecycle import (
     NothingValid,
     Options,
     SplitStep,
-    check_made_with,
     skipped_for,
 )
 from .loss import Reported, StepLoss, Totals, Update
 from .microbatches import TOKENS, Batch, Piece, check_ids
 from .packs import NO_ALIGNMENT
 from .snapshot import (
-    GroupSnapshot,
     ModuleSnapshot,
-    StateUndo,
-    TorchSnapshot,
+    Restore,
     evaluating,
     first_not_finite,
+    keep_groups,
+    keep_torch,
+    keep_update,
     size_of,
 )
 
@@ -58,31 +58,26 @@ class FSDPBackend:
         shards: Shards,
         optimizer: Any,
         scheduler: Any,
-        forward: Forward,
+        options: Options,
         *,
         clip_grad: float | None,
         grad_scaler: Any,
-        options: Options,
-        undo: bool,
     ) -> None:
         self.shards = shards
         self._model = shards.model
         self.optimizer = optimizer
         self._scheduler = scheduler
-        self._forward = forward
+        self._options = options
         self._clip_grad = clip_grad
         self._scaler = grad_scaler
-        self._keeps_undo = undo
         self._watch = Watch(self._model)
         self._tables = token_table_of(self._model)
         # Those on a device end the process there; a look at them before would wait for it.
         self._reads_ids = looks()
-        self._snapshot: list[Any] = []
-        self._undo: StateUndo | None = None
+        self._snapshot: list[Restore] = []
+        self._undo: Restore | None = None
         self._updating = False
         self._released = False
-        self._deadline_s = options.deadline_s
-        self._non_finite = options.non_finite
         self.lowers_scale = grad_scaler is not None and bool(grad_scaler.is_enabled())
         self.must_agree = {
             "clip_grad": clip_grad,
@@ -108,15 +103,15 @@ class FSDPBackend:
             )
         self.shards.drop()
         self._snapshot = [
-            ModuleSnapshot([self._model]),
-            TorchSnapshot(),
-            GroupSnapshot(self.optimizer.param_groups),
-            SyncSnapshot(self.shards),
+            keep_sync(self.shards),
+            ModuleSnapshot([self._model]).restore,
+            keep_torch(),
+            keep_groups(self.optimizer.param_groups),
         ]
         if self._scheduler is not None:
-            self._snapshot.append(SchedulerSnapshot(self._scheduler))
+            self._snapshot.append(keep_scheduler(self._scheduler))
         if self._scaler is not None:
-            self._snapshot.append(ScalerSnapshot(self._scaler, self.device))
+            self._snapshot.append(keep_scaler(self._scaler, self.device))
         self._released = False
         self._watch.install()
         self._model.set_is_last_backward(True)
@@ -128,13 +123,13 @@ class FSDPBackend:
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         """Accept any shapes, but known tokens alone, and packs if `forward` knows sequences."""
         packed = any(piece.segments is not None for pieces in lists for piece in pieces)
-        if packed and self._forward is tokens_forward:
+        if packed and self._options.forward is tokens_forward:
             raise ValueError(
                 "microbatch() got packs, and FSDPTrainStep() no forward, without which a model "
                 "would take a pack for one sequence: give it a forward that hands the pack's "
                 "cu_seqlens and position_ids on to the model's attention"
             )
-        if self._forward is tokens_forward:
+        if self._options.forward is tokens_forward:
             check_ids(self._tables, lists, read=self._reads_ids)
 
     def lockstep_group(self) -> tuple[bool, Any]:
@@ -147,16 +142,16 @@ class FSDPBackend:
         self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
     ) -> list[Reported]:
         self._released = self._released or reduce
-        call = FSDPCall(self.shards, self._watch, self._forward, self._scaler)
+        call = FSDPCall(self.shards, self._watch, self._options.forward, self._scaler)
         found = []
         with ExitStack() as stack:
             # Half, so that a rank whose peer has left the model still meets it below.
             stack.enter_context(
-                collective_timeout(self.shards.process_groups(), self._deadline_s / 2)
+                collective_timeout(self.shards.process_groups(), self._options.deadline_s / 2)
             )
             if ghosts:
                 # Buffers and random states stay as if no dummy microbatch had been run.
-                stack.callback(TorchSnapshot().restore)
+                stack.callback(keep_torch())
                 stack.callback(ModuleSnapshot([self._model]).restore_buffers)
             if not self._model.training:  # an evaluation may have left it so
                 self._model.train()
@@ -168,7 +163,7 @@ class FSDPBackend:
                     break
                 if here is not None:
                     found.append(here)
-        call.settle(self._deadline_s)
+        call.settle(self._options.deadline_s)
         return found
 
     def check_ready(self, increment: int | None) -> None:
@@ -207,8 +202,8 @@ class FSDPBackend:
             grad_norm, skipped = self._clipped()
         if skipped is not None:
             return Update(skipped=skipped, grad_norm=grad_norm)
-        if self._keeps_undo:
-            self._undo = StateUndo([], [self.optimizer])
+        if self._options.undo:
+            self._undo = keep_update([], [self.optimizer])
         self._updating = True
         if self._scaler is None or not math.isfinite(grad_norm or 0.0):
             # The scaler has been updated for such gradients already, and would unscale them again.
@@ -245,7 +240,7 @@ class FSDPBackend:
                         None,
                         f"gradients overflowed; the loss scale is {now:g} now, not {scale:g}",
                     )
-            skipped = skipped_for(grad_norm, self._non_finite)
+            skipped = skipped_for(grad_norm, self._options.non_finite)
             if skipped is not None:
                 return grad_norm, skipped
         if self._clip_grad is not None:
@@ -257,9 +252,8 @@ class FSDPBackend:
         self.close()
 
     def close(self) -> None:
-        for part in self._snapshot:
-            if isinstance(part, SyncSnapshot):
-                part.restore()
+        for restore_sync in self._snapshot[:1]:  # a step that has ended leaves all else
+            restore_sync()
         self._snapshot, self._undo, self._updating = [], None, False
         self._watch.remove()
 
@@ -268,9 +262,9 @@ class FSDPBackend:
             return  # another step is open for the model, and this one never was
         self.shards.drop()
         if self._undo is not None:
-            self._undo.restore()
-        for part in self._snapshot:
-            part.restore()
+            self._undo()
+        for restore in self._snapshot:
+            restore()
         self.close()
 
 
@@ -375,12 +369,13 @@ class FSDPTrainStep(SplitStep):
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
     ) -> None:
-        check_made_with("FSDPTrainStep", forward, undo=undo)
         self._shards = _checked(model, optimizer)
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
         _check_scheduler(scheduler)
         options = Options(
+            of="FSDPTrainStep",
+            forward=forward,
             deadline_s=deadline_s,
             non_finite=non_finite,
             shared=shared,
@@ -388,16 +383,15 @@ class FSDPTrainStep(SplitStep):
             counts=counts,
             nothing_valid=nothing_valid,
             alignment=alignment,
+            undo=undo,
         )
         backend = FSDPBackend(
             self._shards,
             optimizer,
             scheduler,
-            forward,
+            options,
             clip_grad=clip_grad,
             grad_scaler=grad_scaler,
-            options=options,
-            undo=undo,
         )
         super().__init__(backend, options)
 
@@ -415,7 +409,7 @@ class FSDPTrainStep(SplitStep):
                 weights = {n: p.full_tensor() for n, p in model.named_parameters()}
         """
         model = self._shards.model
-        gradients = GradientSnapshot(self._shards)
+        restore_gradients = keep_gradients(self._shards)
         self._shards.reshard()
         try:
             with evaluating([model]):
@@ -423,7 +417,7 @@ class FSDPTrainStep(SplitStep):
         finally:
             # Forwards leave modules unsharded, which an update would make stale.
             self._shards.settle()
-            gradients.restore()
+            restore_gradients()
 
 
 def _check_scheduler(scheduler: Any) -> None:

@@ -43,6 +43,7 @@ from megatron_idempotent.window.agreement import (
 from .lifecycle import Forward
 from .loss import Reported, StepLoss, called, has_graph, reported
 from .microbatches import Batch, Piece, Tables, explained, ghost, spec
+from .snapshot import Restore
 
 
 class Shards:
@@ -118,7 +119,11 @@ class Shards:
         not fire there: it makes the same copy-in and collective per group, so the same bits.
         """
         self.model.set_requires_gradient_sync(True)
-        end_backward(self._root)
+        shared = self._root._state_ctx
+        # From torch 2.15 on: whether a caller reduces later, as the beginning of a backward says.
+        if hasattr(shared, "manual_backward_finalization_active"):
+            shared.manual_backward_finalization_active = False
+        self._root._root_post_backward_final_callback()
 
     def multiply(self, factor: float) -> None:
         """Turn the gradients from FSDP2's means over ranks into sums over ranks x factor."""
@@ -143,7 +148,7 @@ class Shards:
             # Whatever the group has noted: an exception may have come between its parameters.
             for param in group.fsdp_params:
                 param.to_sharded()
-            mark_sharded(group)
+            group._sharded_state = _found("_fsdp_param.ShardedState").SHARDED
 
     def drop(self) -> None:
         """Settle, and drop all gradients: a reset leaves those that are accumulated."""
@@ -167,65 +172,57 @@ def token_table_of(model: nn.Module) -> Tables:
     return Tables(max(sizes, default=None), None)
 
 
-class GradientSnapshot:
-    """Keeps gradients, by reference: a reset of FSDP2 may drop them, from torch 2.15 on all."""
+def keep_gradients(shards: Shards) -> Restore:
+    """Keep gradients, by reference: a reset of FSDP2 may drop them, from torch 2.15 on all.
 
-    def __init__(self, shards: Shards) -> None:
-        params = [param for group in shards._groups for param in group.fsdp_params]
-        self._accumulated = [(param, param.unsharded_accumulated_grad) for param in params]
-        held = ((param.sharded_param, getattr(param, "_unsharded_param", None)) for param in params)
-        self._held = [(each, each.grad) for pair in held for each in pair if each is not None]
+    Those that have come since are dropped.
+    """
+    params = [param for group in shards._groups for param in group.fsdp_params]
+    accumulated = [(param, param.unsharded_accumulated_grad) for param in params]
+    both = ((param.sharded_param, getattr(param, "_unsharded_param", None)) for param in params)
+    held = [(each, each.grad) for pair in both for each in pair if each is not None]
 
-    def restore(self) -> None:
-        """Put the gradients back; those that have come since are dropped."""
-        for param, accumulated in self._accumulated:
-            accumulate(param, accumulated)
-        for parameter, grad in self._held:
+    def restore() -> None:
+        for param, grad in accumulated:
+            accumulate(param, grad)
+        for parameter, grad in held:
             parameter.grad = grad
 
+    return restore
 
-class SyncSnapshot:
-    """Keeps whether each group's gradients are reduced, and whether a backward is the last."""
 
-    def __init__(self, shards: Shards) -> None:
-        self._groups = [(g, g.reduce_grads, g.all_reduce_grads) for g in shards._groups]
-        self._context = shards._root._state_ctx
-        self._last = self._context.is_last_backward
+def keep_sync(shards: Shards) -> Restore:
+    """Keep whether each group's gradients are reduced, and whether a backward is the last."""
+    groups = [(g, g.reduce_grads, g.all_reduce_grads) for g in shards._groups]
+    context = shards._root._state_ctx
+    last = context.is_last_backward
 
-    def restore(self) -> None:
-        """Put it back; may be called again."""
-        for group, reduce, all_reduce in self._groups:
+    def restore() -> None:
+        for group, reduce, all_reduce in groups:
             group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
-        self._context.is_last_backward = self._last
+        context.is_last_backward = last
+
+    return restore
 
 
-class SchedulerSnapshot:
-    """Keeps the state of a learning-rate schedule, and of the schedules that it is made of."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-        self._state = copy.deepcopy(scheduler.state_dict())
-
-    def restore(self) -> None:
-        """Put it back; may be called again."""
-        self._scheduler.load_state_dict(copy.deepcopy(self._state))
+def keep_scheduler(scheduler: Any) -> Restore:
+    """Keep the state of a learning-rate schedule, and of the schedules that it is made of."""
+    state = copy.deepcopy(scheduler.state_dict())
+    return lambda: scheduler.load_state_dict(copy.deepcopy(state))
 
 
-class ScalerSnapshot:
-    """Keeps the state of a `torch.amp.GradScaler` that has not looked at gradients yet."""
+def keep_scaler(scaler: Any, device: Any) -> Restore:
+    """Keep the state of a `torch.amp.GradScaler` that has not looked at gradients yet."""
+    state = scaler.state_dict()
 
-    def __init__(self, scaler: Any, device: Any) -> None:
-        self._scaler = scaler
-        self._state = scaler.state_dict()
-        self._device = device
-
-    def restore(self) -> None:
-        """Put it back; may be called again."""
-        if self._state:  # it has none where it is not enabled
+    def restore() -> None:
+        if state:  # it has none where it is not enabled
             # Only update() forgets what gradients were looked at, and only after a first scale().
-            self._scaler.scale(torch.zeros((), device=self._device))
-            self._scaler.update(self._state["scale"])
-            self._scaler.load_state_dict(self._state)
+            scaler.scale(torch.zeros((), device=device))
+            scaler.update(state["scale"])
+            scaler.load_state_dict(state)
+
+    return restore
 
 
 # Where the graphs of some tensors end, and gradients of zero for them.
@@ -508,24 +505,10 @@ def groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def mark_sharded(group: Any) -> None:
-    """Note in a group that all of its parameters are sharded."""
-    group._sharded_state = _found("_fsdp_param.ShardedState").SHARDED
-
-
 def accumulate(param: Any, grad: Any) -> None:
     """Set what an FSDPParam has accumulated; from torch 2.15 on its unsharded gradient is that."""
     if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
         param.unsharded_accumulated_grad = grad
-
-
-def end_backward(root: Any) -> None:
-    """Run what FSDP2 runs at the end of a backward on the state of a root, outside of one."""
-    shared = root._state_ctx
-    # From torch 2.15 on: whether a caller reduces later. The beginning of a backward decides it.
-    if hasattr(shared, "manual_backward_finalization_active"):
-        shared.manual_backward_finalization_active = False
-    root._root_post_backward_final_callback()
 
 
 def reset(model: Any) -> None:

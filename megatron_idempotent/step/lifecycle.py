@@ -33,6 +33,7 @@ from .loss import (
     check_begin,
     check_divisor,
     check_size,
+    is_number,
 )
 from .microbatches import SAMPLE_MASK, TOKEN_MASK, TOKENS, Batch, Piece
 from .open_step import OpenStep
@@ -59,12 +60,17 @@ class Options:
     unknown, `shared` is no collection of names or names tokens or masks, `shape` or `counts` cannot
     be called, `alignment` is no `TokenAlignment`, or `tenant` is no name.
 
-    Example: `Options(deadline_s=20.0, non_finite="refuse", shared=())`.
+    `TypeError` says the same of `forward` and of switches.
+
+    Example: `Options(of="TrainStep", forward=print, deadline_s=20.0, non_finite="refuse")`.
     """
 
+    of: str
+    """The name of the class that is made."""
+    forward: Forward
     deadline_s: float
     non_finite: NonFinite
-    shared: Collection[str]
+    shared: Collection[str] = ()
     """Names in batches that all rows share."""
     shape: Callable[[Any], tuple[int, int]] | None = None
     """A function that returns rows and positions of a ready microbatch; None for `input_ids`'."""
@@ -75,8 +81,19 @@ class Options:
     """Multiples of tokens that packs are padded to; None for those of the model's config."""
     tenant: str | None = None
     """The name of a `TrainStep` beside which others are open over the same modules; else None."""
+    undo: bool = False
+    order_stable: bool = False
 
     def __post_init__(self) -> None:
+        if not callable(self.forward):
+            raise TypeError(
+                f"{self.of}() takes a function of (model, microbatch) as forward, got "
+                f"{self.forward!r}: leave it out for the usual one"
+            )
+        for name in ("undo", "order_stable"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{self.of}() takes True or False as {name}, got {value!r}")
         checked_deadline(self.deadline_s)
         if self.alignment is not None and not isinstance(self.alignment, TokenAlignment):
             raise ValueError(f"alignment takes a TokenAlignment, got {self.alignment!r}")
@@ -103,18 +120,6 @@ class Options:
             raise ValueError(
                 f"shared names {sorted(counted)}, by whose rows a step counts: leave them out"
             )
-
-
-def check_made_with(what: str, forward: Any, **switches: Any) -> None:
-    """Raise `TypeError` unless `forward` can be called, and the other arguments are switches."""
-    if not callable(forward):
-        raise TypeError(
-            f"{what}() takes a function of (model, microbatch) as forward, got {forward!r}: leave "
-            "it out for the usual one"
-        )
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{what}() takes True or False as {name}, got {value!r}")
 
 
 class Backend(Protocol):
@@ -502,7 +507,8 @@ class SplitStep:
         step = self._current(step_id, "finish")
         check_size("finish", "global_batch_size", global_batch_size)
         check_divisor("finish", divisor)
-        _check_lr(lr)
+        if lr is not None and (not is_number(lr) or not (0 <= lr < math.inf)):
+            raise ValueError(f"finish() takes a finite number from 0 on as lr, got {lr!r}")
         increment = _given(step, "global_batch_size", global_batch_size)
         divisor = _given(step, "divisor", divisor)
         if not step.committed:
@@ -613,15 +619,6 @@ def _no_way_back(step_id: str, what: str) -> RuntimeError:
     return RuntimeError(
         f"{what}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
     )
-
-
-def _check_lr(lr: Any) -> None:
-    """Raise `ValueError` unless the learning rate is None or a finite number from 0 on."""
-    if lr is None:
-        return
-    number = isinstance(lr, (int, float)) and not isinstance(lr, bool)
-    if not number or not (0 <= lr < math.inf):
-        raise ValueError(f"finish() takes a finite number from 0 on as lr, got {lr!r}")
 
 
 def skipped_for(grad_norm: float, rule: NonFinite) -> str | None:

@@ -170,50 +170,47 @@ def returned_by(loss: StepLoss) -> Returned:
 
 def check_loss(loss: Any) -> None:
     """Raise `ValueError` unless a step can be begun with the loss."""
+    told = _wrong_with(loss)
+    if told is not None:
+        raise ValueError(f"begin() got {told}")
+
+
+def _wrong_with(loss: Any) -> str | None:
     kinds, normalizers = get_args(Kind), get_args(Normalizer)
     if isinstance(loss, type):
-        raise ValueError(
-            f"begin() got the class {loss.__name__} as loss, of which a call makes an object and "
-            f"no loss: pass an object of it, {loss.__name__}(…)"
+        return (
+            f"the class {loss.__name__} as loss, of which a call makes an object and no loss: pass "
+            f"an object of it, {loss.__name__}(…)"
         )
     if not callable(loss) or getattr(loss, "kind", None) not in kinds:
-        raise ValueError(
-            f"begin() got {loss!r} as loss, with kind {getattr(loss, 'kind', None)!r}: pass a "
-            f"callable object whose `kind` is one of {', '.join(kinds)}"
+        return (
+            f"{loss!r} as loss, with kind {getattr(loss, 'kind', None)!r}: pass a callable object "
+            f"whose `kind` is one of {', '.join(kinds)}"
         )
     if returned_by(loss) not in get_args(Returned):
-        raise ValueError(
-            f"begin() got a loss with context_parallel {returned_by(loss)!r}: give it one of "
-            f"{', '.join(map(repr, get_args(Returned)))}"
-        )
+        known = ", ".join(map(repr, get_args(Returned)))
+        return f"a loss with context_parallel {returned_by(loss)!r}: give it one of {known}"
     named = getattr(loss, "normalizers", None)
     if not isinstance(named, Mapping):
-        raise ValueError(
-            f"begin() got a loss whose `normalizers` is {named!r}: give it a mapping from names of "
-            f"metrics to one of {', '.join(normalizers)}; empty where all use the gradient's"
+        return (
+            f"a loss whose `normalizers` is {named!r}: give it a mapping from names of metrics to "
+            f"one of {', '.join(normalizers)}; empty where all use the gradient's"
         )
-    wrong = {
-        name: value
-        for name, value in named.items()
-        if not isinstance(name, str) or value not in normalizers
-    }
+    wrong = {n: v for n, v in named.items() if not isinstance(n, str) or v not in normalizers}
     if wrong:
-        raise ValueError(
-            f"begin() got a loss with normalizers {wrong!r}: give names of metrics one of "
-            f"{', '.join(normalizers)}"
-        )
+        known = ", ".join(normalizers)
+        return f"a loss with normalizers {wrong!r}: give names of metrics one of {known}"
     outputs = getattr(loss, "outputs", ())
     if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
-        raise ValueError(
-            f"begin() got a loss whose `outputs` is {outputs!r}: give it a tuple of names"
-        )
+        return f"a loss whose `outputs` is {outputs!r}: give it a tuple of names"
     weight = getattr(loss, "auxiliary_weight", None)
     number = isinstance(weight, (int, float)) and math.isfinite(weight)
     if weight is not None and not number and not callable(weight):
-        raise ValueError(
-            f"begin() got a loss whose `auxiliary_weight` is {weight!r}: give it a finite number, "
-            "or a function of a microbatch that returns one"
+        return (
+            f"a loss whose `auxiliary_weight` is {weight!r}: give it a finite number, or a "
+            "function of a microbatch that returns one"
         )
+    return None
 
 
 def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
@@ -254,6 +251,11 @@ def auxiliary_weight(loss: StepLoss, piece: Piece, number: int) -> float:
     return float(number if loss.kind == "token" else piece.sequences)
 
 
+def is_number(value: Any) -> bool:
+    """Return whether the value is an int or a float, which a bool is not here."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def check_size(what: str, name: str, value: Any) -> None:
     """Raise `ValueError` unless the value is None or a positive integer."""
     if value is not None and (type(value) is not int or value < 1):
@@ -264,8 +266,7 @@ def check_divisor(what: str, divisor: Any) -> None:
     """Raise `ValueError` unless the divisor is None, a positive number or a function."""
     if divisor is None or callable(divisor):
         return
-    number = isinstance(divisor, (int, float)) and not isinstance(divisor, bool)
-    if not number or not (0 < divisor < math.inf):
+    if not is_number(divisor) or not (0 < divisor < math.inf):
         raise ValueError(
             f"{what}() got divisor={divisor!r}: give a positive number, or a function of "
             "StepCounts that returns one"
@@ -281,8 +282,7 @@ def divided_by(divisor: Callable[[StepCounts], float], counts: StepCounts) -> fl
     found = divisor(counts)
     if isinstance(found, torch.Tensor) and found.numel() == 1:
         found = found.item()
-    number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    if not number or not (0 <= found < math.inf):
+    if not is_number(found) or not (0 <= found < math.inf):
         raise ValueError(
             f"divisor({counts}) returned {found!r}: return a finite number from 0 on, the same on "
             "all ranks"
@@ -447,11 +447,6 @@ def as_numbers(rows: Sequence[Row]) -> tuple[dict[str, float], ...]:
     return result
 
 
-def is_extremum(name: str) -> bool:
-    """Return whether a metric is a minimum or maximum by its name."""
-    return "_min" in name or "_max" in name
-
-
 def over_all(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the rows' metrics as one row: minima and maxima by name, everything else summed."""
     found: dict[str, list[float]] = {}
@@ -568,7 +563,7 @@ class Totals:
         return {name: value * self._scale(name) for name, value in self.counts.reported.items()}
 
     def _scale(self, name: str) -> float:
-        if is_extremum(name):
+        if "_min" in name or "_max" in name:
             return 1.0
         kind = self._normalizers.get(name)
         # With nothing valid the sums are sums of nothing.

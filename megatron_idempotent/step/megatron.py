@@ -38,7 +38,7 @@ from megatron_idempotent.window.agreement import (
     poison,
     shared_group,
 )
-from megatron_idempotent.window.guard_layers import across_replicas
+from megatron_idempotent.window.guard import across_replicas
 from megatron_idempotent.window.missed_collectives import gather_params
 
 from .exact_sums import ExactSums
@@ -48,7 +48,6 @@ from .lifecycle import (
     NothingValid,
     Options,
     SplitStep,
-    check_made_with,
 )
 from .loss import Reported, StepLoss, Totals, Update, needs_weight
 from .megatron_run import CheckedUpdate, forget_inference, run_schedule
@@ -137,27 +136,17 @@ def tables_of(chunks: Sequence[Any]) -> Tables:
 class MegatronBackend:
     """Implements `Backend` on this rank's model chunks, Megatron optimizer and scheduler."""
 
-    def __init__(
-        self,
-        chunks: Any,
-        optimizer: Any,
-        scheduler: Any,
-        forward: Forward,
-        *,
-        options: Options,
-        undo: bool,
-        order_stable: bool,
-    ) -> None:
+    def __init__(self, chunks: Any, optimizer: Any, scheduler: Any, options: Options) -> None:
         self.chunks = checked("TrainStep()", chunks, optimizer)
         refuse_chunks(self.chunks)
         refuse_strangers(self.chunks, optimizer)
         refuse_scheduler(scheduler)
-        if order_stable:
+        if options.order_stable:
             refuse_inexact(self.chunks)
         self.configs = configs_of(self.chunks)
         self.optimizer = optimizer
         self.optimizer_parts = parts(optimizer)
-        self.forward = forward
+        self.forward = options.forward
         self.deadline_s = options.deadline_s
         self.tables = tables_of(self.chunks)
         self.running = False
@@ -172,17 +161,17 @@ class MegatronBackend:
         """True if layers may add losses of their own, such as MoE's."""
         self._context_rank, self._context_ranks = context_parallel_ranks()
         self._meets_replicas = across_replicas(config) is not None
-        self._sums = ExactSums(self.chunks) if order_stable else None
+        self._sums = ExactSums(self.chunks) if options.order_stable else None
         name = options.tenant
         self.tenant = None if name is None else TenantState(name, self.chunks)
         self._scheduler = scheduler
         # Those on a device end the process there; a look at them before would wait for it.
         self._reads_ids = looks()
-        self._step = CheckedUpdate(self.chunks, optimizer, options.non_finite, keeps_undo=undo)
+        self._step = CheckedUpdate(self.chunks, optimizer, options)
         self._shifted: int | None = None
         self._snapshot: MegatronSnapshot | None = None
         self._released = False
-        self._window = _Window(self, name)
+        self._window = _StepWindow(self, name)
         self._parameter = next(self.chunks[0].parameters())
         self.replica = int(parallel_state.get_data_parallel_rank())
         self.replicas = int(parallel_state.get_data_parallel_world_size())
@@ -237,8 +226,8 @@ class MegatronBackend:
                 "For adapters give each a DDP and a TrainStep(…, tenant=…) of its own"
             )
         # A new one each time: an interrupted call may have left the last one marked as running.
-        self._window = _Window(self, self._window.tenant)
-        windows = [each for each in open_windows if isinstance(each, _Window)]
+        self._window = _StepWindow(self, self._window.tenant)
+        windows = [each for each in open_windows if isinstance(each, _StepWindow)]
         if windows:
             check_neighbours(self._window.tenant, self.chunks, windows)
         if self.tenant is not None:
@@ -466,7 +455,7 @@ class MegatronBackend:
             drop_collectives(self.chunks)
             abort_window(self.chunks, self.optimizer)
         if self._step.undo is not None:
-            self._step.undo.restore()
+            self._step.undo()
         snapshot.restore()
         if logs is not None:
             logs.restore()
@@ -513,7 +502,7 @@ def _check_positions(lists: Sequence[Sequence[Piece]], config: Any, size: int) -
                 )
 
 
-class _Window:
+class _StepWindow:
     """Refuses other training on the chunks of an open step; patched schedules call it first.
 
     See `megatron/schedules.py`.
@@ -616,8 +605,9 @@ class TrainStep(SplitStep):
         tenant: str | None = None,
         order_stable: bool = False,
     ) -> None:
-        check_made_with("TrainStep", forward, undo=undo, order_stable=order_stable)
         options = Options(
+            of="TrainStep",
+            forward=forward,
             deadline_s=deadline_s,
             non_finite=non_finite,
             shared=shared,
@@ -626,17 +616,11 @@ class TrainStep(SplitStep):
             nothing_valid=nothing_valid,
             alignment=alignment,
             tenant=tenant,
-        )
-        backend = MegatronBackend(
-            model_chunks,
-            optimizer,
-            scheduler,
-            forward,
-            options=options,
             undo=undo,
             order_stable=order_stable,
         )
-        check_patches(backend.chunks)
+        backend = MegatronBackend(model_chunks, optimizer, scheduler, options)
+        check_applied("TrainStep()", _NEEDS, backend.chunks)
         super().__init__(backend, options)
         self._chunks = backend.chunks
         self._in_force = backend.in_force
@@ -664,22 +648,26 @@ def refuse_chunks(chunks: Sequence[Any]) -> None:
     """Raise `ValueError` for options of Megatron with which gradients would be wrong or missing."""
     for chunk in chunks:
         config = get_model_config(chunk)
-        if getattr(config, "overlap_moe_expert_parallel_comm", False):
-            raise ValueError(
-                "TrainStep() got overlap_moe_expert_parallel_comm=True, whose schedule runs two "
-                "microbatches in one and cannot be taken apart: set it to False"
-            )
         shards = getattr(config, "gtp_weight_remat_size", None) or 1
-        if shards > 1:
-            raise ValueError(
-                f"TrainStep() got gtp_weight_remat_size={shards}, whose ranks share weights and "
-                "not batches, so that they are neither one replica nor several: set it to 1"
-            )
-        if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            raise ValueError(
-                "TrainStep() got reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of "
-                "parameters would overwrite the gradients of an open step: set it to False"
-            )
+        for wrong, told in (
+            (
+                getattr(config, "overlap_moe_expert_parallel_comm", False),
+                "overlap_moe_expert_parallel_comm=True, whose schedule runs two microbatches in "
+                "one and cannot be taken apart: set it to False",
+            ),
+            (
+                shards > 1,
+                f"gtp_weight_remat_size={shards}, whose ranks share weights and not batches, so "
+                "that they are neither one replica nor several: set it to 1",
+            ),
+            (
+                getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False),
+                "reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of parameters would "
+                "overwrite the gradients of an open step: set it to False",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"TrainStep() got {told}")
 
 
 def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
@@ -723,26 +711,28 @@ def refuse_scheduler(scheduler: Any) -> None:
 
 def refuse_inexact(chunks: Sequence[Any]) -> None:
     """Raise `ValueError` for options with which `ExactSums` cannot take or keep all gradients."""
-    for chunk in chunks:
-        config = get_model_config(chunk)
-        for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute"):
-            if getattr(config, name, False):
-                raise ValueError(
-                    f"TrainStep(order_stable=True) got {name}=True, which computes gradients after "
-                    "the backward in which they are taken: set it to False"
-                )
-        if config.fp16:
-            raise ValueError(
-                "TrainStep(order_stable=True) got fp16=True, whose loss scale changes what a "
-                "gradient is rounded to: train in bf16, or leave order_stable out"
-            )
-        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-        if not config.calculate_per_token_loss and ranks & (ranks - 1):
-            raise ValueError(
-                f"TrainStep(order_stable=True) got {ranks} ranks over which DDP averages, which "
-                "rounds unless they are a power of two: set calculate_per_token_loss=True, so that "
-                "it sums"
-            )
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    late = "which computes gradients after the backward in which they are taken: set it to False"
+    for config in configs_of(chunks):
+        averages = not config.calculate_per_token_loss and ranks & (ranks - 1)
+        for wrong, told in (
+            *(
+                (getattr(config, name, False), f"{name}=True, {late}")
+                for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute")
+            ),
+            (
+                config.fp16,
+                "fp16=True, whose loss scale changes what a gradient is rounded to: train in bf16, "
+                "or leave order_stable out",
+            ),
+            (
+                averages,
+                f"{ranks} ranks over which DDP averages, which rounds unless they are a power of "
+                "two: set calculate_per_token_loss=True, so that it sums",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"TrainStep(order_stable=True) got {told}")
 
 
 def _set(name: str) -> Callable[[Any], bool]:
@@ -806,12 +796,3 @@ _NEEDS = (
         _shares_sequences_per_token,
     ),
 )
-
-
-def check_patches(chunks: Sequence[Any]) -> None:
-    """Raise unless the patches that a step on these chunks needs are applied.
-
-    Raises:
-        RuntimeError: names each that is not, why it is not, and what is lost without it.
-    """
-    check_applied("TrainStep()", _NEEDS, chunks)

@@ -37,11 +37,11 @@ from megatron_idempotent.window.missed_collectives import (
     gathers_by_hooks,
 )
 
-from .lifecycle import NonFinite, skipped_for
+from .lifecycle import Options, skipped_for
 from .loss import Reported, StepLoss, auxiliary_weight, called, has_graph, reported
 from .microbatches import Piece, explained
 from .open_step import LocalFailure
-from .snapshot import MegatronSnapshot, StateUndo, undo_of
+from .snapshot import MegatronSnapshot, Restore, inner_optimizers, keep_update
 
 if TYPE_CHECKING:
     from .megatron import MegatronBackend
@@ -92,7 +92,7 @@ def run_schedule(
     with ExitStack() as stack:
         if ghosts:
             # Routing counts and logs of microbatches that nobody has are not kept.
-            kept = MegatronSnapshot(backend.chunks, None, None, auxiliary=backend.has_auxiliary)
+            kept = MegatronSnapshot(backend.chunks, auxiliary=backend.has_auxiliary)
             stack.callback(kept.restore)
         _hold(backend, stack, reduce)
         weight = weights.pop() if even else now.weight
@@ -357,17 +357,14 @@ def _scaling(function: Any) -> Any:
 class CheckedUpdate:
     """Runs an optimizer's `step()`, checks the norm in it, and knows how far it has come."""
 
-    def __init__(
-        self, chunks: Sequence[Any], optimizer: Any, rule: NonFinite, *, keeps_undo: bool
-    ) -> None:
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, options: Options) -> None:
         self.updating = False
         """True once parameters may have been changed."""
-        self.undo: StateUndo | None = None
-        """The state to go back to, once parameters may have been changed; None without a copy."""
+        self.undo: Restore | None = None
+        """Goes back to before the update; None without a copy, or before it has begun."""
         self._chunks = list(chunks)
         self._optimizer = optimizer
-        self._rule = rule
-        self._keeps_undo = keeps_undo
+        self._options = options
         self._norms: list[Any] = []
 
     def reset(self) -> None:
@@ -423,13 +420,17 @@ class CheckedUpdate:
             if reason is not None:
                 reasons.append(reason)
                 return False
-            if self._keeps_undo:
-                self.undo = undo_of(self._chunks, optimizer)
+            if self._options.undo:
+                inner = [one.optimizer for one in inner_optimizers(optimizer)]
+                self.undo = keep_update(
+                    [param for chunk in self._chunks for param in chunk.param_to_bucket_group],
+                    [one for one in inner if one is not None],
+                )
             self.updating = True
             return begin_update(*args, **kwargs)
 
         replaced = {"step_with_ready_grads": update}
-        if self._rule != "update":
+        if self._options.non_finite != "update":
             replaced["get_grad_norm"] = noting(optimizer.get_grad_norm)
             replaced["clip_grad_norm"] = noting(optimizer.clip_grad_norm)
         try:
@@ -445,14 +446,13 @@ class CheckedUpdate:
         by_group = getattr(self._optimizer, "grad_norms_by_group", None) or {}
         for norm in (*self._norms, *by_group.values()):
             if norm is not None:
-                reason = skipped_for(float(norm), self._rule)
+                reason = skipped_for(float(norm), self._options.non_finite)
                 if reason is not None:
                     return reason
         return None
 
     def _scalers(self) -> list[Any]:
-        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        scalers = [getattr(part, "grad_scaler", None) for part in parts]
+        scalers = [getattr(one, "grad_scaler", None) for one in inner_optimizers(self._optimizer)]
         return [scaler for scaler in scalers if scaler is not None]
 
 

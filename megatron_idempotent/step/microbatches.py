@@ -20,7 +20,7 @@ from torch.utils import _pytree
 from megatron_idempotent.fp8.packing import Pack
 from megatron_idempotent.megatron.replica_check import checksum
 
-from .loss import needs_groups
+from .loss import is_number, needs_groups
 
 if TYPE_CHECKING:
     from .lifecycle import Options
@@ -186,8 +186,8 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
             "the first dimension of every tensor is the rows. Name one that all rows share in "
             "shared=(…) when you make the step"
         )
-    _refuse_packs(batch)
-    _refuse_rowless(batch, rows, shared)
+    for name, value in batch.items():
+        _refuse_rowless(name, value, rows, name in shared)
     for name, dims in ((SAMPLE_MASK, 1), (TOKEN_MASK, 2)):
         mask = batch.get(name)
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != dims):
@@ -210,25 +210,19 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
     return rows
 
 
-def _refuse_packs(batch: Batch) -> None:
-    for name, value in batch.items():
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, Pack):
-                raise ValueError(
-                    f"microbatch() got {name!r} with a Pack of {len(each.lengths)} sequences and "
-                    f"{sum(each.lengths)} tokens, which would count as one sequence of "
-                    f"{each.tokens} tokens, and cannot be cut into rows: send a list of packs as "
-                    "microbatches=[…], or one sequence a row"
-                )
-
-
-def _refuse_rowless(batch: Batch, rows: int, shared: Collection[str]) -> None:
-    for name, value in batch.items():
-        if name in shared or isinstance(value, (Tensor, *_SCALARS)):
-            continue
-        per_row = isinstance(value, (list, tuple))
-        if per_row and len(value) == rows:
-            continue
+def _refuse_rowless(name: str, value: Any, rows: int, shared: bool) -> None:
+    """Raise `ValueError` for a value with a pack, or with another number of items than rows."""
+    per_row = isinstance(value, (list, tuple))
+    for each in value if per_row else (value,):
+        if isinstance(each, Pack):
+            raise ValueError(
+                f"microbatch() got {name!r} with a Pack of {len(each.lengths)} sequences and "
+                f"{sum(each.lengths)} tokens, which would count as one sequence of {each.tokens} "
+                "tokens, and cannot be cut into rows: send a list of packs as microbatches=[…], or "
+                "one sequence a row"
+            )
+    fits = shared or isinstance(value, (Tensor, *_SCALARS)) or (per_row and len(value) == rows)
+    if not fits:
         told = f"a {type(value).__name__}{f' of {len(value)} items' if per_row else ''}"
         raise ValueError(
             f"microbatch() got {name!r}, {told}, for {rows} rows of {TOKENS!r}: give a tensor, "
@@ -366,7 +360,7 @@ def _given(counts: Any) -> Tensor:
             return torch.where((found >= 0) & (found <= _MOST), found, math.nan)
         counts = found.tolist()
     pair = isinstance(counts, (tuple, list)) and len(counts) == 2
-    if not pair or not all(_is_count(each) for each in counts):
+    if not pair or not all(is_number(each) and 0 <= each <= _MOST for each in counts):
         raise ValueError(
             f"whose counts are {counts!r}: give (valid sequences, valid tokens), two numbers from "
             f"0 to {_MOST:g}"
@@ -376,11 +370,6 @@ def _given(counts: Any) -> Tensor:
 
 # Above it float64 leaves numbers out, so that it is no count.
 _MOST = 2.0**53
-
-
-def _is_count(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 <= value <= _MOST
 
 
 def is_packed(batch: Any) -> bool:
@@ -658,12 +647,12 @@ def spec(microbatch: Any, name: str = "") -> Any:
     microbatch.
     """
     if isinstance(microbatch, Pack):
-        return _PACK, microbatch.lengths, microbatch.segments
+        return _MARK, "pack", microbatch.lengths, microbatch.segments
     if isinstance(microbatch, Tensor) and name.startswith("cu_seqlens"):
-        return _BORDERS, microbatch.tolist(), microbatch.dtype
+        return _MARK, "borders", microbatch.tolist(), microbatch.dtype
     if isinstance(microbatch, Tensor):
         lengths = [len(each) for each in microbatch.unbind()] if microbatch.is_nested else None
-        return _TENSOR, tuple(_flat(microbatch).shape), microbatch.dtype, lengths
+        return _MARK, "tensor", tuple(_flat(microbatch).shape), microbatch.dtype, lengths
     if hasattr(microbatch, "keys") and hasattr(microbatch, "items"):  # a TensorDict is no Mapping
         return {name: spec(value, str(name)) for name, value in microbatch.items()}
     if dataclasses.is_dataclass(microbatch) and not isinstance(microbatch, type):
@@ -723,12 +712,8 @@ def told_leaf(leaf: Any) -> str:
 
 def ghost(example: Any, device: Any) -> Any:
     """Make a microbatch of zeros that looks like a peer's `spec`; nothing in it is valid."""
-    if _is_tensor(example):
-        return _zeros(example, device)
-    if _is_marked(example, _PACK):
-        return Pack.laid_out(*example[1:], device=device)
-    if _is_marked(example, _BORDERS):
-        return torch.tensor(example[1], dtype=example[2], device=device)
+    if _is_described(example):
+        return _made(example, device)
     if isinstance(example, Mapping):
         batch = {name: ghost(value, device) for name, value in example.items()}
         if isinstance(batch.get(TOKENS), Tensor) and SAMPLE_MASK not in batch:
@@ -740,29 +725,29 @@ def ghost(example: Any, device: Any) -> Any:
             object.__setattr__(found, field.name, ghost(getattr(found, field.name), device))
         return found
     return _pytree.tree_map(
-        lambda each: _zeros(each, device) if _is_tensor(each) else each,
+        lambda each: _made(each, device) if _is_described(each) else each,
         example,
-        is_leaf=_is_tensor,
+        is_leaf=_is_described,
     )
 
 
-#: Begins the description of a tensor: its shape, type, and the lengths of a nested one's rows. No
-#: class, because plain pickle does not find one that has itself arrived pickled by value.
-_TENSOR = "megatron_idempotent tensor"
-#: Begin the descriptions of a pack, by its lengths and segments, and of borders, by their values.
-_PACK, _BORDERS = "megatron_idempotent pack", "megatron_idempotent borders"
+#: Begins what `spec` puts in the place of a tensor or a pack. No class, because plain pickle does
+#: not find one that has itself arrived pickled by value.
+_MARK = "megatron_idempotent"
 
 
-def _is_tensor(value: Any) -> bool:
-    return type(value) is tuple and len(value) == 4 and value[0] == _TENSOR
+def _is_described(value: Any) -> bool:
+    return type(value) is tuple and value[:1] == (_MARK,)
 
 
-def _is_marked(value: Any, mark: str) -> bool:
-    return type(value) is tuple and len(value) == 3 and value[0] == mark
-
-
-def _zeros(described: tuple[Any, ...], device: Any) -> Tensor:
-    _, shape, dtype, lengths = described
+def _made(described: tuple[Any, ...], device: Any) -> Any:
+    """Return a pack or borders as they were, or zeros of a tensor's shape and type."""
+    match described:
+        case _, "pack", lengths, segments:
+            return Pack.laid_out(lengths, segments, device=device)
+        case _, "borders", ends, dtype:
+            return torch.tensor(ends, dtype=dtype, device=device)
+    _, _, shape, dtype, lengths = described
     values = torch.zeros(shape, dtype=dtype, device=device)
     if lengths is None:
         return values

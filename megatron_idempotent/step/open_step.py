@@ -481,7 +481,14 @@ class OpenStep:
             sequences, tokens, size = facts.tolist()
             local = sequences, tokens
             if math.isnan(sequences + tokens):
-                raise self._doubt()
+                # Masks or counts on a device, which no call has looked at.
+                first = next(i for i, each in enumerate(self._counts) if each.isnan().any())
+                raise ValueError(
+                    f"count {first} of {len(self._counts)} (one for each batch of rows, and for "
+                    "each ready microbatch or pack) was taken of masks with another value than 0 "
+                    "and 1, or is no number from 0 on: mend the batch. The call names row and "
+                    "value if the masks are on the host"
+                )
             if not math.isfinite(size):
                 bad_parameter = self._backend.bad_parameter()
             groups = distinct(self._groups)
@@ -536,16 +543,6 @@ class OpenStep:
         )
         totals.divisor = self._agreed(divisor, totals.counts) if callable(divisor) else divisor
         return totals, local[self._loss.kind == "token"]
-
-    def _doubt(self) -> ValueError:
-        """Make the error for masks or counts on a device, which no call has looked at."""
-        first = next(i for i, each in enumerate(self._counts) if each.isnan().any())
-        return ValueError(
-            f"count {first} of {len(self._counts)} (one for each batch of rows, and for each ready "
-            "microbatch or pack) was taken of masks with another value than 0 and 1, or is no "
-            "number from 0 on: mend the batch. The call names row and value if the masks are on "
-            "the host"
-        )
 
     def _agreed(self, divisor: Callable[[StepCounts], float], counts: StepCounts) -> float:
         """Call the divisor's function, and raise on all ranks unless all got the same number.

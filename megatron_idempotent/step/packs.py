@@ -224,14 +224,8 @@ def pack_batches(
         microbatches = pack_batches(batch, 8192, alignment=TokenAlignment.of_config(config))
         step.microbatch(step_id, microbatches=microbatches)
     """
-    rows = PackedRows(
-        batch,
-        max_tokens,
-        alignment=alignment,
-        multiple=multiple,
-        attention=attention,
-        shared=shared,
-    )
+    how = {"alignment": alignment, "multiple": multiple, "attention": attention}
+    rows = PackedRows(batch, max_tokens, how, shared)
     lists = rows.share(bins if rows.rows or bins > 1 else 0).lists
     return [piece.batch for pieces in lists for piece in pieces]
 
@@ -243,19 +237,14 @@ class PackedRows:
         self,
         batch: Batch,
         max_tokens: int,
-        *,
-        alignment: TokenAlignment,
-        multiple: int,
-        attention: float,
+        how: dict[str, Any],
         shared: Collection[str],
+        *,
         grouped: bool = False,
     ) -> None:
+        """`how` has the alignment, the multiple and the work of `bin_sequences`."""
         self.rows = rows_of(batch, shared)
-        self._batch = batch
-        self._max_tokens = max_tokens
-        self._alignment = alignment
-        self._multiple = multiple
-        self._attention = attention
+        self._batch, self._max_tokens, self._how = batch, max_tokens, how
         self._shared = frozenset(shared)
         mask_BT, tokens_BT = batch.get(TOKEN_MASK), batch[TOKENS]
         if mask_BT is not None and not tokens_BT.is_nested and mask_BT.shape != tokens_BT.shape[:2]:
@@ -281,15 +270,13 @@ class PackedRows:
         Raises:
             ValueError: the batch cannot be packed within the budget.
         """
-        return cls(
-            batch,
-            begun_with["max_tokens_per_microbatch"],
-            alignment=options.alignment or backend.alignment,
-            multiple=backend.microbatch_multiple,
-            attention=backend.attention,
-            shared=options.shared,
-            grouped=needs_groups(begun_with["loss"]),
-        )
+        how = {
+            "alignment": options.alignment or backend.alignment,
+            "multiple": backend.microbatch_multiple,
+            "attention": backend.attention,
+        }
+        tokens, grouped = begun_with["max_tokens_per_microbatch"], needs_groups(begun_with["loss"])
+        return cls(batch, tokens, how, options.shared, grouped=grouped)
 
     @property
     def bins(self) -> int:
@@ -301,7 +288,8 @@ class PackedRows:
 
         There are no more packs than rows, rounded up to the multiple that a call takes.
         """
-        most = min(bins, -(-max(self.rows, 1) // self._multiple) * self._multiple)
+        multiple = self._how["multiple"]
+        most = min(bins, -(-max(self.rows, 1) // multiple) * multiple)
         found = self._bins if most <= self.bins else self._binned(most)
         pieces = [self._piece(each) for each in found]
         return Share(
@@ -315,30 +303,26 @@ class PackedRows:
         if not bins:
             return ()
         try:
-            return bin_sequences(
-                self._lengths,
-                self._max_tokens,
-                alignment=self._alignment,
-                bins=bins,
-                multiple=self._multiple,
-                attention=self._attention,
-            )
+            return bin_sequences(self._lengths, self._max_tokens, bins=bins, **self._how)
         except ValueError as error:
             raise ValueError(f"microbatch() got {self.rows} rows, of which {error}") from None
 
     def _piece(self, rows: tuple[int, ...]) -> Piece:
         tokens_BT = self._batch[TOKENS]
         lengths = [self._lengths[row] for row in rows]
-        pack = Pack.of(
-            lengths,
-            self._alignment,
-            # A pack of no sequences is of the least padding that can be computed.
-            tokens=None if sum(lengths) else self._alignment.pack,
-            device=tokens_BT.device,
-        )
-        chosen = _Chosen(rows, lengths, self._firsts, self._batch, pack)
+        alignment = self._how["alignment"]
+        # A pack of no sequences is of the least padding that can be computed.
+        tokens = None if sum(lengths) else alignment.pack
+        pack = Pack.of(lengths, alignment, tokens=tokens, device=tokens_BT.device)
+        # Where each token is among all of the batch's, one row after the other.
+        width = 0 if tokens_BT.is_nested else tokens_BT.shape[1]
+        starts = [self._firsts[row] + row * width for row in rows]
+        spans = zip(starts, lengths, strict=True)
+        place_N = torch.cat([torch.arange(0), *(torch.arange(at, at + n) for at, n in spans)])
         found = {
-            name: value if name in self._shared else chosen.of(name, value)
+            name: value
+            if name in self._shared
+            else _chosen(name, value, rows, place_N, pack, tokens_BT)
             for name, value in self._batch.items()
             if name != ATTENTION_MASK or name in self._shared
         }
@@ -355,49 +339,27 @@ class PackedRows:
         )
 
 
-class _Chosen:
-    """Takes the rows of one pack out of a batch."""
-
-    def __init__(
-        self,
-        rows: tuple[int, ...],
-        lengths: list[int],
-        firsts: list[int],
-        batch: Batch,
-        pack: Pack,
-    ) -> None:
-        self._rows = rows
-        self._pack = pack
-        tokens_BT = batch[TOKENS]
-        self._nested = tokens_BT.is_nested
-        self._shape_BT = None if self._nested else tuple(tokens_BT.shape[:2])
-        width = 0 if self._shape_BT is None else self._shape_BT[1]
-        # Where each token is among all of the batch's, one row after the other.
-        places = [torch.arange(0)]
-        for row, length in zip(rows, lengths, strict=True):
-            start = firsts[row] + row * width
-            places.append(torch.arange(start, start + length))
-        self._place_N = torch.cat(places)
-
-    def of(self, name: str, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            chosen = [value[row] for row in self._rows]
-            return chosen if isinstance(value, list) else tuple(chosen)
-        if not isinstance(value, Tensor):
-            return value
-        if value.is_nested:
-            return self._packed(name, value.values())
-        if tuple(value.shape[:2]) == self._shape_BT:
-            return self._packed(name, value.flatten(0, 1))
-        index_n = torch.tensor(self._rows, dtype=torch.int64, device=value.device)
+def _chosen(
+    name: str, value: Any, rows: tuple[int, ...], place_N: Tensor, pack: Pack, tokens_BT: Tensor
+) -> Any:
+    """Take the rows of one pack out of a value of the batch, whose tokens are at `place_N`."""
+    if isinstance(value, (list, tuple)):
+        chosen = [value[row] for row in rows]
+        return chosen if isinstance(value, list) else tuple(chosen)
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_nested:
+        jagged: Any = value
+        flat = jagged.values()
+    elif not tokens_BT.is_nested and value.shape[:2] == tokens_BT.shape[:2]:
+        flat = value.flatten(0, 1)
+    else:
+        index_n = torch.tensor(rows, dtype=torch.int64, device=value.device)
         return value.index_select(0, index_n)
-
-    def _packed(self, name: str, values: Tensor) -> Tensor:
-        """Lay the batch's values [all tokens, …] out as the pack's [1, S, …]."""
-        chosen = values.index_select(0, self._place_N.to(values.device))
-        joined = chosen.new_full((self._pack.tokens, *chosen.shape[1:]), _FILLS.get(name, 0))
-        place_N = self._pack.place_N.to(values.device)
-        return joined.index_copy(0, place_N, chosen)[None]
+    # The batch's values [all tokens, …], laid out as the pack's [1, S, …].
+    picked = flat.index_select(0, place_N.to(value.device))
+    joined = picked.new_full((pack.tokens, *picked.shape[1:]), _FILLS.get(name, 0))
+    return joined.index_copy(0, pack.place_N.to(value.device), picked)[None]
 
 
 def _real(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
@@ -512,7 +474,12 @@ def segments_of(batch: Any) -> Segments | None:
     """
     for value in values_of(batch):
         if isinstance(value, Pack):
-            _check_pack(value, batch)
+            tokens = field_of(batch, TOKENS)
+            if isinstance(tokens, Tensor) and tokens.numel() != value.tokens:
+                raise ValueError(
+                    f"whose Pack has {value.tokens} tokens, and whose {TOKENS!r} has "
+                    f"{tokens.numel()}: give one for each token of the Pack, padding included"
+                )
             return segments_of_pack(value)
         if getattr(value, "cu_seqlens_q", None) is not None:
             padded = getattr(value, "cu_seqlens_q_padded", None)
@@ -527,15 +494,6 @@ def segments_of_pack(pack: Pack) -> Segments:
     """Return the sequences of a pack, which the host knows."""
     starts = itertools.accumulate(pack.segments, initial=0)
     return Segments(starts=tuple(starts)[: len(pack.lengths)], lengths=pack.lengths)
-
-
-def _check_pack(pack: Pack, batch: Any) -> None:
-    tokens = field_of(batch, TOKENS)
-    if isinstance(tokens, Tensor) and tokens.numel() != pack.tokens:
-        raise ValueError(
-            f"whose Pack has {pack.tokens} tokens, and whose {TOKENS!r} has {tokens.numel()}: give "
-            "one for each token of the Pack, padding included"
-        )
 
 
 def _checked(borders: Any, padded: Any, batch: Any) -> Segments:

@@ -141,10 +141,10 @@ class StepSchedule:
             return self.step.open_step_id
         per_token = get_model_config(self._chunks[0]).calculate_per_token_loss
         if per_token:
-            return self.step.begin(_Loss(), divisor=_tokens)
+            return self.step.begin(_ScheduleLoss(), divisor=_tokens)
         # DDP averages over replicas. At the end, so that fp16 has the range that it has there.
         replicas = parallel_state.get_data_parallel_world_size()
-        return self.step.begin(_Loss(), divisor=float(replicas))
+        return self.step.begin(_ScheduleLoss(), divisor=float(replicas))
 
     def finish(
         self, *, global_batch_size: int | None = None, lr: float | None = None
@@ -178,7 +178,7 @@ class _Microbatch:
         self.reported: list[Any] = []
 
 
-class _Loss:
+class _ScheduleLoss:
     """Calls the loss function that a framework's forward step returned."""
 
     kind: Kind = "none"

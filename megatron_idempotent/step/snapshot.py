@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from megatron_idempotent.megatron import moe
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.window.open_contexts import close_contexts
+
+Restore = Callable[[], None]
+"""Puts back what a function has kept; may be called again."""
 
 
 class ModuleSnapshot:
@@ -53,102 +56,96 @@ class ModuleSnapshot:
                 buffer.copy_(value)
 
 
-class RandomSnapshot:
-    """Keeps torch's random states on host and device.
+def keep_random() -> Restore:
+    """Keep torch's random states on host and device.
 
     Those of Python and NumPy belong to the caller, who may draw from them while a step is open.
     """
+    host = torch.get_rng_state()
+    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
-    def __init__(self) -> None:
-        self._host = torch.get_rng_state()
-        self._device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    def restore() -> None:
+        torch.set_rng_state(host)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
 
-    def restore(self) -> None:
-        """Put them back; may be called again."""
-        torch.set_rng_state(self._host)
-        if self._device is not None:
-            torch.cuda.set_rng_state(self._device)
-
-
-class TorchSnapshot(RandomSnapshot):
-    """Keeps torch's random states, and whether gradients are recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # An exception inside of `no_grad`'s own exit leaves it off.
-        self._records = torch.is_grad_enabled()
-
-    def restore(self) -> None:
-        """Put them back; may be called again."""
-        torch.set_grad_enabled(self._records)
-        super().restore()
+    return restore
 
 
-class AttributeSnapshot:
-    """Keeps the plain values and tensors among an object's attributes.
+def keep_torch() -> Restore:
+    """Keep torch's random states, and whether gradients are recorded."""
+    restore_random = keep_random()
+    # An exception inside of `no_grad`'s own exit leaves it off.
+    records = torch.is_grad_enabled()
+
+    def restore() -> None:
+        torch.set_grad_enabled(records)
+        restore_random()
+
+    return restore
+
+
+def keep_attributes(owner: Any, names: Iterable[str] | None = None) -> Restore:
+    """Keep the plain values and tensors among an object's attributes.
 
     Tensors are put back in place, because captured graphs and aliases hold their memory.
     """
+    held = vars(owner) if names is None else {name: getattr(owner, name) for name in names}
+    kept = {
+        name: (value, _copied(value))
+        for name, value in held.items()
+        if value is None or isinstance(value, (Tensor, bool, int, float, str, list, tuple))
+    }
 
-    def __init__(self, owner: Any, names: Iterable[str] | None = None) -> None:
-        self._owner = owner
-        held = vars(owner) if names is None else {name: getattr(owner, name) for name in names}
-        self._tensors = {
-            name: (value, value.detach().clone())
-            for name, value in held.items()
-            if isinstance(value, Tensor)
-        }
-        self._plain = {
-            name: copy.copy(value)
-            for name, value in held.items()
-            if value is None or isinstance(value, (bool, int, float, str, list, tuple))
-        }
+    def restore() -> None:
+        for name, (value, copied) in kept.items():
+            if isinstance(value, Tensor):
+                with torch.no_grad():
+                    value.copy_(copied)
+            setattr(owner, name, value if isinstance(value, Tensor) else copy.copy(copied))
 
-    def restore(self) -> None:
-        """Put them back; may be called again."""
-        for name, plain in self._plain.items():
-            setattr(self._owner, name, copy.copy(plain))
-        for name, (tensor, value) in self._tensors.items():
-            with torch.no_grad():
-                tensor.copy_(value)
-            setattr(self._owner, name, tensor)
+    return restore
 
 
-class FunctionSnapshot:
-    """Keeps the functions that an object overrides of its class or holds as attributes."""
+def keep_functions(owner: Any, names: Sequence[str]) -> Restore:
+    """Keep the functions that an object overrides of its class or holds as attributes.
 
-    def __init__(self, owner: Any, names: Sequence[str]) -> None:
-        self._owner = owner
-        self._names = names
-        self._own = {name: vars(owner)[name] for name in names if name in vars(owner)}
+    Functions that it does not override now are its class's again.
+    """
+    own = {name: vars(owner)[name] for name in names if name in vars(owner)}
 
-    def restore(self) -> None:
-        """Put them back; functions that the object did not override are its class's again."""
-        for name in self._names:
-            if name in self._own:
-                setattr(self._owner, name, self._own[name])
+    def restore() -> None:
+        for name in names:
+            if name in own:
+                setattr(owner, name, own[name])
             else:
-                vars(self._owner).pop(name, None)
+                vars(owner).pop(name, None)
+
+    return restore
 
 
-class GroupSnapshot:
-    """Keeps the settings in an optimizer's parameter groups."""
+def keep_groups(groups: Iterable[dict[str, Any]]) -> Restore:
+    """Keep the settings in an optimizer's parameter groups."""
+    kept = [
+        (group, {name: _copied(value) for name, value in group.items() if name != "params"})
+        for group in groups
+    ]
 
-    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
-        self._groups = [
-            (group, {name: _copied(value) for name, value in group.items() if name != "params"})
-            for group in groups
-        ]
-
-    def restore(self) -> None:
-        """Put the settings back; may be called again."""
-        for group, values in self._groups:
+    def restore() -> None:
+        for group, values in kept:
             for name, value in values.items():
-                if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
-                    with torch.no_grad():
-                        group[name].copy_(value)
-                else:
-                    group[name] = _copied(value)
+                _put(group, name, value)
+
+    return restore
+
+
+def _put(values: dict[str, Any], name: str, value: Any) -> None:
+    """Put a copied value back, into the memory of the tensor that is there."""
+    if isinstance(values.get(name), Tensor) and isinstance(value, Tensor):
+        with torch.no_grad():
+            values[name].copy_(value)
+    else:
+        values[name] = _copied(value)
 
 
 _MOE = "megatron.core.transformer.moe"
@@ -165,81 +162,75 @@ _WATCHED = ("step_with_ready_grads", "get_grad_norm", "clip_grad_norm")
 _OVERRIDDEN = ("start_grad_sync", "start_param_sync", "register_grad_ready", "check_grads")
 
 
-class _Part(Protocol):
-    def restore(self) -> None: ...
+class MegatronSnapshot:
+    """Keeps all that a step changes, but for gradients, parameters and the optimizer's state."""
 
+    def __init__(
+        self,
+        chunks: list[Any],
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        auxiliary: bool = True,
+        hooks: bool = True,
+    ) -> None:
+        """Keep with `auxiliary` what layers log, and scale their own losses by, too.
 
-class SharedSnapshot:
-    """Keeps what a step changes in the modules and the process, as it is now."""
-
-    def __init__(self, chunks: list[Any], *, auxiliary: bool = True) -> None:
-        """Keep with `auxiliary` what layers log, and scale their own losses by, too."""
+        With `hooks` what stands around methods of bucket groups is put back, of patches too.
+        """
         from megatron.core.pipeline_parallel import schedules
 
         from megatron_idempotent.window.accumulation import configs_of
 
         self.modules = ModuleSnapshot(chunks)
-        self._parts: list[_Part] = [self.modules, TorchSnapshot(), TrackerSnapshot()]
-        for config in configs_of(chunks):
-            self._parts.append(FunctionSnapshot(config, _ASIDE))
         steps = ("backward_step", "forward_step", "forward_step_calc_loss")
-        self._parts.append(FunctionSnapshot(schedules, steps))
+        self._parts: list[Restore] = [
+            self.modules.restore,
+            keep_torch(),
+            keep_tracker(),
+            *(keep_functions(config, _ASIDE) for config in configs_of(chunks)),
+            keep_functions(schedules, steps),
+        ]
+        groups = [group for chunk in chunks for group in bucket_groups(chunk)] if hooks else []
+        self._parts += [keep_functions(group, _OVERRIDDEN) for group in groups]
         if auxiliary:
-            self._parts.append(LogSnapshot())
+            self._parts.append(LogSnapshot().restore)
         for scaler in moe.scalers() if auxiliary else ():
-            self._parts.append(AttributeSnapshot(scaler, ["main_loss_backward_scale"]))
+            self._parts.append(keep_attributes(scaler, ["main_loss_backward_scale"]))
+        if optimizer is not None:
+            self._parts.append(keep_functions(optimizer, _WATCHED))
+        for one in inner_optimizers(optimizer):
+            scaler = getattr(one, "grad_scaler", None)
+            if scaler is not None:
+                self._parts.append(keep_attributes(scaler))
+            if getattr(one, "optimizer", None) is not None:
+                self._parts.append(keep_groups(one.optimizer.param_groups))
+        if scheduler is not None:
+            self._parts.append(keep_attributes(scheduler))
 
     def restore(self) -> None:
         """Put all of it back; may be called again."""
         for part in self._parts:
-            part.restore()
+            part()
 
 
-class MegatronSnapshot(SharedSnapshot):
-    """Keeps all that a step changes, but for gradients, parameters and the optimizer's state."""
+def keep_tracker() -> Restore:
+    """Keep the random states of Megatron's tracker, which forwards draw dropout from."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker as tracker
 
-    def __init__(
-        self, chunks: list[Any], optimizer: Any, scheduler: Any, *, auxiliary: bool
-    ) -> None:
-        super().__init__(chunks, auxiliary=auxiliary)
-        self._parts += [
-            FunctionSnapshot(group, _OVERRIDDEN) for c in chunks for group in bucket_groups(c)
-        ]
-        if optimizer is not None:
-            self._parts.append(FunctionSnapshot(optimizer, _WATCHED))
-        for one in _optimizers(optimizer):
-            scaler = getattr(one, "grad_scaler", None)
-            if scaler is not None:
-                self._parts.append(AttributeSnapshot(scaler))
-            if getattr(one, "optimizer", None) is not None:
-                self._parts.append(GroupSnapshot(one.optimizer.param_groups))
-        if scheduler is not None:
-            self._parts.append(AttributeSnapshot(scheduler))
+    def copied(states: dict[str, Any]) -> dict[str, Any]:
+        return {n: s.clone() if isinstance(s, Tensor) else s for n, s in states.items()}
 
+    states = copied(tracker().get_states())
+    # Of a fork that was left in the wrong order; Transformer Engine's tracker has none.
+    current = vars(tracker()).get("_current_state_name")
 
-class TrackerSnapshot:
-    """Keeps the random states of Megatron's tracker, which forwards draw dropout from."""
+    def restore() -> None:
+        tracker().set_states(copied(states))
+        if current is not None:
+            tracker()._current_state_name = current
 
-    def __init__(self) -> None:
-        self._states = {
-            name: state.clone() if isinstance(state, Tensor) else state
-            for name, state in _tracker().get_states().items()
-        }
-        # Of a fork that was left in the wrong order; Transformer Engine's tracker has none.
-        self._current = vars(_tracker()).get("_current_state_name")
-
-    def restore(self) -> None:
-        tracker = _tracker()
-        states = {n: s.clone() if isinstance(s, Tensor) else s for n, s in self._states.items()}
-        tracker.set_states(states)
-        if self._current is not None:
-            tracker._current_state_name = self._current
-
-
-def _tracker() -> Any:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    return get_cuda_rng_tracker()
+    return restore
 
 
 class LogSnapshot:
@@ -279,46 +270,50 @@ def _logged() -> Iterator[Tensor]:
     yield from moe.layer_logs()
 
 
-class StateUndo:
-    """Keeps copies of parameters and optimizer state on the host, from before an update.
+def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Restore:
+    """Keep copies of parameters and optimizer state on the host, from before an update.
 
     A copy costs memory on the host and time in each step, so a step makes it only with `undo=True`.
+    All is put back in place, and state that the update has created is deleted.
     """
+    main = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    # Without a half precision they are the model's own.
+    all_of_them = {id(p): p for p in (*parameters, *main)}
+    values = [(p, p.detach().to("cpu", copy=True)) for p in all_of_them.values()]
+    kept = [
+        (optimizer, {p: _on_host(state) for p, state in optimizer.state.items()})
+        for optimizer in optimizers
+    ]
 
-    def __init__(self, parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> None:
-        main = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        # Without a half precision they are the model's own.
-        all_of_them = {id(p): p for p in (*parameters, *main)}
-        self._values = [(p, p.detach().to("cpu", copy=True)) for p in all_of_them.values()]
-        self._optimizers = [
-            (optimizer, {p: _state_copied(state) for p, state in optimizer.state.items()})
-            for optimizer in optimizers
-        ]
-
-    def restore(self) -> None:
-        """Put all of it back in place, and delete state that the update has created."""
+    def restore() -> None:
         with torch.no_grad():
-            for parameter, value in self._values:
+            for parameter, value in values:
                 parameter.copy_(value)
-            for optimizer, states in self._optimizers:
-                for parameter in list(optimizer.state):
-                    if parameter not in states:
-                        del optimizer.state[parameter]
-                for parameter, saved in states.items():
-                    state = optimizer.state[parameter]
-                    for name in [name for name in state if name not in saved]:
-                        del state[name]
-                    for name, value in saved.items():
-                        if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
-                            state[name].copy_(value)
-                        else:
-                            state[name] = _copied(value)
+        for optimizer, states in kept:
+            for parameter in list(optimizer.state):
+                if parameter not in states:
+                    del optimizer.state[parameter]
+            for parameter, saved in states.items():
+                state = optimizer.state[parameter]
+                for name in [name for name in state if name not in saved]:
+                    del state[name]
+                for name, value in saved.items():
+                    _put(state, name, value)
+
+    return restore
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else _copied(value)
+        for name, value in state.items()
+    }
 
 
 @contextmanager
 def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Put modules in eval mode without gradients; then restore modes, buffers, random states."""
-    kept, random = ModuleSnapshot(modules), TorchSnapshot()
+    kept, restore_torch = ModuleSnapshot(modules), keep_torch()
     for module in modules:
         module.eval()
     try:
@@ -329,7 +324,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
         raise
     finally:
         kept.restore()
-        random.restore()
+        restore_torch()
 
 
 def size_of(tensors: Iterable[Tensor]) -> Tensor:
@@ -385,23 +380,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
-def _state_copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else _copied(value)
-        for name, value in state.items()
-    }
-
-
-def undo_of(chunks: list[Any], optimizer: Any) -> StateUndo:
-    """Copy the trained parameters and the optimizer's state, to go back to."""
-    inner = [one.optimizer for one in _optimizers(optimizer)]
-    return StateUndo(
-        [param for chunk in chunks for param in chunk.param_to_bucket_group],
-        [one for one in inner if one is not None],
-    )
-
-
-def _optimizers(optimizer: Any) -> list[Any]:
-    if optimizer is None:
-        return []
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers of a chain, else the one; none of None."""
+    found = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    return [one for one in found if one is not None]

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.window.open_contexts import close_contexts
 
-from .snapshot import LogSnapshot, ModuleSnapshot, RandomSnapshot, SharedSnapshot, TrackerSnapshot
+from .snapshot import LogSnapshot, MegatronSnapshot, ModuleSnapshot, keep_random, keep_tracker
 
 
 class TenantState:
@@ -35,15 +35,15 @@ class TenantState:
         self.name = name
         self._chunks = list(chunks)
         self._own = {id(p): p for chunk in chunks for p in chunk.param_to_bucket_group}
-        self._random = RandomSnapshot()
-        self._trackers = TrackerSnapshot()
+        self._random = keep_random()
+        self._trackers = keep_tracker()
         self._logs = LogSnapshot(empty=True)
         self._changed: dict[int, tuple[Tensor, Tensor]] = {}
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self._is_open = False
         self._in_force = False
         # To be put back: what the process has meanwhile, and which parameters get gradients there.
-        self._outside: SharedSnapshot | None = None
+        self._outside: MegatronSnapshot | None = None
         self._trained: list[tuple[Any, bool]] = []
 
     def open(self) -> None:
@@ -76,7 +76,7 @@ class TenantState:
             yield
             return
         self._leave()  # an exit may have been interrupted
-        self._outside = SharedSnapshot(self._chunks)
+        self._outside = MegatronSnapshot(self._chunks, hooks=False)
         entered = False
         try:
             self._in_force = True
@@ -102,14 +102,14 @@ class TenantState:
         with torch.no_grad():
             for buffer, value in (self._buffers if self._is_open else self._changed).values():
                 buffer.copy_(value)
-        self._random.restore()
-        self._trackers.restore()
+        self._random()
+        self._trackers()
         self._logs.restore()
 
     def _take(self) -> None:
         assert self._outside is not None
-        self._random = RandomSnapshot()
-        self._trackers = TrackerSnapshot()
+        self._random = keep_random()
+        self._trackers = keep_tracker()
         self._logs = LogSnapshot()
         self._buffers = {id(b): (b, b.clone()) for b, _ in self._outside.modules.buffers}
 

@@ -120,7 +120,7 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
     if optimizer is not None:
         optimizer.zero_grad()
     _clear_logs()
-    _stop_timers(_timers_of(chunks, optimizer))
+    _stop_timers(chunks, optimizer)
     if hasattr(random, "_unset_checkpointing"):  # from 0.16 on
         random._unset_checkpointing()
     machine = live_machine()
@@ -206,17 +206,13 @@ def _clear_logs() -> None:
         value.zero_()
 
 
-def _timers_of(chunks: list[Any], optimizer: Any) -> list[Any]:
+def _stop_timers(chunks: list[Any], optimizer: Any) -> None:
     training = sys.modules.get("megatron.training.global_vars")
-    return [
+    for timers in (
         *(get_model_config(chunk).timers for chunk in chunks),
         getattr(getattr(optimizer, "config", None), "timers", None),
         getattr(training, "_GLOBAL_TIMERS", None),
-    ]
-
-
-def _stop_timers(of: list[Any]) -> None:
-    for timers in of:
+    ):
         for name, timer in getattr(timers, "_timers", {}).items():
             if name in WINDOW_TIMERS:
                 # Not stop(), which would count the broken window; what was measured before stays.

@@ -23,16 +23,17 @@ from megatron_idempotent.window.agreement import (
     SessionPoisoned,
     WindowAborted,
     checked_deadline,
+    compare,
     describe,
     exchange,
     is_poisoned,
+    lockstep_group,
     poison,
     refuse_if_poisoned,
 )
 
 from .abort import abort_window
 from .accumulation import set_for
-from .guard_layers import Layers
 from .missed_collectives import MissedCollectives, gather_params
 
 
@@ -99,6 +100,49 @@ def gradient_like(input_tensor: Any) -> Any:
     return torch.zeros_like(input_tensor)
 
 
+def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Return why ranks meet inside of a layer, None if they do not, and whether in lockstep.
+
+    Tensor and context parallel ranks run in lockstep, the same code over one batch. Other ranks
+    have batches of their own, so that one of them can fail alone.
+    """
+    if type(arguments.get("p2p_communicator")).__name__ == "MultiModulePipelineCommunicator":
+        return "a multi-module pipeline", False
+    why = across_replicas(config)
+    if why is not None:
+        return why, False
+    experts = _expert_tensor_size(config)
+    if experts > 1:
+        return f"expert_tensor_parallel_size={experts}", False
+    for name in ("tensor_model_parallel_size", "context_parallel_size"):
+        if _size(config, name) > 1:
+            return f"{name}={_size(config, name)}", True
+    return None, False
+
+
+def across_replicas(config: Any) -> str | None:
+    """Return the setting for which data-parallel replicas meet inside of a layer; else None."""
+    if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
+        return "moe_router_load_balancing_type=global_aux_loss"
+    for name in ("expert_model_parallel_size", "gtp_weight_remat_size"):
+        if _size(config, name) > 1:
+            return f"{name}={_size(config, name)}"
+    experts = _expert_tensor_size(config)
+    if experts > _size(config, "tensor_model_parallel_size"):
+        return f"expert_tensor_parallel_size={experts}"
+    return None
+
+
+def _expert_tensor_size(config: Any) -> int:
+    if getattr(config, "num_moe_experts", None) is None:
+        return 1
+    return _size(config, "expert_tensor_parallel_size")
+
+
+def _size(config: Any, name: str) -> int:
+    return int(getattr(config, name, None) or 1)
+
+
 class GuardedCall:
     """Runs one schedule call on this rank, and goes on with zeros after a failure.
 
@@ -106,6 +150,9 @@ class GuardedCall:
     `exchange` gets this rank's failure or None, at the end of the window, and returns all ranks'.
     With `check` gradients are checked for NaN before that, if finalizing would do so. `skip` gets
     the data iterator of each forward that is left out after a failure.
+
+    With tensor or context parallel ranks, making the first one is a collective over all ranks,
+    which makes a gloo group of those that meet inside of the model's layers.
     """
 
     def __init__(
@@ -134,7 +181,8 @@ class GuardedCall:
         self.failures: dict[int, str] = {}
         self._told: str | None = None
         self._settled = False
-        self._layers = Layers(self.config, arguments)
+        self._shared, in_lockstep = _shared(self.config, arguments)
+        self._lockstep = lockstep_group() if in_lockstep else None
         # From a failure in the model on, nothing is computed; after one in the loss, everything.
         self._skipping = False
         self._chunk_of: dict[int, tuple[Any, Any]] = {}
@@ -269,8 +317,32 @@ class GuardedCall:
         self._fail(error, where)
         if is_poisoned():
             raise poison(f"{where}: {describe(error)}") from error
-        self._layers.require_that_nobody_waits(error, where)
+        self._require_that_nobody_waits(error, where)
         self._skipping = True
+
+    def _require_that_nobody_waits(self, error: Exception, where: str) -> None:
+        """Raise unless all ranks that share the layers raised the same error at the same place.
+
+        A rank that failed alone left a layer that the others may still wait in.
+
+        Raises:
+            SessionPoisoned: other ranks may wait for this one.
+        """
+        if self._shared is None:
+            return
+        headline, told = f"{where}: {describe(error)}", []
+        if self._lockstep is not None:
+            frames = traceback.extract_tb(error.__traceback__)
+            place = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+            told = compare("\n".join((headline, *place)), self._lockstep)
+            if told and len(set(told)) == 1:
+                return
+        heads = [text.partition("\n")[0] for text in told]
+        others = "".join(f" ({head})" for head in heads if head != headline)
+        raise poison(
+            f"{headline}; it cannot be reported later with {self._shared}: the other ranks{others} "
+            "did not fail at the same place and may wait inside a layer"
+        ) from error
 
     def _fail(self, error: BaseException, where: str) -> None:
         if self.error is None:

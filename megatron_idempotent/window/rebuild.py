@@ -223,7 +223,7 @@ def rebuild_process_groups(
     """
     chunks = list(model_chunks or ())
     drop_collectives(chunks)
-    old = _unique([*live_groups(), *groups])
+    old = list({id(group): group for group in (*live_groups(), *groups)}.values())
     agreement.forget()
     leave_coalescing()
     left = replace_everywhere(old, _made_again(old, timeout_s))
@@ -270,7 +270,3 @@ def _made_again(old: list[Any], timeout_s: float | None) -> list[Any]:
                 new[own[len(same)]] = group
     assert None not in new, "ranks disagree about the groups that they share"
     return new
-
-
-def _unique(groups: Iterable[Any]) -> list[Any]:
-    return list({id(group): group for group in groups}.values())

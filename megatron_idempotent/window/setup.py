@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -58,69 +58,72 @@ def ensure_initialized(
     Example:
         ensure_initialized(model_parallel={"pipeline_model_parallel_size": 2})
     """
-    parts: list[tuple[str, Mapping[str, Any] | None, Any, Any, Any, str]] = [
-        (
+    given = {"model_parallel": model_parallel, "microbatches": microbatches, "rerun": rerun}
+    parts = [part for part in _parts() if given[part.name] is not None]
+    missing = []
+    # Compare all before anything is changed.
+    for part in parts:
+        asked = _with_defaults(part.function, given[part.name] or {})
+        if part.holder() is None:
+            missing.append((part, asked))
+        else:
+            _compare(part, asked)
+    for part, asked in missing:
+        part.initialise(**(given[part.name] or {}))
+        _asked[part.name] = part.holder(), asked
+    return [part.name for part, _ in missing]
+
+
+class _Global(NamedTuple):
+    """One of Megatron's globals, by the name of its argument."""
+
+    name: str
+    function: Callable[..., Any]
+    """Takes the arguments that are compared."""
+    initialise: Callable[..., None]
+    holder: Callable[[], object]
+    """Returns what is there if the global is up."""
+    values: Callable[[], dict[str, Any]]
+    """Returns the arguments that it is up with, as far as upstream knows them."""
+    remedy: str
+
+
+def _parts() -> list[_Global]:
+    calculator, machine = num_microbatches_calculator, rerun_state_machine
+    return [
+        _Global(
             "model_parallel",
-            model_parallel,
+            parallel_state.initialize_model_parallel,
             parallel_state.initialize_model_parallel,
             _groups,
             _group_sizes,
             "parallel_state.destroy_model_parallel()",
         ),
-        (
+        _Global(
             "microbatches",
-            microbatches,
-            num_microbatches_calculator.init_num_microbatches_calculator,
-            lambda: num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
+            calculator.init_num_microbatches_calculator,
+            calculator.init_num_microbatches_calculator,
+            lambda: calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
             _batch_sizes,
             "reconfigure_num_microbatches_calculator()",
         ),
-        (
+        _Global(
             "rerun",
-            rerun,
-            rerun_state_machine.RerunStateMachine,
-            lambda: rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE,
+            machine.RerunStateMachine,
+            machine.initialize_rerun_state_machine,
+            lambda: machine._GLOBAL_RERUN_STATE_MACHINE,
             _rerun_values,
             "destroy_rerun_state_machine()",
         ),
     ]
-    missing = []
-    # Compare all before anything is changed.
-    for name, given, function, holder, values, remedy in parts:
-        if given is None:
-            continue
-        asked = _with_defaults(function, given)
-        held = holder()
-        if held is None:
-            missing.append((name, given, asked, holder))
-        else:
-            _compare(name, asked, function, held, values, remedy)
-    for name, given, asked, holder in missing:
-        _INITIALISE[name](**given)
-        _asked[name] = holder(), asked
-    return [name for name, *_ in missing]
 
 
-_INITIALISE: dict[str, Callable[..., None]] = {
-    "model_parallel": parallel_state.initialize_model_parallel,
-    "microbatches": num_microbatches_calculator.init_num_microbatches_calculator,
-    "rerun": rerun_state_machine.initialize_rerun_state_machine,
-}
-
-
-def _compare(
-    name: str,
-    asked: dict[str, Any],
-    function: Callable[..., Any],
-    held: object,
-    values: Callable[[], dict[str, Any]],
-    remedy: str,
-) -> None:
-    known = values()
+def _compare(part: _Global, asked: dict[str, Any]) -> None:
+    name, remedy, known = part.name, part.remedy, part.values()
     holder, earlier = _asked.get(name, (None, {}))
-    if holder is held:
+    if holder is part.holder():
         known = {**earlier, **known}  # what upstream can be asked for wins over memory
-    defaults = _with_defaults(function, {}, partial=True)
+    defaults = _with_defaults(part.function, {}, partial=True)
     for key, value in asked.items():
         if key in known:
             if known[key] != value:

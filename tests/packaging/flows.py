@@ -70,9 +70,9 @@ def applied() -> list[str]:
 
 def stepped() -> list[str]:
     """A step of TrainStep: begin, microbatches, finish."""
-    sys.path[:0] = [str(TESTS / "step")]
+    sys.path.insert(0, str(TESTS))
     import torch
-    from split_bench import build, data
+    from scenario import build, data
     from torch.nn.functional import cross_entropy
 
     from megatron_idempotent import TrainStep

@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 import torch
-from split_bench import ROWS, cut, mask_of
+from scenario import ROWS, Bench, cut, mask_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -20,11 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron_idempotent import FSDPTrainStep
 from megatron_idempotent.proof.cpu import tiny
 
 H, V = 16, tiny.VOCABULARY
-DEADLINE_S = 20.0
 CLIP = 0.1
 
 
@@ -103,9 +101,13 @@ class Trip:
     def set(self, at, error=None):
         self.at, self.passed, self.error = at, [], error or Tripped
 
+    def raise_at(self, name, error=Tripped):
+        """Raise at the first place of that name; None for nowhere."""
+        self.set(name, error)
+
     def passing(self, name):
         self.passed.append(name)
-        if len(self.passed) == self.at:
+        if self.at in (len(self.passed), name):
             raise self.error(name)
 
     def _in_layer(self, name, module, args, output):
@@ -193,10 +195,9 @@ def optimizer_of(model):
     return optimizer, scheduler
 
 
-def step_of(model, optimizer, scheduler, **options):
-    return FSDPTrainStep(
-        model, optimizer, scheduler, **{"deadline_s": DEADLINE_S, "clip_grad": CLIP, **options}
-    )
+def bench(layout="shard", loss=None, **options):
+    """A bench whose step clips as `one_shot` does."""
+    return Bench("fsdp", step={"clip_grad": CLIP, **options}, loss=loss, layout=layout)
 
 
 def one_shot(model, optimizer, scheduler, loss, batch, *, clip=True, replicas=None):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
-from split_bench import build
+from scenario import Bench
 
 import megatron_idempotent
 from megatron_idempotent import token_logprobs
@@ -112,10 +112,15 @@ class PackSequenceLoss(PackLoss):
         return -(sums_n / pack.sums(valid_BT).clamp(min=1)).sum(), {}
 
 
-def make(**options: Any) -> Any:
-    """A tiny model whose attention takes packs, its scheduler and replica."""
+def make(
+    loss: Any = None, forward: Any = megatron_idempotent.step.gpt_forward, **options: Any
+) -> Any:
+    """A bench of a tiny model whose attention takes packs."""
     clip = {"optimizer_overrides": {"clip_grad": 1e3}}  # none, which would hide a scale
-    return build(exact_attention=True, sequence=T, **clip, **options)
+    step = {"forward": forward or megatron_idempotent.step.gpt_forward}
+    return Bench(
+        step=step, loss=loss or PackLoss(), exact_attention=True, sequence=T, **clip, **options
+    )
 
 
 def double(**options: Any) -> Any:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from split_bench import ROWS, TokenLoss, build, cut, data, forward, one_shot, parameters
+from scenario import ROWS, Bench, TokenLoss, build, cut, data, forward, one_shot, parameters
 
 import megatron_idempotent
-from megatron_idempotent import TrainStep
 
 Operation = tuple[Any, ...]
 _ROWS_OF_A_STREAM = 64
@@ -29,11 +28,9 @@ class Pair:
         self.step_id = ""
 
     def build(self, options: dict[str, Any]) -> None:
-        self.split, scheduler, self.replica = build(**options)
+        split = Bench(**options)
+        self.split, self.step, self.replica = split.model, split.step, split.replica
         self.whole, self.whole_scheduler, _ = build(**options)
-        self.step = TrainStep(
-            self.split.chunks, self.split.optimizer, scheduler, forward=forward, deadline_s=20
-        )
 
     def piece(self, size: int) -> Any:
         """The next microbatches of this replica's stream, without end."""
@@ -71,11 +68,49 @@ class Pair:
         assert megatron_idempotent.ensure_params_synced(self.split.chunks) == 0
 
 
+class FSDPPair(Pair):
+    """Two models on FSDP2, of which one is stepped in pieces."""
+
+    def build(self, options: dict[str, Any]) -> None:
+        from fsdp_bench import bench
+
+        split, whole = bench(**options), bench(**options)
+        for made in (split, whole):
+            for block in made.module.blocks:
+                block.dropout.p = 0.0  # the two would draw in another order
+        self.replica, self.step = split.replica, split.step
+        self.split, self.whole = split.module, whole.parts
+
+    def one_shot(self, batch: Any) -> float:
+        import fsdp_bench
+
+        return fsdp_bench.one_shot(*self.whole, TokenLoss(), batch)[0]
+
+    def logprobs(self, piece: Any) -> None:
+        with self.step.reading() as (model,):
+            got = model(piece["input_ids"])
+        with torch.no_grad():
+            want = self.whole[0].eval()(piece["input_ids"])
+        self.whole[0].train()
+        assert torch.equal(got, want)
+
+    def evaluate(self) -> None:
+        tokens_BT = self.batch["input_ids"][:2]
+        with torch.no_grad():
+            got, want = self.split.eval()(tokens_BT), self.whole[0].eval()(tokens_BT)
+        assert torch.equal(got, want)
+
+    def export(self) -> None:
+        import fsdp_bench
+
+        with self.step.reading() as (model,):
+            got = fsdp_bench.parameters(model)
+        assert torch.equal(got, fsdp_bench.parameters(self.whole[0]))
+
+
 def run(engine: str, options: dict[str, Any], program: list[Operation]) -> None:
     """Do it all; raise where the two sides differ."""
     if engine == "fsdp":
-        from fsdp_programs import FSDPPair
-
         pair: Pair = FSDPPair(options)
     else:
         pair = Pair(options)

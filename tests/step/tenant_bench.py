@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lora import Lora, use
-from split_bench import (
+from scenario import (
     DEADLINE_S,
     ROWS,
     TokenLoss,

@@ -5,39 +5,74 @@ One of two ranks makes the bad call, so that the other one has to be told where 
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+#: From a right batch to the arguments of a wrong call.
 Change = Callable[[dict[str, Any]], dict[str, Any]]
+Table = dict[str, tuple[Change, str]]
 
 
-def _changed(name: str, change: Callable[[Any], Any]) -> Change:
-    return lambda batch: {"batch": {**batch, name: change(batch[name])}}
+def _with(**also: Any) -> Change:
+    """The batch, with what is given; what a function returns for a value, and without None."""
+
+    def batch(rows: dict[str, Any]) -> dict[str, Any]:
+        more = {n: each(rows.get(n)) if callable(each) else each for n, each in also.items()}
+        both = {**rows, **more}
+        return {"batch": {n: each for n, each in both.items() if n not in more or each is not None}}
+
+    return batch
 
 
 def _ready(**also: Any) -> Change:
     """The batch as two ready microbatches, the second with what is given."""
 
     def microbatches(batch: dict[str, Any]) -> dict[str, Any]:
-        from split_bench import cut
+        from scenario import cut
 
         first, second = cut(batch, [1, 1])
-        more = {n: each(second.get(n)) if callable(each) else each for n, each in also.items()}
-        return {"microbatches": [first, {**second, **more}]}
+        return {"microbatches": [first, *_with(**also)(second).values()]}
 
     return microbatches
+
+
+def _packed(**also: Any) -> Change:
+    """Two ready packs of all rows, of which the second is changed."""
+
+    def packs(batch: dict[str, Any]) -> dict[str, Any]:
+        from megatron_idempotent.step import pack_batches
+
+        rows = {name: value for name, value in batch.items() if name != "attention_mask"}
+        first, second = pack_batches({**rows, "lengths": [32, 31, 30, 29]}, 64)
+        pack = second["pack"]
+        more = {n: each(pack) if callable(each) else each for n, each in also.items()}
+        if "pack" not in more and "cu_seqlens" in "".join(more):
+            second = {name: value for name, value in second.items() if name != "pack"}
+        return {"microbatches": [first, {**second, **more}]}
+
+    return packs
 
 
 def _tensor(*values: Any) -> Any:
     import torch
 
     return torch.tensor(values)
+
+
+def _ones(*shape: int) -> Callable[[Any], Any]:
+    def ones(_: Any) -> Any:
+        import torch
+
+        return torch.ones(shape)
+
+    return ones
 
 
 def _put(value: Any) -> Callable[[Any], Any]:
@@ -49,26 +84,45 @@ def _put(value: Any) -> Callable[[Any], Any]:
     return put
 
 
+def _borders(*ends: int | None) -> Callable[[Any], Any]:
+    """Borders of a pack; None stands for its end, and -1 for a place less."""
+    return lambda pack: _tensor(
+        *(pack.tokens if end is None else pack.tokens - 1 if end == -1 else end for end in ends)
+    )
+
+
+def _pack_of_rows(_: Any = None) -> Any:
+    from megatron_idempotent.fp8 import Pack, TokenAlignment
+
+    return Pack.of([9, 6, 3], TokenAlignment(sequence=1, pack=1))
+
+
+def _params(_: Any) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(cu_seqlens_q=_tensor(0, 7, 5))
+
+
 #: What is wrong with a batch: the call with it, and what the error says.
-BATCHES: dict[str, tuple[Change, str]] = {
+BATCHES: Table = {
     "a token mask of 2s": (
-        _changed("token_mask", lambda mask: mask * 2),
+        _with(token_mask=lambda mask: mask * 2),
         r"'token_mask' has 2.0 in row \d, position \d+: give 1",
     ),
     "a token mask with inf": (
-        _changed("token_mask", _put(float("inf"))),
+        _with(token_mask=_put(float("inf"))),
         "'token_mask' has inf in row 1, position 3",
     ),
     "a token mask with NaN": (
-        _changed("token_mask", _put(float("nan"))),
+        _with(token_mask=_put(float("nan"))),
         "'token_mask' has nan in row 1, position 3",
     ),
     "a sample mask of 1e308": (
-        _changed("sample_mask", lambda mask: mask.double() + 1e308),
+        _with(sample_mask=lambda mask: mask.double() + 1e308),
         r"'sample_mask' has 1e\+308 in row 0",
     ),
     "a sample mask of integers": (
-        _changed("sample_mask", lambda mask: mask.long() - 1),
+        _with(sample_mask=lambda mask: mask.long() - 1),
         r"'sample_mask' has -1 in row \d",
     ),
     "a mask of a ready microbatch": (
@@ -92,7 +146,7 @@ BATCHES: dict[str, tuple[Change, str]] = {
         r"a str as microbatch_id, got \[1\]",
     ),
     "a token outside of the vocabulary": (
-        _changed("input_ids", _put(12345)),
+        _with(input_ids=_put(12345)),
         r"has 12345 in 'input_ids' at row 1, position 3, .* has 128 entries, 0 to 127",
     ),
     "a negative token": (
@@ -101,49 +155,120 @@ BATCHES: dict[str, tuple[Change, str]] = {
     ),
 }
 #: Of a model that looks positions up.
-POSITIONS: dict[str, tuple[Change, str]] = {
+POSITIONS: Table = {
     "a position that the model has not": (
         lambda batch: {"batch": {**batch, "position_ids": batch["input_ids"] * 0 + 40}},
         "has 40 in 'position_ids' at row 0, position 0, .* has 32 entries, 0 to 31",
     ),
 }
 #: Of a step with `counts=`, which asks a microbatch for what it has not.
-COUNTED: dict[str, tuple[Change, str]] = {
+COUNTED: Table = {
     "counts= that raises": (_ready(counts="missing"), "KeyError: 'missing'"),
 }
-#: What a loss returns instead of a sum and metrics, and what the error says.
-LOSSES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a loss that returns one value": (
-        lambda total: total,
-        "the loss returned a Tensor: return two",
+#: Shapes that do not fit, and values without rows.
+SHAPES: Table = {
+    "a list": (lambda _: {"batch": [1, 2]}, "got a list whose 'input_ids' is NoneType"),
+    "no tokens": (lambda batch: {"batch": {"tokens": batch["input_ids"]}}, "NoneType"),
+    "one row alone": (lambda _: {"batch": {"input_ids": _ones(3)(None)}}, r"\(3,\)"),
+    "a short token mask": (_with(token_mask=_ones(3, 4)), r"of other shapes: .*\(3, 4\)"),
+    "a wide sample mask": (_with(sample_mask=_ones(4, 2)), r"'sample_mask' of \(4, 2\)"),
+    "a sample mask of a list": (_with(sample_mask=[1.0] * 4), "'sample_mask' of list"),
+    "a scalar tensor": (_with(weight=lambda _: _tensor(1.0).sum()), r"'weight': \(\)"),
+    "a short list": (_with(images=[1] * 3), r"a list of 3 items, for 4 rows .*shared=\("),
+    "an array": (_with(images=lambda _: _ones(4, 2)(None).numpy()), r"a ndarray.*shared=\("),
+    "a mapping": (_with(meta={"a": 1}), r"a dict, for 4 rows.*shared=\("),
+    "a range": (_with(rows=range(4)), r"a range, for 4 rows.*shared=\("),
+    "a pack": (_with(pack=_pack_of_rows), "a Pack of 3 sequences and 18 tokens"),
+    "a pack that rows share": (_with(rope=_pack_of_rows), "a Pack of 3 sequences"),
+    "packs": (_with(packs=lambda _: [_pack_of_rows()] * 4), "a Pack of 3 sequences"),
+    "too many rows": (
+        lambda batch: {"batch": {n: v.repeat(2, *[1] * (v.dim() - 1)) for n, v in batch.items()}},
+        "rank_batch_size=",
     ),
-    "a loss that returns None": (lambda total: None, "the loss returned None: return two"),
-    "a loss that returns a list as metrics": (
-        lambda total: (total, [1.0]),
-        r"the loss returned \(a Tensor, a list\): return two",
+}
+#: Ready microbatches and packs; the step has a budget, and so do rows that are to be packed.
+READY: Table = {
+    "not a list": (lambda batch: {"microbatches": batch}, "got a dict as microbatches: pass a"),
+    "both": (lambda batch: {"batch": batch, "microbatches": [batch]}, "a batch and microbatches"),
+    "no tensor of tokens": (
+        lambda batch: {"microbatches": [batch, {"ids": batch["input_ids"]}]},
+        r"microbatches\[1\], a dict whose 'input_ids' is not there",
     ),
-    "a loss that returns None as metrics": (
-        lambda total: (total, None),
-        r"the loss returned \(a Tensor, None\): return two",
+    "no counts": (
+        lambda _: {"microbatches": [object()]},
+        r"microbatches\[0\], a object whose 'input_ids' is not there",
     ),
-    "a metric that is named by a number": (
-        lambda total: (total, {3: 1.0}),
-        "the loss reported metrics named 3: names are str",
+    "a mask of other rows": (
+        _ready(token_mask=_ones(2, 5)),
+        r"whose 'token_mask' has shape \(2, 5\): give it \(2, 32\)",
     ),
+    "borders that fall": (
+        _packed(cu_seqlens=_borders(0, 9, 5, None)),
+        r"microbatches\[1\], whose cu_seqlens fall from 9 to 5 in sequence 1",
+    ),
+    "borders that begin late": (
+        _packed(cu_seqlens=_borders(3, 9, None)),
+        r"whose cu_seqlens begin with \[3\]",
+    ),
+    "borders that end early": (
+        _packed(cu_seqlens=_borders(0, 9, -1)),
+        r"whose cu_seqlens end at (\d+), and which has (\d+) tokens",
+    ),
+    "no room for a sequence": (
+        _packed(cu_seqlens=_borders(0, 9, None), cu_seqlens_padded=_borders(0, 8, None)),
+        "whose sequence 0 has 9 tokens and 8 places",
+    ),
+    "another number of rooms": (
+        _packed(cu_seqlens=_borders(0, 9, None), cu_seqlens_padded=_borders(0, None)),
+        "whose cu_seqlens have 2 sequences, and cu_seqlens_padded 1",
+    ),
+    "PackedSeqParams that fall": (
+        lambda batch: {"microbatches": [{"input_ids": batch["input_ids"], "p": _params(None)}]},
+        "fall from 7 to 5 in sequence 1",
+    ),
+    "a Pack of other tokens": (
+        _packed(pack=_pack_of_rows),
+        r"whose Pack has (\d+) tokens, and whose 'input_ids' has (\d+)",
+    ),
+    "a long mask of a pack": (
+        _packed(token_mask=_ones(1, 99)),
+        r"whose 'token_mask' has (\d+) entries, and which has (\d+) tokens",
+    ),
+    "a long sample mask of a pack": (
+        _packed(sample_mask=_ones(5)),
+        r"whose 'sample_mask' has (\d+) entries for (\d+) sequences",
+    ),
+    "rows of unknown lengths": (_with(attention_mask=None), "not how many are real"),
+    "a row above the budget": (
+        _with(attention_mask=None, lengths=[4, 30, 3, 4]),
+        "4 rows, of which sequence 1 has 30 tokens and a bin at most 24",
+    ),
+}
+UNCUT: Table = {"rows, and no size": (_with(), r"got 4 rows, and begin\(\) no micro_batch_size")}
+
+LEARNED = {"model_overrides": {"position_embedding_type": "learned_absolute"}}
+BUDGET = {"micro_batch_size": None, "max_tokens_per_microbatch": 24}
+#: Name → the table, options of the step, and what a step begins with.
+TABLES: dict[str, tuple[Table, dict[str, Any], dict[str, Any]]] = {
+    "batches": (BATCHES, {}, {}),
+    "positions": (POSITIONS, {}, {}),
+    "counted": (COUNTED, {"counts": lambda microbatch: _counted(microbatch)}, {}),
+    "shapes": (SHAPES, {"shared": ("rope",)}, {"rank_batch_size": 4}),
+    "ready": (READY, {}, BUDGET),
+    "uncut": (UNCUT, {}, {"micro_batch_size": None}),
 }
 
 
 def _counted(microbatch: Any) -> Any:
-    """`counts=` of the step."""
     from megatron_idempotent.step import valid_counts
 
     return microbatch[microbatch["counts"]] if "counts" in microbatch else valid_counts(microbatch)
 
 
-def _loss(returns: Callable[[Any], Any] | None = None) -> Any:
+def _loss(returns: Callable[[Any, Any], Any] | None = None, outputs: tuple[str, ...] = ()) -> Any:
     """Cross entropy of logits on Megatron, of the model's own losses on FSDP2."""
     import torch
-    from split_bench import TokenLoss, mask_of
+    from scenario import TokenLoss, mask_of
 
     class Loss(TokenLoss):
         def __call__(self, output: Any, microbatch: Any) -> Any:
@@ -153,153 +278,163 @@ def _loss(returns: Callable[[Any], Any] | None = None) -> Any:
                     output.mT.float(), targets_BT, reduction="none"
                 )
             total = (output * mask_of(microbatch)).sum()
-            return (total, {"nll": total.detach()}) if returns is None else returns(total)
+            return returns(total, output) if returns else (total, {"nll": total.detach()})
 
+    Loss.outputs = outputs
     return Loss()
 
 
-class _Bench:
-    """A step on a small model whose `forward` is the engine's own."""
-
-    def __init__(self, engine: str, layout: dict[str, Any], **options: Any) -> None:
-        from engines import bench_on
-
-        if engine == "fsdp":
-            of = bench_on(engine, step=options)
-            self.step, self.replica, self.state = of.step, of.replica, of.state
-            return
-        import split_bench
-
-        from megatron_idempotent import TrainStep
-
-        model, scheduler, self.replica = split_bench.build(**layout)
-        self.step = TrainStep(
-            model.chunks, model.optimizer, scheduler, **{"deadline_s": 20.0, **options}
-        )
-        self.state = lambda: split_bench.state(model, scheduler)
-
-    def batch(self) -> dict[str, Any]:
-        import torch
-        from split_bench import ROWS, T, data
-
-        causal = torch.ones(T, T, dtype=torch.bool).tril().logical_not()
-        rows = data(1, 2 * ROWS, self.replica)
-        return {**rows, "attention_mask": causal.expand(2 * ROWS, 1, T, T).cuda()}
-
-    def begin(self, loss: Any = None) -> str:
-        from split_bench import ROWS
-
-        sizes = {"global_batch_size": 8, "micro_batch_size": ROWS}
-        return str(self.step.begin(loss or _loss(), **sizes))
-
-
-def _steps(engine: str, layout: dict[str, Any], table: dict[str, Any], bad: bool) -> Any:
-    """A step for each row of the table, with the bad call in it; states, and what was told."""
+def _bench(engine: str, layout: dict[str, Any], **options: Any) -> Any:
+    """A bench whose `forward` is the engine's own, and a batch for it."""
     import torch
-    from split_bench import raised_by
+    from scenario import ROWS, Bench, T
 
-    bench = _Bench(engine, layout, counts=_counted if table is COUNTED else None)
-    here = torch.distributed.get_rank() == 1
-    states, told = [], []
-    for change, _ in table.values():
-        step_id, batch = bench.begin(), bench.batch()
-        error: Any = None
-        if bad:
-            # The other one has the same batch in the same form.
-            good = _ready()(batch) if "microbatches" in change(batch) else {"batch": batch}
-            error = raised_by(bench.step.microbatch, step_id, **(change(batch) if here else good))
-            told.append((type(error).__name__, str(error)))
-        if not bad or error is not None:
-            bench.step.microbatch(step_id, batch)
-        assert bench.step.finish(step_id).updated
-        states.append(bench.state())
-    return states, told
+    from megatron_idempotent.step import gpt_forward
+
+    if engine == "megatron":
+        options["forward"] = gpt_forward
+    bench = Bench(engine, step=options, loss=_loss(), **layout)
+    causal = torch.ones(T, T, dtype=torch.bool).tril().logical_not()
+    mask = causal.expand(2 * ROWS, 1, T, T).cuda()
+    return bench, {**bench.batch(2), "attention_mask": mask}
 
 
-def in_a_batch(engine: str, layout: dict[str, Any], table: dict[str, Any]) -> Any:
-    """Runs on a rank: what is told of each bad batch, and whether the steps have the right bits."""
+def in_a_batch(engine: str, layout: dict[str, Any], name: str) -> tuple[list[Any], bool]:
+    """Runs on a rank: what is told of each bad batch, and whether the step has the right bits.
+
+    A rank that others wait for is beside rank 1 with a batch that is right.
+    """
     from fsdp_bench import same
+    from scenario import raised_by
 
-    got, told = _steps(engine, layout, table, True)
-    want, _ = _steps(engine, layout, table, False)
-    return told, [same(one, other) for one, other in zip(got, want, strict=True)]
+    table, options, begin = TABLES[name]
 
+    def run(bad: bool) -> Any:
+        bench, batch = _bench(engine, layout, **options)
+        waits = engine == "fsdp" or layout.keys() & {"pp", "ep"}
+        step_id, told = bench.begin(**begin), []
+        good = _ready()(batch)
+        for change, _ in table.values() if bad else ():
+            if bench.rank == 1 or waits:
+                wrong = bench.rank == 1
+                error = raised_by(
+                    bench.step.microbatch, step_id, **(change(batch) if wrong else good)
+                )
+                told.append((type(error).__name__, str(error)))
+        bench.step.microbatch(step_id, **good)
+        assert bench.step.finish(step_id).updated
+        return told, bench.state()
 
-def batches(engine: str, layout: dict[str, Any]) -> Any:
-    """Runs on a rank."""
-    return in_a_batch(engine, layout, BATCHES)
-
-
-def positions(engine: str, layout: dict[str, Any]) -> Any:
-    """Runs on a rank."""
-    return in_a_batch(engine, layout, POSITIONS)
-
-
-def counted(engine: str, layout: dict[str, Any]) -> Any:
-    """Runs on a rank."""
-    return in_a_batch(engine, layout, COUNTED)
-
-
-LEARNED = {"model_overrides": {"position_embedding_type": "learned_absolute"}}
+    told, got = run(True)
+    return told, same(got, run(False)[1])
 
 
 @pytest.mark.parametrize(
-    ("engine", "layout", "function", "table"),
+    ("engine", "layout", "name"),
     [
-        ("megatron", {}, batches, BATCHES),
-        ("megatron", {"pp": 2}, batches, BATCHES),
-        ("fsdp", {}, batches, BATCHES),
-        ("megatron", {"pp": 2, **LEARNED}, positions, POSITIONS),
-        ("megatron", {"pp": 2}, counted, COUNTED),
-        ("fsdp", {}, counted, COUNTED),
+        ("megatron", {}, "batches"),
+        ("megatron", {"pp": 2}, "batches"),
+        ("fsdp", {}, "batches"),
+        ("megatron", {"pp": 2, **LEARNED}, "positions"),
+        ("megatron", {"pp": 2}, "counted"),
+        ("fsdp", {}, "counted"),
+        ("megatron", {}, "shapes"),
+        ("megatron", {"pp": 2}, "ready"),
+        ("megatron", {"ep": 2, "experts": 4}, "ready"),
+        ("megatron", {"pp": 2}, "uncut"),
     ],
-    ids=["dp", "pp", "fsdp", "positions", "counts-pp", "counts-fsdp"],
+    ids=lambda each: each if isinstance(each, str) else "+".join(each) or "dp",
 )
-def test_a_bad_batch_is_refused_by_name_and_the_step_goes_on(
-    megatron_ranks, engine, layout, function, table
-):
-    (other, _), (failing, right) = megatron_ranks(2, function, engine, layout)
-    waits = engine == "fsdp" or "pp" in layout
-    for index, (name, (_, text)) in enumerate(table.items()):
+def test_a_bad_batch_is_refused_by_name_and_the_step_goes_on(megatron_ranks, engine, layout, name):
+    (other, _), (failing, right) = megatron_ranks(2, in_a_batch, engine, layout, name)
+    table, *_ = TABLES[name]
+    assert len(failing) == len(table)
+    for index, (row, (_, text)) in enumerate(table.items()):
         kind, message = failing[index]
-        assert re.search(text, message), (name, message)
-        if waits:
-            assert kind == other[index][0] == "WindowAborted", name
+        found = re.search(text, message, re.DOTALL)
+        assert found, (row, message)
+        # Both numbers are there, and they differ.
+        assert len(set(found.groups())) == len(found.groups()), (row, message)
+        assert kind == ("WindowAborted" if other else "ValueError"), row
+        if other:
             assert "the step is as it was" in message
-            assert re.search(text, other[index][1]), name
-        else:
-            assert kind == "ValueError", name
-            assert other[index] == ("NoneType", "None"), name
-        assert right[index], f"the step after {name!r} is right"
+            assert other[index][0] == kind
+            assert re.search(rf"rank 1: .*{text}", other[index][1], re.DOTALL), row
+    assert right
 
 
-def in_a_loss(engine: str, layout: dict[str, Any]) -> Any:
-    """Runs on a rank: what each loss of rank 1 ends in, and whether the next steps are right."""
-    import torch
+#: What a loss returns instead of a sum and metrics, and what the error says.
+LOSSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "a loss that returns one value": (
+        lambda total, _: total,
+        "the loss returned a Tensor: return two",
+    ),
+    "a loss that returns None": (lambda *_: None, "the loss returned None: return two"),
+    "a loss that returns a list as metrics": (
+        lambda total, _: (total, [1.0]),
+        r"the loss returned \(a Tensor, a list\): return two",
+    ),
+    "a loss that returns None as metrics": (
+        lambda total, _: (total, None),
+        r"the loss returned \(a Tensor, None\): return two",
+    ),
+    "a metric that is named by a number": (
+        lambda total, _: (total, {3: 1.0}),
+        "the loss reported metrics named 3: names are str",
+    ),
+}
+#: Values that are no sum, no metrics or no outputs; the last have `outputs = ("kl",)`.
+VALUES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "a vector": (lambda _, each: (each, {}), r"\(2, 32\) with requires_grad=True"),
+    "no graph": (lambda total, _: (total.detach() + 1, {}), r"\(\) with requires_grad=False"),
+    "a float": (
+        lambda total, _: (float(total) + 1, {}),
+        "float with requires_grad=False",
+    ),
+    "names of rows": (
+        lambda total, _: (total, {"lr": 1.0, "rank": 1.0, "kl": 0.0}),
+        "named 'lr', 'rank'",
+    ),
+    "a metric of rows": (
+        lambda total, each: (total, {"kl": each}),
+        r"'kl' of shape \(2, 32\): metrics are scalars",
+    ),
+    "a metric of text": (lambda total, _: (total, {"kl": "0.1"}), "'kl' as str: metrics are num"),
+    "no output": (
+        lambda total, _: (total, {"nll": 1}),
+        "names 'kl' in its `outputs`, and has returned 'nll'",
+    ),
+    "an output of one row": (
+        lambda total, each: (total, {"kl": each[:1]}),
+        r"'kl' as shape \(1, 32\) for 2 sequences",
+    ),
+    "an output of a list": (
+        lambda total, each: (total, {"kl": [each] * 3}),
+        "'kl' as 3 tensors for 2 sequences",
+    ),
+    "an output of a float": (lambda total, _: (total, {"kl": 1.0}), "'kl' as float for 2 seq"),
+}
+
+
+def in_a_loss(engine: str, layout: dict[str, Any]) -> tuple[list[str], bool]:
+    """Runs on a rank: what each loss of rank 1 ends in, and whether the next step is right."""
     from fsdp_bench import same
-    from split_bench import raised_by
+    from scenario import raised_by
 
-    here = torch.distributed.get_rank() == 1
+    def run(bad: bool) -> Any:
+        bench, batch = _bench(engine, layout)
+        told = []
+        for name, (returns, _) in {**LOSSES, **VALUES}.items() if bad else ():
+            outputs = ("kl",) if "output" in name else ()
+            loss = _loss(returns, outputs) if bench.rank == 1 else _loss()
+            error = raised_by(bench.run, [batch], loss=loss)
+            told.append(str(error))
+            bench.step.abort()
+        assert bench.run([batch]).updated
+        return told, bench.state()
 
-    def steps(bad: bool) -> Any:
-        bench = _Bench(engine, layout)
-        states, told = [], []
-        for returns, _ in LOSSES.values():
-            if bad:
-                step_id = bench.begin(_loss(returns if here else None))
-                error = raised_by(bench.step.microbatch, step_id, bench.batch())
-                error = error or raised_by(bench.step.finish, step_id)
-                told.append(str(error))
-                bench.step.abort()
-            step_id = bench.begin()
-            bench.step.microbatch(step_id, bench.batch())
-            assert bench.step.finish(step_id).updated
-            states.append(bench.state())
-        return states, told
-
-    got, told = steps(True)
-    want, _ = steps(False)
-    return told, [same(one, other) for one, other in zip(got, want, strict=True)]
+    told, got = run(True)
+    return told, same(got, run(False)[1])
 
 
 @pytest.mark.parametrize(
@@ -309,9 +444,9 @@ def in_a_loss(engine: str, layout: dict[str, Any]) -> Any:
 )
 def test_a_loss_that_returns_something_else_is_refused_by_name(megatron_ranks, engine, layout):
     for told, right in megatron_ranks(2, in_a_loss, engine, layout):
-        for (name, (_, text)), message in zip(LOSSES.items(), told, strict=True):
+        for (name, (_, text)), message in zip({**LOSSES, **VALUES}.items(), told, strict=True):
             assert re.search(text, message), (name, message)
-        assert all(right)
+        assert right
 
 
 class _Slots:
@@ -337,48 +472,111 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "deadline_s=nan": ({"deadline_s": float("nan")}, ValueError, "must be positive, got nan"),
     "a scheduler with slots": ({"scheduler": _Slots()}, ValueError, "_Slots .*as scheduler"),
 }
+OTHERS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "deadline_s=0": ({"deadline_s": 0}, ValueError, "positive, got 0"),
+    "deadline_s='1'": ({"deadline_s": "1"}, ValueError, "'1'"),
+    "shared='rope'": ({"shared": "rope"}, ValueError, "'rope'"),
+    "shared=(1,)": ({"shared": (1,)}, ValueError, r"\(1,\)"),
+    "shared masks": ({"shared": ("token_mask",)}, ValueError, r"names \['token_mask'\]"),
+    "nothing_valid": ({"nothing_valid": "ignore"}, ValueError, "one of 'skip', 'update', got 'ig"),
+}
+_SIZES = ("micro_batch_size", "max_tokens_per_microbatch")
+#: Arguments of `begin()`, beside usual ones, and what it says.
+BEGUN: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"divisor={each!r}": ({"divisor": each}, f"got divisor={each!r}")
+        for each in (0, -1.0, float("nan"), float("inf"), "2", True)
+    },
+    "no size": ({"global_batch_size": 0}, "global_batch_size, got 0"),
+    "a float": ({"micro_batch_size": 2.0}, "micro_batch_size, got 2.0"),
+    "no budget": ({**BUDGET, _SIZES[1]: 0}, "max_tokens_per_microbatch, got 0"),
+    "both": ({_SIZES[1]: 96}, "micro_batch_size=2, max_tokens_per_microbatch=96"),
+    "a number": ({"step_id": 3}, "step_id, got 3"),
+    "fewer than none": ({"rank_batch_size": -1}, "rank_batch_size, got -1"),
+    "no loss": ({"loss": len}, "len"),
+}
 
 
 def made_with(engine: str) -> None:
-    """Runs on a rank: what each is told when a step is made, and a loss's class by `begin`."""
-    from engines import class_of
-    from split_bench import TokenLoss, build, raised_by
+    """Runs on a rank: what each is told when a step is made or begun, and the step that goes on."""
+    from scenario import Bench, TokenLoss, class_of, raised_by
 
     import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.fp8 import TokenAlignment
 
-    if engine == "fsdp":
-        import fsdp_bench
-
-        model, optimizer, scheduler = fsdp_bench.build()
-    else:
-        built, scheduler, _ = build()
-        model, optimizer = built.chunks, built.optimizer
-    kind = class_of(engine)
-    for name, (arguments, error, text) in ARGUMENTS.items():
+    bench = Bench(engine)
+    model, optimizer, scheduler = bench.parts
+    kind = functools.partial(class_of(engine), model, optimizer)
+    for name, (arguments, error, text) in {**ARGUMENTS, **OTHERS}.items():
         if engine == "fsdp" and "order_stable" in arguments:
             continue
         given = {"scheduler": scheduler, **arguments}
-        told = raised_by(kind, model, optimizer, given.pop("scheduler"), **given)
+        told = raised_by(kind, given.pop("scheduler"), **given)
         assert type(told) is error, (name, told)
         assert re.search(text, str(told)), (name, told)
-    told = raised_by(kind(model, optimizer).begin, TokenLoss, global_batch_size=8)
-    assert "got the class TokenLoss as loss" in str(told)
+
+    class Kindless(TokenLoss):
+        kind = "mean"
+
+    class Wrong(TokenLoss):
+        normalizers: ClassVar = {"nll": "words"}
+
+    losses = {"the class TokenLoss as loss": TokenLoss, "'mean'": Kindless(), "'words'": Wrong()}
+    for arguments, text in (*BEGUN.values(), *(({"loss": v}, t) for t, v in losses.items())):
+        told = raised_by(bench.begin, **arguments)
+        assert isinstance(told, ValueError), (arguments, told)
+        assert text in str(told), (arguments, told)
+    narrow = kind(alignment=TokenAlignment(sequence=4, pack=128))
+    told = raised_by(narrow.begin, TokenLoss(), max_tokens_per_microbatch=96)
+    assert re.search(r"begin\(\) got a budget of 96 tokens, .* 128", str(told))
+    assert bench.run([bench.batch(1)]).updated
     for call in (megatron_idempotent.window.agree, megatron_idempotent.window.guarded_window):
         told = raised_by(call, None, deadline_s=float("inf"))
         assert isinstance(told, ValueError), told
         assert "deadline_s is inf" in str(told)
-    assert tiny.BATCH
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_a_bad_argument_is_refused_when_a_step_is_made(megatron_ranks, engine):
+def test_a_bad_argument_is_refused_when_a_step_is_made_or_begun(megatron_ranks, engine):
     megatron_ranks(1, made_with, engine)
+
+
+def models() -> None:
+    """Runs on a rank: chunks, optimizers and settings of Megatron's that a step cannot have."""
+    import torch
+    from scenario import Bench, raised_by
+
+    from megatron_idempotent import TrainStep
+
+    bench = Bench()
+    chunks, optimizer, _ = bench.parts
+    for given, text in (
+        ((chunks[0], optimizer), "pass the list"),
+        (([], optimizer), "no model chunk"),
+        ((chunks, torch.optim.SGD([torch.ones(1)])), "SGD"),
+    ):
+        assert text in str(raised_by(TrainStep, *given))
+    for owner, name, value in (
+        (bench.model.config, "overlap_moe_expert_parallel_comm", True),
+        (bench.model.config, "gtp_weight_remat_size", 2),
+        (chunks[0].ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", True),
+    ):
+        before = getattr(owner, name, None)
+        setattr(owner, name, value)
+        told = raised_by(TrainStep, chunks, optimizer)
+        assert isinstance(told, ValueError), told
+        assert name in str(told)
+        setattr(owner, name, before)
+    assert bench.run([bench.batch(1)]).updated
+
+
+def test_a_model_that_a_step_cannot_have_is_refused(megatron_ranks):
+    megatron_ranks(1, models)
 
 
 def of_another_model(options: dict[str, Any], frozen: str) -> None:
     """Runs on a rank: an optimizer is for the model that it was made of, and for no other."""
-    from split_bench import build, raised_by
+    from scenario import build, raised_by
 
     from megatron_idempotent import TrainStep
 
@@ -395,9 +593,24 @@ def of_another_model(options: dict[str, Any], frozen: str) -> None:
     assert "parameters are not the chunks', such as one of shape (" in str(told)
 
 
+@pytest.mark.parametrize(
+    ("options", "frozen"),
+    [
+        ({}, ""),
+        pytest.param({"distributed_optimizer": False}, "", marks=pytest.mark.exhaustive),
+        ({"distributed_optimizer": False, "dtype": "bf16"}, "embedding"),
+        pytest.param({"dtype": "bf16"}, "embedding", marks=pytest.mark.exhaustive),
+        ({"experts": 4}, ""),
+    ],
+    ids=str,
+)
+def test_an_optimizer_of_another_model_is_refused(megatron_ranks, options, frozen):
+    megatron_ranks(1, of_another_model, options, frozen)
+
+
 def of_another_ddp() -> None:
     """Runs on a rank: two DDPs over the same modules, one of matrices and one of vectors."""
-    from split_bench import build, raised_by
+    from scenario import build, raised_by
 
     from megatron_idempotent import TrainStep
 
@@ -418,46 +631,29 @@ def test_an_optimizer_of_another_ddp_is_refused(megatron_ranks):
     megatron_ranks(1, of_another_ddp)
 
 
-@pytest.mark.parametrize(
-    ("options", "frozen"),
-    [
-        ({}, ""),
-        ({"distributed_optimizer": False}, ""),
-        ({"distributed_optimizer": False, "dtype": "bf16"}, "embedding"),
-        ({"dtype": "bf16"}, "embedding"),
-        ({"experts": 4}, ""),
-    ],
-    ids=str,
-)
-def test_an_optimizer_of_another_model_is_refused(megatron_ranks, options, frozen):
-    megatron_ranks(1, of_another_model, options, frozen)
-
-
 def sent_again(engine: str) -> None:
     """Runs on a rank: the same batch under one id is run once, and another one is refused."""
     from fsdp_bench import same
-    from split_bench import raised_by
+    from scenario import raised_by
 
     def steps(again: bool) -> Any:
-        bench = _Bench(engine, {})
-        for form in (lambda batch: {"batch": batch}, _ready()):
-            step_id, batch = bench.begin(), bench.batch()
-            receipt = bench.step.microbatch(step_id, **form(batch), microbatch_id="a")
+        bench, batch = _bench(engine, {})
+        for form in (_with(), _ready()):
+            step_id = bench.begin()
+            send = functools.partial(bench.step.microbatch, step_id, microbatch_id="a")
+            receipt = send(**form(batch))
             if again:
                 copy = {name: value.clone() for name, value in batch.items()}
-                repeated = bench.step.microbatch(step_id, **form(copy), microbatch_id="a")
-                assert repeated is receipt
+                assert send(**form(copy)) is receipt
                 for name in batch:
                     other = {**batch, name: batch[name].clone()}
                     other[name].view(-1)[-1] = 1 - other[name].view(-1)[-1].long()
-                    told = raised_by(
-                        bench.step.microbatch, step_id, **form(other), microbatch_id="a"
-                    )
+                    told = raised_by(send, **form(other))
                     assert isinstance(told, ValueError), (name, told)
                     assert "microbatch_id='a' again, and another batch: its batch" in str(told)
                     assert f"[{name!r}] is torch." in str(told)
                 less = {name: value for name, value in batch.items() if name != "token_mask"}
-                told = raised_by(bench.step.microbatch, step_id, **form(less), microbatch_id="a")
+                told = raised_by(send, **form(less))
                 assert "is not there, and was torch.float32 of (" in str(told)
             bench.step.finish(step_id)
         return bench.state()
@@ -470,41 +666,29 @@ def test_an_id_that_comes_again_with_another_batch_is_refused(megatron_ranks, en
     megatron_ranks(2, sent_again, engine)
 
 
-_TABLE = "embedding.weight"
-
-
 def not_a_number(engine: str, layout: dict[str, Any], rule: str) -> Any:
     """Runs on a rank: rank 1's embedding of a token that no batch has is NaN."""
-    import torch
     from fsdp_bench import same
-    from split_bench import raised_by
-
-    here = torch.distributed.get_rank() == 1
+    from scenario import raised_by
 
     def steps(bad: bool) -> Any:
-        bench = _Bench(engine, layout, non_finite=rule)
-        backend = bench.step._backend
-        model = backend._model if engine == "fsdp" else backend.chunks[0]
-        [table] = [
-            p.detach() for n, p in model.named_parameters() if "word_emb" in n or n == _TABLE
-        ]
+        bench, rows = _bench(engine, layout, non_finite=rule)
+        rows["input_ids"] = rows["input_ids"] % 8 + 8
+        named = bench.module.named_parameters()
+        [table] = [p.detach() for n, p in named if "word_emb" in n or n == "embedding.weight"]
         table = table.to_local() if engine == "fsdp" else table
         told: Any = None
-        rows = {**bench.batch()}
-        rows["input_ids"] = rows["input_ids"] % 8 + 8
         if bad:
             kept = table[3, 5].clone()
             step_id = bench.begin()
-            if here:
+            if bench.rank == 1:
                 table[3, 5] = float("nan")
             bench.step.microbatch(step_id, rows)
             error = raised_by(bench.step.finish, step_id)
             told = str(error) if error else bench.step.finish(step_id).skipped
             bench.step.abort() if error else None
             table[3, 5] = kept
-        step_id = bench.begin()
-        bench.step.microbatch(step_id, rows)
-        assert bench.step.finish(step_id).updated
+        assert bench.run([rows]).updated
         return told, bench.state()
 
     told, got = steps(True)
@@ -515,7 +699,9 @@ def not_a_number(engine: str, layout: dict[str, Any], rule: str) -> Any:
     ("engine", "layout", "rule"),
     [
         ("megatron", {}, "refuse"),
-        ("megatron", {"distributed_optimizer": False}, "skip"),
+        pytest.param(
+            *("megatron", {"distributed_optimizer": False}, "skip"), marks=pytest.mark.exhaustive
+        ),
         ("megatron", {"dtype": "bf16"}, "skip"),
         ("fsdp", {}, "refuse"),
     ],
@@ -529,85 +715,72 @@ def test_a_parameter_that_is_nan_on_one_replica_stops_all_of_them(
         assert right
 
 
-def frozen_after_ddp(layout: dict[str, Any]) -> str:
-    """Runs on a rank: rank 1 freezes all of its parameters after DDP was built."""
+def surroundings(layout: dict[str, Any]) -> list[str]:
+    """Runs on a rank: rank 1 is in autocast, then freezes all parameters after DDP was built."""
     import torch
-    from split_bench import raised_by
+    from scenario import raised_by
 
-    bench = _Bench("megatron", layout)
-    parameters = list(bench.step._chunks[0].parameters())
+    bench, batch = _bench("megatron", layout)
+    here, told = bench.rank == 1, []
+    step_id = bench.begin()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=here):
+        told.append(raised_by(bench.step.microbatch, step_id, batch))
+    if told[0] is not None:
+        bench.step.microbatch(step_id, batch)
+    assert bench.step.finish(step_id).updated
+
+    parameters = list(bench.module.parameters())
     step_id = bench.begin()
     for parameter in parameters:
-        parameter.requires_grad_(torch.distributed.get_rank() == 0)
-    told = raised_by(bench.step.microbatch, step_id, bench.batch())
-    told = told or raised_by(bench.step.finish, step_id)
+        parameter.requires_grad_(not here)
+    error = raised_by(bench.step.microbatch, step_id, batch)
+    told.append(error or raised_by(bench.step.finish, step_id))
     bench.step.abort()
     for parameter in parameters:
         parameter.requires_grad_(True)
-    step_id = bench.begin()
-    bench.step.microbatch(step_id, bench.batch())
-    assert bench.step.finish(step_id).updated
-    return f"{type(told).__name__}: {told}"
+    assert bench.run([batch]).updated
+    return [f"{type(each).__name__}: {each}" for each in told]
 
 
 @pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
-def test_parameters_that_are_all_frozen_after_ddp_are_named(megatron_ranks, layout):
-    other, failing = megatron_ranks(2, frozen_after_ddp, layout)
-    assert "parameters that DDP was built with are frozen now" in failing
-    assert other.startswith("WindowAborted: rank 1: ")
-
-
-def in_autocast(layout: dict[str, Any]) -> str:
-    """Runs on a rank: rank 1 runs a batch of a float32 model under autocast, and then without."""
-    import torch
-    from split_bench import raised_by
-
-    bench = _Bench("megatron", layout)
-    here = torch.distributed.get_rank() == 1
-    step_id = bench.begin()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=here):
-        told = raised_by(bench.step.microbatch, step_id, bench.batch())
-    if told is not None:
-        bench.step.microbatch(step_id, bench.batch())
-    assert bench.step.finish(step_id).updated
-    return f"{type(told).__name__}: {told}"
-
-
-@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
-def test_autocast_around_a_float32_model_is_refused(megatron_ranks, layout):
-    other, failing = megatron_ranks(2, in_autocast, layout)
-    assert "a model in float32 inside of torch.autocast('cpu')" in failing
-    assert other.startswith("WindowAborted: rank 1: RuntimeError" if layout else "NoneType")
+def test_autocast_and_parameters_that_are_frozen_after_ddp_are_named(megatron_ranks, layout):
+    other, failing = megatron_ranks(2, surroundings, layout)
+    assert "a model in float32 inside of torch.autocast('cpu')" in failing[0]
+    assert other[0].startswith("WindowAborted: rank 1: RuntimeError" if layout else "NoneType")
+    assert "parameters that DDP was built with are frozen now" in failing[1]
+    assert other[1].startswith("WindowAborted: rank 1: ")
 
 
 def two_threads(engine: str) -> None:
     """Runs on a rank: a second thread comes while the first one waits in `finish()`."""
     import torch
     from fsdp_bench import same
-    from split_bench import raised_by
+    from scenario import raised_by
 
     def steps(second: bool) -> Any:
-        bench = _Bench(engine, {})
+        bench, batch = _bench(engine, {})
         step_id = bench.begin()
-        bench.step.microbatch(step_id, bench.batch())
+        bench.step.microbatch(step_id, batch)
         torch.distributed.barrier()
-        if not second or torch.distributed.get_rank() == 1:
+        if not second or bench.rank == 1:
             if second:
-                time.sleep(1.5)  # the other one waits here in the meantime
+                torch.distributed.barrier()  # the other one has been refused by then
             assert bench.step.finish(step_id).updated
             return bench.state()
         results: list[Any] = []
         first = threading.Thread(target=lambda: results.append(bench.step.finish(step_id)))
         first.start()
-        time.sleep(0.5)
+        while not bench.step._caller:
+            time.sleep(0.01)
         for call, arguments in (
             (bench.step.finish, (step_id,)),
             (bench.step.abort, ()),
-            (bench.step.microbatch, (step_id, bench.batch())),
+            (bench.step.microbatch, (step_id, batch)),
         ):
             told = raised_by(call, *arguments)
             assert isinstance(told, RuntimeError), told
             assert "another thread is in finish() of this step" in str(told)
+        torch.distributed.barrier()
         first.join()
         assert results[0].updated
         assert bench.step.finish(step_id) is results[0]
@@ -622,22 +795,25 @@ def test_a_second_thread_is_refused_and_the_first_one_finishes(megatron_ranks, e
 
 
 def on_a_device() -> str:
-    """Runs on a rank: nothing may be read before the end of the step, as on a GPU."""
-    import torch
-    from split_bench import raised_by
+    """Runs on a rank: nothing may be read before the end of the step, as on a GPU.
+
+    Counts with a fraction on one rank and without on the other are added up all the same.
+    """
+    from scenario import cut, raised_by
 
     from megatron_idempotent.step import microbatches
 
+    bench, batch = _bench("megatron", {})
+    [first] = cut(batch, [1])
+    counts = 2, 7.5 if bench.rank == 1 else 8
+    result = bench.run([[{**first, "counts": counts}]])
+    assert (result.updated, result.global_valid_tokens) == (True, 15.5)
+
     microbatches.on_host = lambda values: False
-    bench = _Bench("megatron", {})
-    step_id, batch = bench.begin(), bench.batch()
-    mask = batch["token_mask"] * (2 if torch.distributed.get_rank() == 1 else 1)
-    bench.step.microbatch(step_id, {**batch, "token_mask": mask})
-    told = raised_by(bench.step.finish, step_id)
+    mask = batch["token_mask"] * (2 if bench.rank == 1 else 1)
+    told = raised_by(bench.run, [{**batch, "token_mask": mask}])
     bench.step.abort()
-    step_id = bench.begin()
-    bench.step.microbatch(step_id, batch)
-    assert bench.step.finish(step_id).updated
+    assert bench.run([batch]).updated
     return str(told)
 
 
@@ -652,21 +828,3 @@ def test_the_page_has_a_row_for_each():
     section = page.partition("### Bad input\n")[2].partition("\n### ")[0]
     for name in (*BATCHES, *POSITIONS, *COUNTED, *LOSSES, *ARGUMENTS):
         assert f"| {name} |" in section, name
-
-
-def fractions() -> None:
-    """Runs on a rank: counts with a fraction on one rank and without on the other are added up."""
-    import torch
-    from split_bench import cut
-
-    bench = _Bench("megatron", {})
-    step_id = bench.begin()
-    tokens = 7.5 if torch.distributed.get_rank() == 1 else 8
-    [first] = cut(bench.batch(), [1])
-    bench.step.microbatch(step_id, microbatches=[{**first, "counts": (2, tokens)}])
-    result = bench.step.finish(step_id)
-    assert (result.updated, result.global_valid_tokens) == (True, 15.5)
-
-
-def test_a_fraction_on_one_rank_is_summed_in_one_type(megatron_ranks):
-    megatron_ranks(2, fractions)

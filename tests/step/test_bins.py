@@ -27,7 +27,7 @@ def alignments(draw: st.DrawFn) -> TokenAlignment:
     st.integers(0, 6),
     st.integers(1, 4),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_each_sequence_is_in_one_bin_and_no_bin_is_above_the_budget(
     lengths, alignment, least, multiple
 ):
@@ -47,7 +47,7 @@ def test_each_sequence_is_in_one_bin_and_no_bin_is_above_the_budget(
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_no_two_bins_could_be_one(lengths):
     found = bin_sequences(lengths, 100)
     loads = sorted(sum(lengths[index] for index in each) for each in found)

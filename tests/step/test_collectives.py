@@ -1,4 +1,4 @@
-"""A step in pieces starts the collectives of the one-shot step, whatever the number of pieces."""
+"""A step in pieces costs what the one-shot step does: collectives, and no copy of a gradient."""
 
 from __future__ import annotations
 
@@ -62,31 +62,26 @@ def reductions(calls: Counter[Call]) -> Counter[tuple[int, ...]]:
 def compared(options: dict[str, Any]) -> list[Any]:
     """Runs on a rank; returns for each way to cut the step what differs, and the host's
     agreements."""
-    from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
+    from scenario import Bench, one_shot, split_step
 
-    from megatron_idempotent import TrainStep
     from megatron_idempotent.megatron.ddp import bucket_groups
 
-    loss = TokenLoss()
-
     def run(pieces: list[int] | None, last: bool) -> tuple[list[Any], Any]:
-        model, scheduler, replica = build(**options)
-        step = TrainStep(
-            model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
-        )
+        bench = Bench(**options)
+        made = bench.model, bench.scheduler, bench.loss
         buckets = Counter(
             tuple(bucket.grad_data.numel() for bucket in group.buckets)
-            for chunk in model.chunks
+            for chunk in bench.model.chunks
             for group in bucket_groups(chunk)
         )
         models, hosts = [], Counter()
         for seed in range(STEPS):
-            batch = data(seed, 12, replica)
+            batch = bench.batch(6, seed=seed)
             if pieces is None:
-                calls, hosts = recorded(lambda b=batch: one_shot(model, scheduler, loss, b))
+                calls, hosts = recorded(lambda b=batch: one_shot(*made, b))
             else:
                 calls, hosts = recorded(
-                    lambda b=batch: split_step(step, loss, b, pieces, last=last)
+                    lambda b=batch: split_step(bench.step, bench.loss, b, pieces, last=last)
                 )
             assert reductions(calls) == buckets, (seed, pieces, last)
             models.append(calls)
@@ -147,3 +142,78 @@ def test_collectives_are_those_of_the_one_shot_step(megatron_ranks, layout):
                 size, kind = tensors[-1]  # the input of this rank
                 cost[op, who, size * {"torch.uint8": 1, "torch.int32": 4}[kind]] += count
             assert cost == agreements(layout, number, last), (number, last)
+
+
+CUTS = {1: [4], 4: [1] * 4}
+# Bytes. Above it are activations of the tiny model and buckets of its gradients; below it are the
+# host's messages, 4 KiB for each rank, and the states of random generators, 5 KiB each.
+SMALL = 10_000
+# Five such states, which an open step could go back to, each microbatch's metrics and counts, and
+# the messages of three agreements between two ranks, whose release is seen or not.
+HELD = 30_000 + 3 * 2 * 4096
+
+
+def allocated(options: dict[str, Any]) -> dict[str, Any]:
+    """Runs on a rank: what each way to cut a step allocates beyond the one-shot step."""
+    from scenario import Bench, one_shot, split_step
+
+    from megatron_idempotent.megatron.ddp import bucket_groups
+    from megatron_idempotent.proof.cpu.probes import allocations, peak_bytes
+
+    # Clipped in every step, or none, so that all allocate the same; the schedule asks for min_lr
+    # once it has warmed up.
+    bench = Bench(optimizer_overrides={"clip_grad": 1e-3, "min_lr": 1e-3}, **options)
+    model, step, loss = bench.model, bench.step, bench.loss
+    buckets = [
+        bucket.grad_data.nbytes
+        for chunk in model.chunks
+        for group in bucket_groups(chunk)
+        for bucket in group.buckets
+    ]
+    assert min(buckets) > SMALL
+    # Every token valid: up to 0.14 upstream divides a microbatch that has none by 0.
+    batch = bench.batch(4, full=True)
+
+    def plain() -> None:
+        one_shot(model, bench.scheduler, loss, batch)
+
+    split_step(step, loss, batch, [4])
+    plain()  # twice, for the optimizer's state and the order of the reductions
+    large, most = _large(allocations(plain)), peak_bytes(plain)
+    assert sum(large.values()) > len(buckets)
+    found: dict[str, Any] = {}
+    for number, pieces in CUTS.items():
+        for last in (False, True):
+
+            def split(pieces: list[int] = pieces, last: bool = last) -> None:
+                split_step(step, loss, batch, pieces, last=last)
+
+            more = _large(allocations(split)) - large
+            found[f"{number} {last}"] = dict(more), peak_bytes(split) - most
+    held = allocations(lambda: step.microbatch(bench.begin(), batch))
+    found["while it is open"] = {}, sum(held)
+    step.abort()
+    return found
+
+
+def _large(sizes: list[int]) -> Counter[int]:
+    return Counter(size for size in sizes if size > SMALL)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap_param_gather": True},
+        pytest.param({}, marks=pytest.mark.matrix),
+        pytest.param({"distributed_optimizer": False}, marks=pytest.mark.matrix),
+        pytest.param({"dtype": "bf16"}, marks=pytest.mark.matrix),
+        pytest.param(
+            {"config_overrides": {"calculate_per_token_loss": False}}, marks=pytest.mark.matrix
+        ),
+    ],
+    ids=str,
+)
+def test_nothing_large_is_allocated_that_the_one_shot_step_does_not(megatron_ranks, options):
+    for found in megatron_ranks(2, allocated, options, timeout_s=120):
+        assert not {way: more for way, (more, _) in found.items() if more}
+        assert max(held for _, held in found.values()) < HELD, found

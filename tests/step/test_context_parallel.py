@@ -16,7 +16,7 @@ TOLERANCE = (128 + 32) * 2.0**-24
 def loss_that(kind: str, returned: str, bad_rank: int | None) -> Any:
     """Cross entropy over valid tokens, of this rank's positions or of whole rows."""
     import torch
-    from split_bench import TokenLoss, mask_of
+    from scenario import TokenLoss, mask_of
 
     from megatron_idempotent.step import all_positions
 
@@ -55,9 +55,9 @@ def stepped(
     """Runs on a rank: a step of 8 rows in two batches; its place, result and gradients."""
     import torch
     from megatron.core import parallel_state
-    from split_bench import build, data, forward, split_step
+    from scenario import Bench, cut
 
-    from megatron_idempotent import TrainStep
+    from megatron_idempotent.step import gpt_forward
 
     torch.set_default_dtype(torch.float64)
     overrides = {
@@ -66,19 +66,19 @@ def stepped(
         "pipeline_dtype": torch.float64,
         **options.get("config_overrides", {}),
     }
-    model, scheduler, replica = build(
+    bench = Bench(
+        step={"forward": gpt_forward} if positions else {},
+        loss=loss_that(kind, returned, bad_rank),
         distributed_optimizer=False,
         ddp_overrides={"grad_reduce_in_fp32": False},
         optimizer_overrides={"clip_grad": 0.0},  # Megatron clips float32 only
         **{**options, "config_overrides": overrides},
     )
-    how = {} if positions else {"forward": forward}
-    step = TrainStep(model.chunks, model.optimizer, scheduler, deadline_s=20, **how)
-    batch = {name: value[..., :positions] for name, value in data(1, 8, replica).items()}
-    result = split_step(step, loss_that(kind, returned, bad_rank), batch, [2, 2])
+    batch = {name: value[..., :positions] for name, value in bench.batch(4).items()}
+    result = bench.run(list(cut(batch, [2, 2])))
     gradients = {
         f"{index} {name}": parameter.main_grad.clone()
-        for index, chunk in enumerate(model.chunks)
+        for index, chunk in enumerate(bench.model.chunks)
         for name, parameter in chunk.module.named_parameters()
     }
     place = (
@@ -89,24 +89,33 @@ def stepped(
     return place, result, gradients
 
 
+#: Name → ranks, options of the model, and of the loss.
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "cp2": (2, {"cp": 2}, {}),
+    "cp2, averaged, whole": (
+        2,
+        {"cp": 2},
+        {"per_token": False, "returned": "whole", "kind": "sequence"},
+    ),
+    "cp2 dp2, averaged": (4, {"cp": 2}, {"per_token": False}),
+    "cp4, whole": (4, {"cp": 4}, {"returned": "whole"}),
+    "cp2 tp2, averaged": (4, {"cp": 2, "tp": 2, "sequence_parallel": True}, {"per_token": False}),
+    "cp2 pp2 vpp2": (4, {"cp": 2, "pp": 2, "vpp": 2, "layers_per_stage": 1}, {}),
+    "cp2 experts, averaged": (2, {"cp": 2, "experts": 4}, {"per_token": False}),
+    "cp2 dp2 ep2": (4, {"cp": 2, "experts": 4, "ep": 2}, {}),
+}
+ALWAYS = ("cp2, averaged, whole", "cp2 tp2, averaged", "cp2 dp2 ep2")
+
+
 @pytest.mark.parametrize(
-    ("ranks", "options", "how"),
+    "layout",
     [
-        (2, {"cp": 2}, {}),
-        (2, {"cp": 2}, {"per_token": False, "returned": "whole", "kind": "sequence"}),
-        (4, {"cp": 2}, {"per_token": False}),
-        (4, {"cp": 4}, {"returned": "whole"}),
-        (4, {"cp": 2, "tp": 2, "sequence_parallel": True}, {"per_token": False}),
-        (4, {"cp": 2, "pp": 2, "vpp": 2, "layers_per_stage": 1}, {}),
-        (2, {"cp": 2, "experts": 4}, {"per_token": False}),
-        (4, {"cp": 2, "experts": 4, "ep": 2}, {}),
-    ],
-    ids=[
-        *("cp2", "cp2, averaged, whole", "cp2 dp2, averaged", "cp4, whole"),
-        *("cp2 tp2, averaged", "cp2 pp2 vpp2", "cp2 experts, averaged", "cp2 dp2 ep2"),
+        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
+        for each in LAYOUTS
     ],
 )
-def test_it_is_the_step_of_one_rank(megatron_ranks, ranks, options, how):
+def test_it_is_the_step_of_one_rank(megatron_ranks, layout):
+    ranks, options, how = LAYOUTS[layout]
     cp = options["cp"]
     known = {}
     alone = {**options, "cp": 1}

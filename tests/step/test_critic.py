@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-from documented import programs
 
 HEADING = "Value heads and reward models"
 
@@ -18,7 +17,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2, bf16": (2, {"pp": 2, "dtype": "bf16"}),
     "tp2 pp2 dp2, sequence parallel": (8, {"tp": 2, "pp": 2, "sequence_parallel": True}),
 }
-ALWAYS = ("dp2", "tp2, sequence parallel", "pp2")
+ALWAYS = ("tp2, sequence parallel", "pp2")
 
 
 def _some() -> list[Any]:
@@ -30,7 +29,7 @@ def _some() -> list[Any]:
 
 def _data(seed: int, microbatches: int, replica: int) -> dict[str, Any]:
     import torch
-    from split_bench import ROWS, T, data
+    from scenario import ROWS, T, data
 
     rows = microbatches * ROWS
     generator = torch.Generator().manual_seed(seed)
@@ -45,11 +44,12 @@ def _data(seed: int, microbatches: int, replica: int) -> dict[str, Any]:
     }
 
 
-def _made(shown: list[str], options: dict[str, Any]) -> tuple[dict[str, Any], Any, Any, int]:
+def _made(options: dict[str, Any]) -> tuple[dict[str, Any], Any, Any, int]:
     """The documented names, and a model with the documented head."""
-    from split_bench import build
+    from scenario import build, documented
 
     names: dict[str, Any] = {}
+    shown = documented(HEADING)
     for program in (shown[0], shown[2]):
         exec(program, names)
 
@@ -61,22 +61,22 @@ def _made(shown: list[str], options: dict[str, Any]) -> tuple[dict[str, Any], An
 
 def _seen(model: Any, norm: Any) -> list[Any]:
     import torch
-    from split_bench import parameters
+    from scenario import parameters
 
     return [torch.tensor(float(norm)), model.gradients(), parameters(model)]
 
 
-def critic(shown: list[str], options: dict[str, Any]) -> None:
+def critic(options: dict[str, Any]) -> None:
     """Runs on a rank: the documented step, against one schedule call, and what it tells."""
     import torch
     from megatron.core import parallel_state as ps
-    from split_bench import ROWS, cut, mask_of, one_shot
+    from scenario import ROWS, cut, documented, mask_of, one_shot
 
-    names, model, scheduler, replica = _made(shown, options)
+    names, model, scheduler, replica = _made(options)
     sizes = [1, 3]
     # The documented step, with the sizes of this one.
     given = {**names, "chunks": model.chunks, "optimizer": model.optimizer, "scheduler": scheduler}
-    program = shown[1].replace("micro_batch_size=4", f"micro_batch_size={ROWS}")
+    program = documented(HEADING)[1].replace("micro_batch_size=4", f"micro_batch_size={ROWS}")
     program = program.replace("global_batch_size=256", "global_batch_size=8")
     found = []
     has_loss = ps.is_pipeline_last_stage()
@@ -94,7 +94,7 @@ def critic(shown: list[str], options: dict[str, Any]) -> None:
             _check_metrics(torch.stack(values), batch, given["result"])
 
     loss = names["ValueLoss"](clip=0.2)
-    _, whole, schedule, _ = _made(shown, options)
+    _, whole, schedule, _ = _made(options)
     wanted = []
     for seed in (1, 2):
         batch = _data(seed, sum(sizes), replica)
@@ -169,19 +169,19 @@ def _check_metrics(values_BT: Any, batch: dict[str, Any], result: Any) -> None:
 @pytest.mark.parametrize("layout", _some())
 def test_a_critic_in_pieces_is_the_critic_at_once(megatron_ranks, layout):
     ranks, options = LAYOUTS[layout]
-    megatron_ranks(ranks, critic, programs(HEADING), options, timeout_s=200)
+    megatron_ranks(ranks, critic, options, timeout_s=200)
 
 
-def rewards(shown: list[str], options: dict[str, Any]) -> None:
+def rewards(options: dict[str, Any]) -> None:
     """Runs on a rank: a reward model in pieces and at once; its metrics, against the scores."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state as ps
-    from split_bench import DEADLINE_S, ROWS, one_shot, split_step
+    from scenario import DEADLINE_S, ROWS, one_shot, split_step
 
     from megatron_idempotent import TrainStep
 
-    names, model, scheduler, replica = _made(shown, options)
+    names, model, scheduler, replica = _made(options)
 
     def forward(chunk: Any, microbatch: Any) -> Any:
         # The documented one shifts what it returns, as a critic's values are.
@@ -204,7 +204,7 @@ def rewards(shown: list[str], options: dict[str, Any]) -> None:
     assert all(result.updated for result in results)
     found = _seen(model, results[-1].grad_norm)
 
-    _, whole, schedule, _ = _made(shown, options)
+    _, whole, schedule, _ = _made(options)
     for batch in batches:
         norm = one_shot(whole, schedule, loss, batch, forward=forward)
     wanted = _seen(whole, norm)
@@ -227,4 +227,4 @@ def rewards(shown: list[str], options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"pp": 2}], ids=str)
 def test_a_reward_model_in_pieces_is_the_one_at_once(megatron_ranks, options):
-    megatron_ranks(2, rewards, programs(HEADING), options, timeout_s=200)
+    megatron_ranks(2, rewards, options, timeout_s=200)

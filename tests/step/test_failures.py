@@ -1,103 +1,106 @@
-"""A rank that fails, and what all ranks are told; see test_stop_anywhere.py for where."""
+"""Each rank raises what docs/train-step.md says where one fails, and the next step is right.
+
+See test_stop_anywhere.py for failures at every call.
+"""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+OWN, ABORTED, POISONED, NOTHING = "Broken", "WindowAborted", "SessionPoisoned", "NoneType"
+#: Layout and place → what rank 1, which fails, and rank 0 raise in `microbatch`, and then in
+#: `finish` if that call raised nothing.
+RAISED = {
+    ("dp", "loss"): ((OWN,), (NOTHING, ABORTED)),
+    ("dp", "layer"): ((OWN,), (NOTHING, ABORTED)),
+    ("pp", "loss"): ((ABORTED,), (ABORTED,)),
+    ("pp", "layer"): ((ABORTED,), (ABORTED,)),
+    ("tp", "loss"): ((ABORTED,), (ABORTED,)),
+    ("tp", "layer"): ((POISONED,), (POISONED,)),
+    ("tp", "layer of all"): ((ABORTED,), (ABORTED,)),
+    ("cp", "loss"): ((ABORTED,), (ABORTED,)),
+    ("cp", "layer"): ((POISONED,), (POISONED,)),
+    ("ep", "loss"): ((ABORTED,), (ABORTED,)),
+    ("ep", "layer"): ((POISONED,), (POISONED,)),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dp": {"overlap_param_gather": True},
+    "pp": {"pp": 2},
+    "tp": {"tp": 2},
+    "cp": {"cp": 2},
+    "ep": {"ep": 2, "experts": 4},
+}
+#: Those in which ranks learn of it in ways of their own, and whether in the last batch.
+OFTEN = {
+    *(("dp", "loss", True), ("dp", "layer", False), ("pp", "loss", True), ("pp", "layer", False)),
+    *(("tp", "loss", True), ("tp", "layer", False), ("ep", "loss", False)),
+}
 
-class Broken(Exception):
-    """The failing rank raises this."""
 
-
-def in_the_loss(options: dict[str, Any], last: bool) -> list[str]:
-    """Runs on a rank: the loss raises on the last rank; what each call of the step came to."""
+def fail(options: dict[str, Any], where: str, last: bool) -> tuple[list[Any], bool]:
+    """Runs on a rank: what its calls raise, and whether the next step is right."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
+    from scenario import Fault, scenario
 
-    from megatron_idempotent import TrainStep
-
-    rank = torch.distributed.get_rank()
-
-    class Failing(TokenLoss):
-        armed = True
-
-        def __call__(self, output, microbatch):
-            if self.armed and rank == torch.distributed.get_world_size() - 1:
-                raise Broken("no reward")
-            return super().__call__(output, microbatch)
-
-    def run(fail: bool):
-        model, scheduler, replica = build(**options)
-        step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-        batch = data(1, 4 * ROWS, replica)
-        told: list[BaseException | None] = []
-        if fail:
-            step_id = step.begin(Failing(), global_batch_size=8, micro_batch_size=ROWS)
-            told.append(raised_by(step.microbatch, step_id, batch, last=last))
-            told.append(raised_by(step.finish, step_id) if told[0] is None else None)
-            step.abort(step_id)
-        split_step(step, TokenLoss(), batch, [4])
-        return told, parameters(model)
-
-    told, got = run(True)
-    _, want = run(False)
-    assert torch.equal(got, want)
-    return [f"{type(each).__name__}: {each}" for each in told]
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_where_nobody_waits_the_failing_rank_raises_what_it_raised(megatron_ranks, last):
-    fine, failing = megatron_ranks(2, in_the_loss, {"overlap_param_gather": True}, last)
-    assert failing == ["Broken: no reward", "NoneType: None"]
-    assert fine[0] == "NoneType: None"
-    assert fine[1].startswith("WindowAborted: rank 1: Broken: no reward")
+    place = where.removesuffix(" of all")
+    fault = Fault(place, 1, (1,) if place == where else None)
+    calls = [("begin",), ("batch", [2], {"last": last}), ("finish",), ("abort",), ("step", [2])]
+    got = scenario({**options, "step": {"deadline_s": 3}}, calls, [fault])
+    want = scenario(options, [("step", [2])])
+    told = got.told[1:3] if got.told[1] is None else got.told[1:2]
+    found = [
+        (type(each).__name__, str(each), type(getattr(each, "__cause__", None)).__name__)
+        for each in told
+    ]
+    return found, torch.equal(got.bits[0][2], want.bits[0][2])
 
 
 @pytest.mark.parametrize(
-    ("options", "last"),
+    ("layout", "where", "last"),
     [
-        ({"pp": 2}, False),
-        ({"pp": 2}, True),
-        pytest.param({"tp": 2}, False, marks=pytest.mark.exhaustive),
-        ({"tp": 2}, True),
-        ({"ep": 2, "experts": 4}, False),
-        pytest.param({"ep": 2, "experts": 4}, True, marks=pytest.mark.exhaustive),
+        pytest.param(*(*case, last), marks=() if (*case, last) in OFTEN else pytest.mark.exhaustive)
+        for case in RAISED
+        for last in (False, True)
     ],
-    ids=str,
 )
-def test_where_others_wait_all_raise_at_the_same_batch(megatron_ranks, options, last):
-    for told in megatron_ranks(2, in_the_loss, options, last):
-        assert told[0].startswith("WindowAborted: rank 1: loss: Broken: no reward")
-        assert told[1] == "NoneType: None"
+def test_each_rank_raises_what_the_table_says(megatron_ranks, layout, where, last):
+    (other, also), (failing, right) = megatron_ranks(2, fail, OPTIONS[layout], where, last)
+    raised = [tuple(kind for kind, _, _ in each) for each in (failing, other)]
+    assert tuple(raised) == RAISED[layout, where]
+    kind, text, cause = failing[-1]
+    assert OWN in (kind, cause), "the failing rank's error is what it raises, or the cause"
+    if where == "loss":
+        own = text if kind == OWN else "Broken: no reward"
+        assert own.endswith("no reward")
+        for _, told, _ in (other[-1], failing[-1]) if kind == ABORTED else other[-1:]:
+            before = "loss: " if layout != "dp" else ""
+            assert told.startswith(f"rank 1: {before}Broken: no reward")
+    assert also
+    assert right, "the next step is right"
 
 
-def in_a_layer(options: dict[str, Any]) -> str:
-    """Runs on a rank: a layer raises on rank 1, where the other waits for it; what that comes
-    to."""
-    import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by
-
-    from megatron_idempotent import TrainStep
-
-    model, scheduler, replica = build(**options)
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=3)
-
-    def broken(*_: Any) -> None:
-        raise Broken("out of memory")
-
-    if torch.distributed.get_rank() == 1:
-        model.chunks[0].module.decoder.layers[1].mlp.register_forward_pre_hook(broken)
-    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-    told = raised_by(step.microbatch, step_id, data(1, ROWS, replica))
-    return type(told).__name__
+def test_another_replica_is_told_in_finish(megatron_ranks):
+    # Ranks 1 and 3 are two stages of the second replica, in which rank 1 fails.
+    found = megatron_ranks(4, fail, {"pp": 2}, "layer", False)
+    told = [tuple(kind for kind, _, _ in each) for each, _ in found]
+    assert told == [(NOTHING, ABORTED), (ABORTED,)] * 2
+    assert all(right for _, right in found)
 
 
-@pytest.mark.parametrize("options", [{"tp": 2}, {"ep": 2, "experts": 4}], ids=["tp2", "ep2"])
-def test_a_layer_that_raises_where_others_wait_inside_poisons_the_session(megatron_ranks, options):
-    assert megatron_ranks(2, in_a_layer, options) == ["SessionPoisoned"] * 2
+def test_the_page_has_the_same_table():
+    page = (Path(__file__).parents[2] / "docs" / "train-step.md").read_text(encoding="utf-8")
+    words = {OWN: "its own exception", ABORTED: "`WindowAborted`", POISONED: "`SessionPoisoned`"}
+    for (layout, where), (failing, other) in RAISED.items():
+        [row] = [line for line in page.splitlines() if line.startswith(f"| {layout} | {where} |")]
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[2:4] == [
+            f"{words[told[-1]]} in `{('microbatch', 'finish')[len(told) - 1]}`"
+            for told in (failing, other)
+        ]
 
 
 def a_bad_batch() -> None:
@@ -106,106 +109,77 @@ def a_bad_batch() -> None:
     Only the second replica has them; the first goes on without a word.
     """
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by
+    from scenario import ROWS, Bench, raised_by
 
-    from megatron_idempotent import TrainStep, WindowAborted
+    from megatron_idempotent import WindowAborted
 
-    model, scheduler, replica = build(pp=2)
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-    batch = data(1, 2 * ROWS, replica)
-    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-    rank = torch.distributed.get_rank()
-    last = rank == 3
+    bench = Bench(pp=2)
+    batch = bench.batch(2)
+    step_id = bench.begin()
+    last = bench.rank == 3
     for given, part in (
         ({**batch, "sample_mask": torch.ones(1)} if last else batch, "rank 3: ValueError"),
         ({n: v[:ROWS] for n, v in batch.items()} if last else batch, "give all of them the same"),
     ):
-        if replica == 0:
+        if bench.replica == 0:
             continue
-        told = raised_by(step.microbatch, step_id, given)
+        told = raised_by(bench.step.microbatch, step_id, given)
         assert isinstance(told, WindowAborted)
         assert part in str(told)
         assert "as it was" in str(told)
-    step.microbatch(step_id, batch)
-    assert step.finish(step_id).updated
+    bench.step.microbatch(step_id, batch)
+    assert bench.step.finish(step_id).updated
 
 
 def test_a_batch_that_one_stage_cannot_take_is_taken_by_none(megatron_ranks):
     megatron_ranks(4, a_bad_batch)
 
 
-def in_the_update(undo: bool) -> list[str]:
+def in_the_update(undo: bool) -> tuple[list[str], bool]:
     """Runs on a rank: the inner optimizer raises after its update, on all ranks."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
+    from scenario import Fault, scenario
 
-    from megatron_idempotent import TrainStep, WindowAborted
-
-    model, scheduler, replica = build()
-    step = TrainStep(
-        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20, undo=undo
-    )
-    batch = data(1, 2 * ROWS, replica)
-    split_step(step, TokenLoss(), batch, [2])
-    before = parameters(model)
-    chained = getattr(model.optimizer, "chained_optimizers", [model.optimizer])
-    inner = chained[0].optimizer
-    update = inner.step
-
-    def broken(*args: Any, **kwargs: Any) -> None:
-        update(*args, **kwargs)
-        raise Broken("out of memory")
-
-    inner.step = broken
-    told = raised_by(split_step, step, TokenLoss(), batch, [2])
-    inner.step = update
-    assert isinstance(told, WindowAborted)
-    step.abort()
-    again = raised_by(step.begin, TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-    return [str(told), str(again), str(torch.equal(parameters(model), before))]
+    layout = {"step": {"undo": undo}}
+    calls = [("step", [2]), ("step", [2], {"seed": 2}), ("abort",), ("begin",)]
+    found = scenario(layout, calls, [Fault("optimizer", 1)])
+    told = [f"{type(each).__name__}: {each}" for each in (found.told[1], found.told[3])]
+    return told, torch.equal(found.bench.parameters(), found.bits[0][2])
 
 
-def test_an_update_that_broke_off_can_be_undone(megatron_ranks):
-    for told, again, untouched in megatron_ranks(2, in_the_update, True):
-        assert "All ranks can go back" in told
-        assert (again, untouched) == ("None", "True")
-
-
-def test_without_a_copy_a_checkpoint_is_asked_for(megatron_ranks):
-    for told, again, untouched in megatron_ranks(2, in_the_update, False):
-        assert "undo=True" in told
-        assert "load a checkpoint" in again
-        assert untouched == "False"
+@pytest.mark.parametrize("undo", [True, False])
+def test_an_update_that_broke_off_on_all_ranks_can_be_undone(megatron_ranks, undo):
+    for (told, again), untouched in megatron_ranks(2, in_the_update, undo):
+        assert told.startswith(ABORTED)
+        assert ("All ranks can go back" if undo else "undo=True") in told
+        assert again.startswith(NOTHING if undo else "RuntimeError")
+        assert undo or "load a checkpoint" in again
+        assert untouched == undo
 
 
 def absent() -> float:
     """Runs on a rank: the other one never comes to the end of the step; seconds until that is
     told."""
-    import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by
+    from scenario import Bench, raised_by
 
-    from megatron_idempotent import SessionPoisoned, TrainStep
+    from megatron_idempotent import SessionPoisoned
 
-    model, scheduler, replica = build()
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=3)
-    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-    step.microbatch(step_id, data(1, ROWS, replica))
+    bench = Bench(step={"deadline_s": 2})
+    step_id = bench.begin()
+    bench.step.microbatch(step_id, bench.batch(1))
     start = time.monotonic()
-    if torch.distributed.get_rank() == 1:
-        time.sleep(6)
-        return 3.0
-    told = raised_by(step.finish, step_id)
+    if bench.rank == 1:
+        time.sleep(4)
+        return 2.0
+    told = raised_by(bench.step.finish, step_id)
     assert isinstance(told, SessionPoisoned)
-    assert "not all ranks came to finish of step 'step-0' within 3 s" in str(told)
+    assert "not all ranks came to finish of step 'step-0' within 2 s" in str(told)
     waited = time.monotonic() - start
-    step.abort()
-    assert isinstance(
-        raised_by(step.begin, TokenLoss(), global_batch_size=8, micro_batch_size=ROWS),
-        SessionPoisoned,
-    )
+    bench.step.abort()
+    assert isinstance(raised_by(bench.begin), SessionPoisoned)
     return waited
 
 
 def test_a_rank_that_does_not_come_ends_the_session_within_the_deadline(megatron_ranks):
     for waited in megatron_ranks(2, absent):
-        assert 2 < waited < 5.5
+        assert 1 < waited < 4.5

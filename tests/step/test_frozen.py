@@ -81,122 +81,49 @@ def _some() -> list[Any]:
     ]
 
 
-class FailingLoss:
-    """A token loss that raises in its backward or forward, once it is told to."""
-
-    def __init__(self) -> None:
-        from split_bench import TokenLoss
-
-        self._loss = TokenLoss()
-        self.kind, self.normalizers = self._loss.kind, self._loss.normalizers
-        self.fails: str | None = None
-
-    def __call__(self, output, microbatch):
-        total, metrics = self._loss(output, microbatch)
-        if self.fails == "loss":
-            raise ValueError("a bad sample")
-        if self.fails == "backward":
-            total.register_hook(self._fail)
-        return total, metrics
-
-    def _fail(self, _):
-        raise ValueError("interrupted")
-
-
-def made(options: dict[str, Any], adapted: dict[str, Any]):
-    """A tiny model with adapters, its scheduler, its replica and its TrainStep."""
-    from lora import Lora
-    from split_bench import DEADLINE_S, build, forward
-
-    from megatron_idempotent import TrainStep
-
-    model, scheduler, replica = build(before_ddp=Lora(**adapted), **options)
-    step = TrainStep(
-        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
-    )
-    return model, scheduler, replica, step
-
-
-def seen(model: Any) -> list[Any]:
-    from split_bench import parameters
-
-    return [*_gradients(model), parameters(model)]
-
-
-def _gradients(model: Any) -> list[Any]:
-    return [
-        buffer.grad_data.clone()
-        for chunk in model.chunks
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-
-
-def compared(options: dict[str, Any], adapted: dict[str, Any]) -> dict[str, list[bool]]:
+def compared(options: dict[str, Any], adapted: dict[str, Any]) -> dict[str, Any]:
     """Runs on a rank: two steps in pieces, and after aborted ones, against two one-shot ones."""
-    import torch
-    from split_bench import data, one_shot, raised_by, split_step
+    from lora import Lora
+    from scenario import Fault, differing
 
-    def run(pieces: list[int], how: str, last: bool = False) -> list[Any]:
-        model, scheduler, replica, step = made(options, adapted)
-        loss, found = FailingLoss(), []
-        for seed in (1, 2):
-            batch = data(seed, 2 * sum(pieces), replica)
-            if how == "one shot":
-                norm = one_shot(model, scheduler, loss, batch)
-            else:
-                if how != "split":
-                    loss.fails = how
-                    step_id = step.begin(loss, global_batch_size=8, micro_batch_size=2)
-                    assert raised_by(step.microbatch, step_id, batch) is not None
-                    step.abort(step_id)
-                    loss.fails = None
-                norm = split_step(step, loss, batch, pieces, last=last).grad_norm
-            found += [torch.tensor(float(norm)), *seen(model)]
-        return found
+    count, parts = (4, [2, 2]) if options.get("vpp") else (3, [1, 2])
 
-    count = 4 if options.get("vpp") else 3
-    parts = [2, 2] if count == 4 else [1, 2]
-    want = run([count], "one shot")
-    assert float(want[0]) > 0
-    found = {}
-    ways = {"whole": ([count], "split", False), "last": (parts, "split", True)}
-    ways["pieces"] = (parts, "split", False)
-    failing = ["loss"]
-    if options.get("tp", 1) == options.get("ep", 1) == options.get("pp", 1) == 1:
-        failing.append("backward")  # with others to wait for it, this poisons
-    for how in failing:
-        ways[f"aborted in the {how}"] = (parts, how, True)
-    for name, (pieces, how, last) in ways.items():
-        got = run(pieces, how, last)
-        found[name] = [torch.equal(a, b) for a, b in zip(got, want, strict=True)]
-    return found
+    def steps(pieces: list[int], last: bool) -> list[Any]:
+        return [("step", pieces, {"seed": seed, "last": last}) for seed in (1, 2)]
+
+    ways: dict[str, Any] = {
+        "whole": (steps([count], False), ()),
+        "last": (steps(parts, True), ()),
+        "pieces": (steps(parts, False), ()),
+    }
+    alone = options.get("tp", 1) == options.get("ep", 1) == options.get("pp", 1) == 1
+    # With others to wait for it, one in the backward poisons.
+    for place in ("loss", "backward") if alone else ("loss",):
+        first, second = steps(parts, True)
+        calls = [first, ("abort",), first, second, ("abort",), second]
+        ways[f"aborted in the {place}"] = calls, [Fault(place, 0), Fault(place, 3)]
+    at_once = [("once", count, {"seed": seed}) for seed in (1, 2)]
+    return differing({**options, "before_ddp": Lora(**adapted)}, at_once, ways)
 
 
 @pytest.mark.parametrize("layout", _some())
 def test_pieces_and_aborted_steps_are_the_step_at_once(megatron_ranks, layout):
     ranks, options, adapted = LAYOUTS[layout]
-    for found in megatron_ranks(ranks, compared, options, adapted, timeout_s=120):
-        assert all(all(v) for v in found.values()), found
+    assert megatron_ranks(ranks, compared, options, adapted, timeout_s=120) == [{}] * ranks
 
 
 def told(options: dict[str, Any], adapted: dict[str, Any]) -> Any:
     """Runs on a rank: what the result of a step says, and the same for ranks without data."""
     from dataclasses import asdict
 
-    from split_bench import ROWS, TokenLoss, data
+    from lora import Lora
+    from scenario import Bench
 
-    from megatron_idempotent import StepResult
-
-    _, scheduler, replica, step = made(options, adapted)
-    scheduler.step(increment=8)  # the first rate is 0
-    results: list[StepResult] = []
-    for absent in (None, 0):
-        step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-        if replica != absent:
-            step.microbatch(step_id, data(1, 6, replica))
-        elif options.get("ep", 1) > 1:
-            step.microbatch(step_id, None)
-        results.append(step.finish(step_id))
+    bench = Bench(before_ddp=Lora(**adapted), **options)
+    bench.scheduler.step(increment=8)  # the first rate is 0
+    results = [
+        bench.run([] if bench.replica == absent else [bench.batch(3)]) for absent in (None, 0)
+    ]
     own = ("reported_by", "replica", "auxiliary_loss_scale")
     return [{k: v for k, v in asdict(each).items() if k not in own} for each in results]
 
@@ -219,26 +146,21 @@ BOTH, ONE, OTHER = ("first", "second"), ("first",), ("second",)
 def in_turn(overlap: bool, turns: list[tuple[str, ...]]) -> list[bytes]:
     """Runs on a rank: parameters after steps that train some of the adapters each."""
     from lora import Lora, use
-    from split_bench import DEADLINE_S, TokenLoss, build, data, forward, parameters, split_step
-
-    from megatron_idempotent import TrainStep
+    from scenario import Bench
 
     # No clipping: a norm is summed in another order where buckets are others.
-    model, scheduler, replica = build(
+    bench = Bench(
         before_ddp=Lora(adapters=BOTH),
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
         optimizer_overrides={"clip_grad": 0.0},
         **SMALL,
     )
-    step = TrainStep(
-        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
-    )
     found = []
     for seed, names in enumerate(turns):
-        use(model.chunks, *names)
-        split_step(step, TokenLoss(), data(seed, 4, replica), [1, 1])
-        found.append(parameters(model).numpy().tobytes())
+        use(bench.model.chunks, *names)
+        bench.run([bench.batch(1, seed=seed), bench.batch(1, seed=seed + 9)])
+        found.append(bench.parameters().numpy().tobytes())
     return found
 
 
@@ -326,10 +248,10 @@ def stepped_on(options: dict[str, Any], adapted: dict[str, Any], clip: float) ->
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp2, gathers",
+        pytest.param("dp2, gathers", marks=pytest.mark.exhaustive),
         "tp2, sequence parallel",
         "pp2, nothing on the first stage",
-        "ep2, attention only",
+        pytest.param("ep2, attention only", marks=pytest.mark.exhaustive),
         "pp2, experts of the last stage",
     ],
 )

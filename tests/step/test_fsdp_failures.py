@@ -26,46 +26,44 @@ def steps_with_failures(layout, last, every=True):
     without failures.
     """
     import torch
-    from fsdp_bench import CLIP, Trip, Tripped, build, replica_of, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
+    from fsdp_bench import CLIP, Trip, Tripped, bench, same
+    from scenario import cut
 
     from megatron_idempotent import WindowAborted
 
     ranks = torch.distributed.get_world_size()
-    batch = data(1, 2 * sum(PIECES), replica_of(layout))
-    loss = TokenLoss()
 
     def setting():
-        parts = build(layout)
         clip = None if layout == "tensor parallel" else CLIP
-        return parts, step_of(*parts, undo=True, clip_grad=clip), Trip(*parts)
+        made = bench(layout, undo=True, clip_grad=clip)
+        return made, Trip(*made.parts), list(cut(made.batch(2), PIECES))
 
-    parts, step, trip = setting()
-    states, results, places = [state(*parts)], [], [0]
+    made, trip, pieces = setting()
+    states, results, places = [made.state()], [], [0]
     while len(results) < len(places):
         trip.set(0)
-        results.append(split_step(step, loss, batch, PIECES, last=last))
-        states.append(state(*parts))
+        results.append(made.run(pieces, last=last))
+        states.append(made.state())
         names = list(trip.passed)
         places = list(range(1, len(names) + 1)) if every else some_of(names)
     differing = []
-    parts, step, trip = setting()
+    made, trip, pieces = setting()
     for number, place in enumerate(places, start=1):
         name = names[place - 1]
         trip.set(place)
         with pytest.raises(WindowAborted) as stopped:
-            split_step(step, loss, batch, PIECES, last=last)
+            made.run(pieces, last=last)
         assert isinstance(stopped.value.__cause__, Tripped)
         assert sorted(stopped.value.failures) == list(range(ranks))
         trip.set(0)
-        step.abort()
-        if not same(state(*parts), states[number - 1]):
+        made.step.abort()
+        if not same(made.state(), states[number - 1]):
             differing.append(f"{name}, aborted")
-        if any(parameter.grad is not None for parameter in parts[0].parameters()):
+        if any(parameter.grad is not None for parameter in made.module.parameters()):
             differing.append(f"{name}, gradients")
-        result = split_step(step, loss, batch, PIECES, last=last)
+        result = made.run(pieces, last=last)
         wanted = results[number - 1]
-        if not same(state(*parts), states[number]) or result.metrics != wanted.metrics:
+        if not same(made.state(), states[number]) or result.metrics != wanted.metrics:
             differing.append(name)
         if result.grad_norm != wanted.grad_norm or trip.passed != names:
             differing.append(f"{name}, norm or places")
@@ -85,7 +83,9 @@ def with_our_reset(*args, **kwargs):
     return steps_with_failures(*args, **kwargs)
 
 
-@pytest.mark.parametrize("layout", ["shard", "replicate and shard"])
+@pytest.mark.parametrize(
+    "layout", ["shard", pytest.param("replicate and shard", marks=pytest.mark.exhaustive)]
+)
 def test_our_own_reset_does_what_torchs_does(megatron_ranks, layout):
     ranks = 4 if layout == "replicate and shard" else 2
     check_places(megatron_ranks(ranks, with_our_reset, layout, True, every=False))
@@ -117,19 +117,17 @@ def on_one_rank(where, last):
     import gc
     import weakref
 
-    import torch
-    from fsdp_bench import Tripped, build, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
+    from fsdp_bench import Tripped, bench, same
+    from scenario import TokenLoss, cut
 
     from megatron_idempotent import WindowAborted
 
-    rank = torch.distributed.get_rank()
     calls = {"forward": 0, "loss": 0}
     armed, outputs = False, []
 
     def passing(name, at):
         calls[name] += at == "before" if name == "forward" else 1
-        if armed and rank == 0 and where == f"{name} {at}" and calls[name] == 3:
+        if armed and made.rank == 0 and where == f"{name} {at}" and calls[name] == 3:
             raise Tripped(where)
 
     def forward(model, microbatch):
@@ -144,33 +142,27 @@ def on_one_rank(where, last):
             passing("loss", "itself")
             return super().__call__(output, microbatch)
 
-    loss, batch = Loss(), data(1, 8, rank)
-    sizes = [1, 3]
-
-    def setting():
-        parts = build()
-        return parts, step_of(*parts, forward=forward)
-
-    parts, step = setting()
-    split_step(step, loss, batch, sizes, last=last)
-    want = state(*parts)
-    parts, step = setting()
-    before = state(*parts)
+    made = bench(loss=Loss(), forward=forward)
+    pieces = list(cut(made.batch(4), [1, 3]))
+    made.run(pieces, last=last)
+    want = made.state()
+    made = bench(loss=Loss(), forward=forward)
+    before = made.state()
     calls, armed = {"forward": 0, "loss": 0}, True
     with pytest.raises(WindowAborted) as stopped:
-        split_step(step, loss, batch, sizes, last=last)
+        made.run(pieces, last=last)
     assert list(stopped.value.failures) == [0]
-    assert isinstance(stopped.value.__cause__, Tripped) == (rank == 0)
+    assert isinstance(stopped.value.__cause__, Tripped) == (made.rank == 0)
     assert calls["forward"] >= 4  # the rest of the call was run, for the others
     with pytest.raises(RuntimeError, match="has failed"):
-        step.finish(step.open_step_id)
+        made.step.finish(made.step.open_step_id)
     armed = False
-    step.abort()
+    made.step.abort()
     gc.collect()
     assert not any(output() is not None for output in outputs)  # the error holds none of them
-    aborted = same(state(*parts), before)
-    split_step(step, loss, batch, sizes, last=last)
-    return aborted, same(state(*parts), want)
+    aborted = same(made.state(), before)
+    made.run(pieces, last=last)
+    return aborted, same(made.state(), want)
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -183,28 +175,24 @@ def inside_the_model_of_one_rank(interrupt):
     """Runs on a rank: rank 0 leaves a layer, and the other waits for it in a collective."""
     import time
 
-    import torch
-    from fsdp_bench import Trip, build, step_of
-    from split_bench import TokenLoss, data, split_step
+    from fsdp_bench import Trip, bench
 
     from megatron_idempotent import SessionPoisoned
 
-    rank = torch.distributed.get_rank()
-    parts = build()
-    step, trip = step_of(*parts, deadline_s=4.0), Trip(*parts)
-    begun = time.monotonic()
-    if rank == 0:
+    made = bench(deadline_s=4.0)
+    trip, begun = Trip(*made.parts), time.monotonic()
+    if made.rank == 0:
         trip.set(4, KeyboardInterrupt if interrupt else None)
     error, text = SessionPoisoned, "agree within 4 s" if interrupt else "same place"
-    if interrupt and rank == 0:
+    if interrupt and made.rank == 0:
         error, text = KeyboardInterrupt, "forward of blocks.0.norm"
     with pytest.raises(error, match=text):
-        split_step(step, TokenLoss(), data(1, 2, rank), [1])
+        made.run([made.batch(1)])
     assert time.monotonic() - begun < 15.0
-    step.abort()
+    made.step.abort()
     with pytest.raises(SessionPoisoned, match="half-way"):
-        split_step(step, TokenLoss(), data(1, 2, rank), [1])
-    assert all(parameter.grad is None for parameter in parts[0].parameters())
+        made.run([made.batch(1)])
+    assert all(parameter.grad is None for parameter in made.module.parameters())
 
 
 @pytest.mark.parametrize("interrupt", [False, True])
@@ -214,35 +202,25 @@ def test_one_rank_fails_inside_of_the_model(megatron_ranks, interrupt):
 
 def in_the_update(undo, ranks):
     """Runs on a rank: some ranks fail after the optimizer's update; what becomes of it."""
-    import torch
-    from fsdp_bench import Trip, Tripped, build, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
+    from fsdp_bench import Trip, bench, same
 
     from megatron_idempotent import SessionPoisoned, WindowAborted
 
-    rank = torch.distributed.get_rank()
-    loss, batch = TokenLoss(), data(1, 2, rank)
-    parts = build()
-    step, trip = step_of(*parts, undo=undo), Trip(*parts)
-    before = state(*parts)
-    trip.passing = lambda name: _trip(rank in ranks and name == "after the update", Tripped)
+    made = bench(undo=undo)
+    trip, before = Trip(*made.parts), made.state()
+    trip.raise_at("after the update" if made.rank in ranks else None)
     error = WindowAborted if len(ranks) == 2 else SessionPoisoned
     with pytest.raises(error, match="can go back" if undo else "load a checkpoint"):
-        split_step(step, loss, batch, [1])
-    trip.passing = lambda name: None
-    step.abort()
+        made.run([made.batch(1)])
+    trip.raise_at(None)
+    made.step.abort()
     refused = SessionPoisoned if len(ranks) < 2 else None if undo else RuntimeError
     if refused is None:
-        split_step(step, loss, batch, [1])
-    else:
-        with pytest.raises(refused):
-            split_step(step, loss, batch, [1])
-    return refused is None or same(state(*parts), before) == undo
-
-
-def _trip(now, error):
-    if now:
-        raise error
+        made.run([made.batch(1)])
+        return True
+    with pytest.raises(refused):
+        made.run([made.batch(1)])
+    return same(made.state(), before) == undo
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1]])

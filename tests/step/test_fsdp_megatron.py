@@ -7,9 +7,8 @@ import pytest
 
 def both(kind, tied):
     """Runs on a rank: two steps of each engine on one GPT; names of what differs."""
-    import split_bench
+    import scenario
     import torch
-    from fsdp_bench import DEADLINE_S
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -18,14 +17,14 @@ def both(kind, tied):
     from megatron_idempotent import FSDPTrainStep, TrainStep
     from megatron_idempotent.proof.cpu import tiny
 
-    loss = getattr(split_bench, kind)()
+    loss = getattr(scenario, kind)()
     options = {
         "distributed_optimizer": False,
         "tied": tied,
         "config_overrides": {"calculate_per_token_loss": True},
         "optimizer_overrides": {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0.0},
     }
-    common = {"forward": split_bench.forward, "deadline_s": DEADLINE_S}
+    common = {"forward": scenario.forward, "deadline_s": scenario.DEADLINE_S}
     megatron_idempotent.apply()
     megatron = tiny.build(**options)
     by_megatron = TrainStep(megatron.chunks, megatron.optimizer, **common)
@@ -40,9 +39,9 @@ def both(kind, tied):
     theirs = dict(megatron.chunks[0].module.named_parameters())
     differing = []
     for seed in (1, 2):
-        batch = split_bench.data(seed, 16, torch.distributed.get_rank())
-        want = split_bench.split_step(by_megatron, loss, batch, [1, 4, 3])
-        got = split_bench.split_step(by_fsdp, loss, batch, [1, 4, 3])
+        batch = scenario.data(seed, 16, torch.distributed.get_rank())
+        want = scenario.split_step(by_megatron, loss, batch, [1, 4, 3])
+        got = scenario.split_step(by_fsdp, loss, batch, [1, 4, 3])
         squares, elements = 0.0, 0
         for name, ours in module.named_parameters():
             gradient = ours.grad.full_tensor()

@@ -10,7 +10,7 @@ def fsdp_steps() -> dict[str, Any]:
     import torch
     from packs import rows
     from roundings import roundings
-    from split_bench import DEADLINE_S, raised_by
+    from scenario import DEADLINE_S, raised_by
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

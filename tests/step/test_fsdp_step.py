@@ -1,31 +1,113 @@
-"""A split step on FSDP2 with uneven data, and with state that a program has set or left."""
+"""A split step on FSDP2: its bits, uneven data, a scaler, and what a program has set or left."""
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
+import time
+
 import pytest
+
+SIZES = {1: [6], 3: [1, 2, 3], 6: [1] * 6}
+#: Layout → ranks.
+RANKS = {
+    "shard": 2,
+    "sum": 2,
+    "half precision": 2,
+    "whole after forward": 2,
+    "replicate and shard": 4,
+    "tensor parallel": 4,
+}
+
+
+def compared(layout, kind, sizes):
+    """Runs on a rank: by number of pieces and `last`, two steps in pieces against two one-shot
+    ones of plain torch.
+
+    Equal bits, of gradients and of all that the next step depends on; norms, metrics, and counts
+    of collectives, of both.
+    """
+    import scenario
+    import torch
+    from fsdp_bench import CLIP, Counting, bench, one_shot
+
+    loss = getattr(scenario, kind)()
+    clip = layout != "tensor parallel"
+    replicas = torch.distributed.get_world_size() // (1 if clip else 2)
+
+    def run(pieces, last=None):
+        # Where FSDP2 is told to add up, the loop to compare with lets it average.
+        plain = last is None and layout == "sum"
+        made = bench("shard" if plain else layout, loss, clip_grad=CLIP if clip else None)
+        counting, bits, told = Counting(made.module), [], []
+        for seed in (1, 2):
+            batch = made.batch(sum(pieces), seed=seed)
+            if last is None:
+                norm, metrics = one_shot(*made.parts, loss, batch, clip=clip, replicas=replicas)
+            else:
+                result = made.run(list(scenario.cut(batch, pieces)), last=last)
+                norm, metrics = result.grad_norm, result.metrics
+            bits += [made.gradients(), *made.state()]
+            told += [norm, dict(metrics)]
+        return bits, [*told, counting.counts]
+
+    want, told = run([6])
+    assert told[0] > CLIP
+    found = {}
+    for number in sizes:
+        for last in (False, True):
+            got, also = run(SIZES[number], last)
+            equal = [torch.equal(a, b) for a, b in zip(got, want, strict=True)]
+            found[f"{number} {last}"] = equal, also, told
+    return found
+
+
+#: These alone gather, reduce or scale otherwise than the others.
+ALWAYS = ("shard", "tensor parallel", "half precision")
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "sizes"),
+    [
+        pytest.param("shard", "SequenceLoss", [3], id="by sequence"),
+        *(
+            pytest.param(
+                *(each, "TokenLoss", list(SIZES) if each == "shard" else [3]),
+                marks=() if each in ALWAYS else pytest.mark.exhaustive,
+                id=each,
+            )
+            for each in RANKS
+        ),
+    ],
+)
+def test_pieces_are_torchs_own_step_at_once(megatron_ranks, layout, kind, sizes):
+    for found in megatron_ranks(RANKS[layout], compared, layout, kind, sizes, timeout_s=120):
+        for equal, got, want in found.values():
+            assert all(equal), found
+            for index in (0, 2):
+                # 6,000 squares are added up in float32, in whatever order: at most a relative
+                # error of 6,000 u in the sum, half of that in the root; u = 2**-24.
+                bound = 3000 * 2.0**-24 if layout == "tensor parallel" else 0.0
+                assert math.isclose(got[index], want[index], rel_tol=bound)
+            assert [got[1], *got[3:]] == [want[1], *want[3:]]
 
 
 def uneven(last):
     """Runs on a rank: rank 1 gets less than rank 0, or nothing; as if it had masked rows
     instead."""
-    import torch
-    from fsdp_bench import build, same, state, step_of
-    from split_bench import ROWS, TokenLoss, cut, data
+    from fsdp_bench import bench, same
+    from scenario import ROWS, cut
 
-    rank = torch.distributed.get_rank()
-    loss = TokenLoss()
     sizes = [2, 1, 3]
-    mine = [2, 1, 3] if rank == 0 else [0, 1, 1]
-    pieces = list(cut(data(1, 12, rank), sizes))
 
     def run(short):
-        parts = build()
-        for block in parts[0].blocks:
+        made = bench()
+        mine = [2, 1, 3] if made.rank == 0 else [0, 1, 1]
+        for block in made.module.blocks:
             block.dropout.p = 0.0  # masked rows draw, and rows that are not there do not
-        step = step_of(*parts)
-        step_id = step.begin(loss, global_batch_size=8, micro_batch_size=ROWS)
-        receipts = []
-        for index, (piece, number) in enumerate(zip(pieces, mine, strict=True)):
+        step_id, receipts = made.begin(), []
+        for index, (piece, number) in enumerate(zip(cut(made.batch(6), sizes), mine, strict=True)):
             rows = number * ROWS
             if short:
                 piece = {name: value[:rows] for name, value in piece.items()} if rows else None
@@ -33,18 +115,18 @@ def uneven(last):
                 piece = {**piece, "sample_mask": piece["sample_mask"].clone()}
                 piece["sample_mask"][rows:] = 0
             is_last = last and index == 2
-            receipts.append(step.microbatch(step_id, piece, last=is_last).microbatches)
-        return step.finish(step_id), receipts, state(*parts), parts
+            receipts.append(made.step.microbatch(step_id, piece, last=is_last).microbatches)
+        return made, made.step.finish(step_id), receipts, mine
 
-    want, _, after, _ = run(short=False)
-    result, receipts, got, parts = run(short=True)
+    padded, want, *_ = run(short=False)
+    made, result, receipts, mine = run(short=True)
     assert receipts == mine
     assert result.microbatches == 8
     assert (result.metrics["nll"], result.grad_norm) == (want.metrics["nll"], want.grad_norm)
-    forwards = [float(block.forwards) for block in parts[0].blocks]
+    forwards = [float(block.forwards) for block in made.module.blocks]
     assert forwards == [float(sum(mine))] * 2
     # All but the buffers, which count the masked microbatches too, and the random state.
-    return same(got[:-3], after[:-3])
+    return same(made.state()[:-3], padded.state()[:-3])
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -55,18 +137,17 @@ def test_ranks_with_less_data_send_zeros(megatron_ranks, last):
 def early_finish():
     """Runs on a rank: rank 1 is done two batches before rank 0."""
     import torch
-    from fsdp_bench import build, parameters, step_of
-    from split_bench import ROWS, TokenLoss, cut, data
+    from fsdp_bench import bench
+    from scenario import cut
 
-    rank = torch.distributed.get_rank()
-    step = step_of(*(parts := build()))
-    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-    for piece in list(cut(data(1, 6, rank), [1, 1, 1]))[: 3 - 2 * rank]:
-        step.microbatch(step_id, piece)
+    made = bench()
+    step_id = made.begin()
+    for piece in list(cut(made.batch(3), [1, 1, 1]))[: 3 - 2 * made.rank]:
+        made.step.microbatch(step_id, piece)
     random = torch.get_rng_state()
-    result = step.finish(step_id)
+    result = made.step.finish(step_id)
     assert torch.equal(torch.get_rng_state(), random)  # zeros have been sent, and nothing drawn
-    return result.microbatches, result.metrics, parameters(parts[0]).tolist()
+    return result.microbatches, result.metrics, made.parameters().tolist()
 
 
 def test_a_rank_that_finishes_early_goes_on_with_the_others(megatron_ranks):
@@ -75,39 +156,13 @@ def test_a_rank_that_finishes_early_goes_on_with_the_others(megatron_ranks):
     assert first[0] == 4
 
 
-def nothing_valid():
-    """Runs on a rank: a step of masked rows only, and one without any."""
-    import torch
-    from fsdp_bench import build, same, state, step_of
-    from split_bench import ROWS, TokenLoss, data, split_step
-
-    parts = build()
-    step = step_of(*parts)
-    batch = data(1, 4, torch.distributed.get_rank())
-    batch["sample_mask"].zero_()
-    before = state(*parts)[:-3]
-    # With gradients that are reduced already.
-    result = split_step(step, TokenLoss(), batch, [1, 1], last=True)
-    assert (result.updated, result.grad_norm) == (False, None)
-    assert "no valid token" in result.skipped
-    assert all(parameter.grad is None for parameter in parts[0].parameters())
-    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-    assert not step.finish(step_id).updated
-    return same(state(*parts)[:-3], before)
-
-
-def test_a_step_without_valid_rows_is_skipped(megatron_ranks):
-    assert megatron_ranks(2, nothing_valid) == [True, True]
-
-
 def settings_of_the_program():
     """Runs on a rank: what the program had set on the model is so again after a step, and an
     abort."""
-    import torch
-    from fsdp_bench import build, step_of
-    from split_bench import ROWS, TokenLoss, data, split_step
+    from fsdp_bench import bench
 
-    parts = model, _, _ = build()
+    made = bench()
+    model = made.module
     groups = [m._get_fsdp_state()._fsdp_param_group for m in (model, *model.blocks)]
     context = model._get_fsdp_state()._state_ctx
 
@@ -118,18 +173,16 @@ def settings_of_the_program():
     model.blocks[0].set_requires_all_reduce(True)
     model.set_is_last_backward(False)
     model.blocks[1].eval()
-    before, step = settings(), step_of(*parts)
-    batch = data(1, 4, torch.distributed.get_rank())
-    split_step(step, TokenLoss(), batch, [1, 1])
+    before = settings()
+    made.run([made.batch(2)])
     assert settings() == before
     for parameter in model.parameters():
         parameter.grad = None
     model.blocks[1].eval()
-    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-    step.microbatch(step_id, batch)
+    made.step.microbatch(made.begin(), made.batch(2))
     assert model.blocks[1].training
     assert context.is_last_backward  # or nothing would wait for the reduction
-    step.abort()
+    made.step.abort()
     assert settings() == before
     assert not model.blocks[1].training
 
@@ -141,27 +194,24 @@ def test_settings_of_the_program_are_put_back(megatron_ranks):
 def leftovers(layout):
     """Runs on a rank: a step after a loop that was left in the middle of an accumulation."""
     import torch
-    from fsdp_bench import Trip, Tripped, build, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
+    from fsdp_bench import Trip, Tripped, bench, same
 
-    batch, loss = data(1, 4, torch.distributed.get_rank()), TokenLoss()
-    parts = build(layout)
-    split_step(step_of(*parts), loss, batch, [2])
-    want = state(*parts)
-    parts = build(layout)
-    model = parts[0]
-    random, trip = torch.get_rng_state(), Trip(*parts)
+    want = bench(layout)
+    want.run([want.batch(2)])
+    made = bench(layout)
+    model, tokens = made.module, made.batch(2)["input_ids"]
+    random, trip = torch.get_rng_state(), Trip(*made.parts)
     model.set_requires_gradient_sync(False)
-    model(batch["input_ids"]).sum().backward()
+    model(tokens).sum().backward()
     trip.set(10)
     with pytest.raises(Tripped):
-        model(batch["input_ids"]).sum().backward()
+        model(tokens).sum().backward()
     trip.set(0)
     torch.set_rng_state(random)
     for block in model.blocks:
         block.forwards.zero_()
-    split_step(step_of(*parts), loss, batch, [2])
-    return same(state(*parts), want)
+    made.run([made.batch(2)])
+    return same(made.state(), want.state())
 
 
 @pytest.mark.parametrize("layout", ["shard", "half precision"])
@@ -171,20 +221,327 @@ def test_begin_drops_what_a_loop_has_left(megatron_ranks, layout):
 
 def different_batches():
     """Runs on a rank: the two ranks of replica 0 are given different numbers of rows."""
-    import torch
-    from fsdp_bench import build, step_of
-    from split_bench import ROWS, TokenLoss, data
+    from fsdp_bench import bench
 
     from megatron_idempotent import WindowAborted
 
-    rank = torch.distributed.get_rank()
-    step = step_of(*build("tensor parallel"), clip_grad=None)
-    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
+    made = bench("tensor parallel", clip_grad=None)
+    step_id = made.begin()
     with pytest.raises(WindowAborted, match="data-parallel rank 0 was given"):
-        step.microbatch(step_id, data(1, 2 if rank == 1 else 4, rank // 2))
-    step.microbatch(step_id, data(1, 4, rank // 2))
-    return step.finish(step_id).microbatches
+        made.step.microbatch(step_id, made.batch(1 if made.rank == 1 else 2))
+    made.step.microbatch(step_id, made.batch(2))
+    return made.step.finish(step_id).microbatches
 
 
 def test_tensor_parallel_ranks_with_different_batches_are_refused(megatron_ranks):
     assert megatron_ranks(4, different_batches) == [4] * 4
+
+
+def scaled(layout):
+    """Runs on a rank: three steps with a scaler, with an overflow and two failures between."""
+    import torch
+    from fsdp_bench import CLIP, Trip, bench
+    from scenario import TokenLoss, cut
+
+    from megatron_idempotent import WindowAborted
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+    def setting(**options):
+        made = bench(layout, clip_grad=None if layout == "tensor parallel" else CLIP, **options)
+        for block in made.module.blocks:
+            block.dropout.p = 0.0
+        return made
+
+    def one_step(made, **more):
+        result = made.run(list(cut(made.batch(2), [1, 1])), **more)
+        return result, (result.grad_norm, made.parameters())
+
+    class Overflow(TokenLoss):
+        def __call__(self, output, microbatch):
+            factor = torch.inf if made.replica == 0 else 1.0
+            return super().__call__(output * factor, microbatch)
+
+    made = setting()
+    want = [one_step(made)[1] for _ in range(3)]
+    made = setting(grad_scaler=scaler, undo=True)
+    trip, got = Trip(*made.parts), [one_step(made)[1]]
+    result, (_, parameters) = one_step(made, loss=Overflow())
+    assert (result.updated, result.grad_norm) == (False, None)
+    assert "overflowed" in result.skipped
+    assert torch.equal(parameters, got[0][1])
+    scales = scaler.state_dict()
+    assert scales["scale"] == 512.0
+    # Where the scaler has looked at gradients and not been updated, and where it has.
+    for place in ("before the update", "after the schedule"):
+        trip.raise_at(place)
+        with pytest.raises(WindowAborted):
+            one_step(made)
+        made.step.abort()
+        assert scaler.state_dict() == scales
+    trip.raise_at(None)
+    got += [one_step(made)[1] for _ in range(2)]
+    assert scaler.get_scale() == 1024.0  # two steps without an overflow, not more
+    return [a == b and torch.equal(c, d) for (a, c), (b, d) in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("shard", 2), pytest.param("tensor parallel", 4, marks=pytest.mark.exhaustive)],
+)
+def test_a_scaled_step_is_the_step_and_an_overflow_is_none(megatron_ranks, layout, ranks):
+    # Scales are powers of two, by which nothing is rounded.
+    assert megatron_ranks(ranks, scaled, layout) == [[True] * 3] * ranks
+
+
+def scaler_that_is_off():
+    """Runs on a rank: a scaler that is not enabled changes nothing, and can be aborted with."""
+    import torch
+    from fsdp_bench import bench, same
+
+    def run(**options):
+        made = bench(**options)
+        made.begin()
+        made.step.abort()
+        made.run([made.batch(1)])
+        return made.state()
+
+    return same(run(grad_scaler=torch.amp.GradScaler("cpu", enabled=False)), run())
+
+
+def test_a_scaler_that_is_off_changes_nothing(megatron_ranks):
+    assert megatron_ranks(2, scaler_that_is_off) == [True, True]
+
+
+def between_parameters():
+    """Runs on a rank: one parameter of a group changes its state, and the next one raises
+    instead."""
+    from fsdp_bench import Tripped, bench, same
+    from scenario import raised_by
+
+    from megatron_idempotent import WindowAborted
+    from megatron_idempotent.step.fsdp_run import groups_of
+
+    want, made = bench(), None
+    for _ in range(2):
+        want.run([want.batch(4)])
+    expected = want.state()
+    made = bench()
+    made.run([made.batch(4)])
+    (group,) = groups_of(made.module.blocks[0]._get_fsdp_state())
+
+    def trip():
+        raise Tripped("between")
+
+    group.fsdp_params[1].to_unsharded = trip
+    told = raised_by(made.run, [made.batch(4)])
+    del group.fsdp_params[1].to_unsharded
+    assert isinstance(told, WindowAborted)
+    made.step.abort()
+    made.run([made.batch(4)])
+    assert same(made.state(), expected)
+
+
+def test_parameters_of_a_group_that_differ_are_put_back(megatron_ranks):
+    megatron_ranks(2, between_parameters)
+
+
+def before_the_norm():
+    """Runs on a rank: one rank raises where the other sums norms, in the group of an equal mesh."""
+    from fsdp_bench import Tripped, bench
+    from scenario import raised_by
+
+    first = bench()
+    first.run([first.batch(4)])
+    made = bench(deadline_s=4.0)
+    made.run([made.batch(4)])
+
+    def trip():
+        raise Tripped("norm")
+
+    if made.rank == 1:
+        made.step._backend._clipped = trip
+    start = time.monotonic()
+    told = raised_by(made.run, [made.batch(4)])
+    return type(told).__name__, time.monotonic() - start < 20
+
+
+def test_a_rank_that_never_sums_norms_is_not_waited_for(megatron_ranks):
+    assert megatron_ranks(2, before_the_norm) == [("SessionPoisoned", True)] * 2
+
+
+def reading(last):
+    """Runs on a rank: log-probs, export and a failed evaluation after every piece; and a program
+    that evaluates without reading() before the update."""
+    import torch
+    from fsdp_bench import Trip, Tripped, bench, same
+    from scenario import split_step
+    from torch.distributed.tensor import DTensor
+
+    logprobs = []
+
+    def run(between=None):
+        made = bench()
+        trip, model, step = Trip(*made.parts), made.module, made.step
+        look = between and (lambda _: between(made, model, step, trip))
+        for _ in range(2):
+            batch = made.batch(4)
+            split_step(step, made.loss, batch, [1, 2, 1], last=last, between=look)
+        if between is not None:
+            between(made, model, step, trip)
+        return made.state(), [parameter.grad.to_local() for parameter in model.parameters()]
+
+    def look(made, model, step, trip):
+        tokens = made.batch(4)["input_ids"]
+        with torch.no_grad():
+            model.eval()(tokens)  # leaves the root whole
+        model.train()
+        model.blocks[1].eval()
+        modes = [module.training for module in model.modules()]
+        with step.reading() as [model]:
+            assert not any(module.training for module in model.modules())
+            named = dict(model.named_parameters())
+            assert all(isinstance(parameter, DTensor) for parameter in named.values())
+            whole = made.parameters()
+            logprobs.append((model(tokens).sum().item(), whole))
+            assert not torch.is_grad_enabled()
+            torch.rand(1)
+            model.blocks[0].forwards += 1
+        assert modes == [module.training for module in model.modules()]
+        model.train()
+        trip.set(2)
+        with pytest.raises(Tripped), step.reading() as [model]:
+            model(tokens)
+        trip.set(0)
+
+    def evaluate(made, model, step, trip):
+        random = torch.get_rng_state()
+        model.eval()
+        with torch.no_grad():
+            model(made.batch(4)["input_ids"])
+        torch.set_rng_state(random)
+
+    want, got, plain = run(), run(look), run(evaluate)
+    assert same(want[1], got[1])
+    # Between two updates all of them see the same parameters, and after one others.
+    values = [value for value, _ in logprobs]
+    assert len(set(values[:3])) == len(set(values[3:6])) == 1
+    assert len({values[0], values[3], values[6]}) == 3
+    assert torch.equal(logprobs[6][1], want[0][0])
+    return same(want[0], got[0]), same(want[0], plain[0])
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_reading_and_evaluating_disturb_nothing(megatron_ranks, last):
+    assert megatron_ranks(2, reading, last) == [(True, True)] * 2
+
+
+def accumulated():
+    """Runs on a rank: gradients are dropped, as a reset of FSDP2 may one day do, and put back."""
+    import torch
+    from fsdp_bench import build
+
+    from megatron_idempotent.step.fsdp_run import Shards, keep_gradients
+
+    found = []
+    for layout in ("shard", "half precision"):
+        model = build(layout)[0]
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(2, 4, dtype=torch.long)).sum().backward()
+        shards = Shards(model)
+        restore = keep_gradients(shards)
+        shards.drop()
+        restore()
+        shards.reduce()
+        found.append(all(parameter.grad is not None for parameter in model.parameters()))
+    return found
+
+
+def test_accumulated_gradients_are_put_back(megatron_ranks):
+    assert megatron_ranks(2, accumulated) == [[True, True]] * 2
+
+
+def forwards_that_are_refused():
+    """Runs on a rank: a forward for training, and another step, while one is open."""
+    from fsdp_bench import bench, same
+    from scenario import raised_by, split_step
+
+    from megatron_idempotent import FSDPTrainStep
+
+    want = bench()
+    want.run([want.batch(2)])
+    made = bench()
+    tokens, step = made.batch(2)["input_ids"], made.step
+    other = FSDPTrainStep(*made.parts)
+
+    def between(_):
+        assert "Use step.microbatch" in str(raised_by(made.module, tokens))
+        told = raised_by(other.begin, made.loss, global_batch_size=8, micro_batch_size=2)
+        assert "another FSDPTrainStep is open" in str(told)
+        assert other.open_step_id is None
+
+    split_step(step, made.loss, made.batch(2), [2], between=between)
+    made.module(tokens).sum().backward()
+    other.begin(made.loss, global_batch_size=8, micro_batch_size=2)
+    return same(made.state()[:1], want.state()[:1])
+
+
+def test_an_open_step_refuses_other_training(megatron_ranks):
+    assert megatron_ranks(2, forwards_that_are_refused) == [True, True]
+
+
+def bad_arguments():
+    """Runs on a rank: what the constructor says no to, and weights that were swapped under a
+    step."""
+    from types import SimpleNamespace
+
+    import torch
+    from fsdp_bench import Model, bench
+    from torch.distributed.fsdp import fully_shard
+
+    from megatron_idempotent import FSDPTrainStep
+
+    made = bench()
+    model, optimizer, _ = made.parts
+    plain = Model()
+    early = torch.optim.SGD(plain.parameters())
+    lacking = SimpleNamespace(step=lambda: None, load_state_dict=lambda state: None)
+
+    def refuse(match, *arguments, **more):
+        with pytest.raises(ValueError, match=match):
+            FSDPTrainStep(*arguments, **more)
+
+    refuse(r"SimpleNamespace as scheduler, without state_dict\(\)", model, optimizer, lacking)
+    refuse("Model that is not fully sharded: apply", plain, optimizer)
+    fully_shard(plain, ignored_params=set(plain.head.parameters()))
+    refuse(r"2 parameters that are not sharded.*'head\.weight'", plain, early)
+    plain.head.requires_grad_(False)
+    refuse(r"of which 13 parameters are not.*\(128, 16\).*after", plain, early)
+    refuse("got a NoneType as optimizer", model, None)
+    for wrong in (0.0, -1.0):
+        refuse("clip_grad must be positive or None, got", model, optimizer, clip_grad=wrong)
+    step_id = made.begin()
+    made.step.microbatch(step_id, made.batch(1))
+    with torch.no_grad():
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
+    with pytest.raises(RuntimeError, match="15 of the optimizer's parameters are not the model's"):
+        made.step.finish(step_id)
+    made.step.abort()
+    block = model.blocks[0]
+    refuse("part of a larger sharded model: pass that", block, torch.optim.SGD(block.parameters()))
+
+
+def test_bad_arguments_are_errors_that_name_the_remedy(megatron_ranks):
+    megatron_ranks(2, bad_arguments)
+
+
+def test_megatron_is_not_imported():
+    program = (
+        "import sys; from megatron_idempotent import FSDPTrainStep; "
+        "print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "[]"

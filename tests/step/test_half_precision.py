@@ -22,20 +22,15 @@ def _options(scale: float | None, **overrides: Any) -> dict[str, Any]:
 
 
 def _split_norm(batch: Any, pieces: list[int], last: bool, **options: Any) -> Any:
-    from split_bench import TokenLoss, build, forward, split_step
+    from scenario import Bench, cut
 
-    from megatron_idempotent import TrainStep
-
-    model, scheduler, _ = build(**options)
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-    return split_step(
-        step, TokenLoss(), batch, pieces, last=last, global_batch_size=2 * REPLICA_ROWS
-    )
+    pieces = list(cut(batch, pieces))
+    return Bench(**options).run(pieces, last=last, global_batch_size=2 * REPLICA_ROWS)
 
 
 def fixed_scale() -> None:
     """Runs on a rank: the norm of steps in pieces against that of a plain step with a mean loss."""
-    from split_bench import TokenLoss, build, data, one_shot
+    from scenario import TokenLoss, build, data, one_shot
 
     for scale, pieces, last in ((4096.0, [16], False), (2.0**14, [4, 12], True)):
         model, scheduler, replica = build(**_options(scale))
@@ -53,7 +48,7 @@ def test_sums_do_not_overflow_where_means_do_not(megatron_ranks):
 def lengths_differ(layout: dict[str, Any]) -> None:
     """Runs on a rank: replicas with rows of 32 and of 8 tokens, and one without any, against
     float32."""
-    from split_bench import ROWS, build, data
+    from scenario import ROWS, build, data
 
     _, _, replica = build(**layout)
     number = 4
@@ -84,19 +79,15 @@ def test_ranks_agree_on_what_they_divide_by(megatron_ranks, layout):
 def weighs_by_itself() -> None:
     """Runs on a rank: a config's own scale of the MoE losses, under losses divided by 2^6 and by
     2^9."""
-    from split_bench import TokenLoss, build, data, forward, split_step
-
-    from megatron_idempotent import TrainStep
+    from scenario import Bench
 
     norms = []
     for size in (8, 64):
         options = _options(64.0, experts=4)
         options["config_overrides"] = {**options["config_overrides"], "moe_aux_loss_coeff": 1.0}
-        model, scheduler, replica = build(**options)
-        model.config.moe_grad_scale_func = lambda: 2.0**14
-        step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-        batch = data(1, 4, replica, full=True)
-        norms.append(split_step(step, TokenLoss(), batch, [2], global_batch_size=size).grad_norm)
+        bench = Bench(**options)
+        bench.model.config.moe_grad_scale_func = lambda: 2.0**14
+        norms.append(bench.run([bench.batch(2, full=True)], global_batch_size=size).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=2.0**-7), norms
 
 
@@ -107,7 +98,7 @@ def test_auxiliary_losses_with_a_scale_of_their_own_are_divided_too(megatron_ran
 def reasons() -> dict[str, str]:
     """Runs on a rank: what steps are told that overflow under each kind of loss scale."""
     from megatron.core.optimizer import OptimizerConfig
-    from split_bench import data
+    from scenario import data
 
     batch = data(1, 4, 0, full=True)
     dynamic = {"initial_loss_scale": 2.0**40, "min_loss_scale": 1.0, "hysteresis": 1}

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engines import ENGINES
 
 
 class Broken(Exception):
@@ -60,44 +59,41 @@ def left(
     whether all that the next step depends on is what it is where nobody has left.
     """
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step, state
+    from scenario import Bench, cut, raised_by
 
-    from megatron_idempotent import TrainStep
-    from megatron_idempotent.window import rebuild_process_groups
     from megatron_idempotent.window.agreement import is_poisoned
 
-    options = {"overlap_param_gather": True}
-    model, scheduler, replica = build(**options)
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=3)
-    batches = [data(number, 2 * ROWS, replica) for number in range(2 + len(places))]
-    for batch in batches[:2]:
-        split_step(step, TokenLoss(), batch, [1, 1], last=True)
+    def run(bench: Any, number: int) -> None:
+        bench.run(list(cut(bench.batch(2, seed=number), [1, 1])), last=True)
+
+    bench = Bench(overlap_param_gather=True, step={"deadline_s": 3})
+    run(bench, 0)
+    run(bench, 1)
     seen, got = [], []
-    for where, batch in zip(places, batches[2:], strict=True):
-        name = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-        if torch.distributed.get_rank() == 1:
+    for number, where in enumerate(places, start=2):
+        name = bench.begin()
+        if bench.rank == 1:
             if where == "on the way":
-                _on_the_way(step)
+                _on_the_way(bench.step)
             else:
-                _starting(model, *where.split())
-        told = raised_by(step.microbatch, name, batch, last=last)
-        told = told or raised_by(step.finish, name)
-        raised_by(step.abort)
+                _starting(bench.model, *where.split())
+        told = raised_by(bench.step.microbatch, name, bench.batch(2, seed=number), last=last)
+        told = told or raised_by(bench.step.finish, name)
+        raised_by(bench.step.abort)
         seen.append((type(told).__name__, is_poisoned()))
         if not go_on:
             return seen, []
         if is_poisoned():
-            rebuild_process_groups(model.chunks, model.optimizer)
-        split_step(step, TokenLoss(), batch, [1, 1], last=True)
-        got.append([each.clone() for each in state(model, scheduler)])
+            bench.rebuild()
+        run(bench, number)
+        got.append([each.clone() for each in bench.state()])
 
-    model, scheduler, _ = build(**options)
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
+    bench = Bench(overlap_param_gather=True)
     right = []
-    for number, batch in enumerate(batches):
-        split_step(step, TokenLoss(), batch, [1, 1], last=True)
+    for number in range(2 + len(places)):
+        run(bench, number)
         if number >= 2:
-            right.append(all(map(torch.equal, got[number - 2], state(model, scheduler))))
+            right.append(all(map(torch.equal, got[number - 2], bench.state())))
     return seen, right
 
 
@@ -151,24 +147,23 @@ def _raise_behind(owner: Any, name: str, said: str) -> None:
 def behind_the_vote(engine: str) -> None:
     """Runs on a rank: all ranks have said that they have updated, and one is interrupted then."""
     import torch
-    from engines import bench_on
-    from split_bench import ROWS, TokenLoss, data, raised_by, split_step
+    from scenario import Bench, raised_by
 
     from megatron_idempotent.step import open_step
 
     def run(interrupted: bool) -> tuple[Any, Any]:
-        bench = bench_on(engine, step={"undo": True})
-        step, batch = bench.step, data(1, 4 * ROWS, bench.replica)
-        split_step(step, TokenLoss(), batch, [4])
-        name = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
+        bench = Bench(engine, step={"undo": True})
+        step, batch = bench.step, bench.batch(4)
+        bench.run([batch])
+        name = bench.begin()
         step.microbatch(name, batch)
-        if interrupted and torch.distributed.get_rank() == 1:
+        if interrupted and bench.rank == 1:
             _raise_behind(open_step, "failures", "doing='updated'")
             assert isinstance(raised_by(step.finish, name), Broken)
             for call, *args in ((step.abort, name), (step.abort,), (step.microbatch, name, batch)):
                 assert "finish() it again" in str(raised_by(call, *args))
         result = step.finish(name)
-        split_step(step, TokenLoss(), batch, [4])
+        bench.run([batch])
         return result, bench.parameters()
 
     (result, got), (expected, parameters) = run(True), run(False)
@@ -176,38 +171,30 @@ def behind_the_vote(engine: str) -> None:
     assert torch.equal(got, parameters)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 def test_what_all_ranks_have_done_is_not_dropped_by_one(megatron_ranks, engine):
     megatron_ranks(2, behind_the_vote, engine)
 
 
 def in_doubt() -> list[str]:
     """Runs on a rank: one is interrupted as it hears that all have updated, and goes back alone."""
-    import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step
+    from scenario import Bench, raised_by
 
-    from megatron_idempotent import TrainStep
     from megatron_idempotent.step import open_step
-    from megatron_idempotent.window import rebuild_process_groups
     from megatron_idempotent.window.agreement import is_poisoned
 
-    model, scheduler, replica = build()
-    step = TrainStep(
-        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=3, undo=True
-    )
-    batch = data(1, 2 * ROWS, replica)
-    split_step(step, TokenLoss(), batch, [2])
-    if torch.distributed.get_rank() == 1:
+    bench = Bench(step={"deadline_s": 3, "undo": True})
+    batch = bench.batch(2)
+    bench.run([batch])
+    if bench.rank == 1:
         _raise_behind(open_step, "_gathered", r"\x07updated")  # as pickle writes the word
-    told = [str(raised_by(split_step, step, TokenLoss(), batch, [2]))]
-    raised_by(step.abort)
-    told.append(str(raised_by(split_step, step, TokenLoss(), batch, [2])))
-    raised_by(step.abort)
+    told = []
+    for _ in range(2):
+        told.append(str(raised_by(bench.run, [batch])))
+        raised_by(bench.step.abort)
     assert is_poisoned()
-    rebuild_process_groups(model.chunks, model.optimizer)
-    name = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS, step_id="of both")
-    step.microbatch(name, batch)
-    told.append(str(raised_by(step.finish, name)))
+    bench.rebuild()
+    told.append(str(raised_by(bench.run, [batch], step_id="of both")))
     return told
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
-from engines import ENGINES
 
 
 def _raised(error, call, *args, **kwargs):
-    from split_bench import raised_by
+    from scenario import raised_by
 
     raised = raised_by(call, *args, **kwargs)
     assert isinstance(raised, error), raised
@@ -18,27 +17,24 @@ def _raised(error, call, *args, **kwargs):
 
 def calls_out_of_order(engine: str) -> None:
     """Runs on a rank: every call that has no open step, or has one already."""
-    from engines import bench_on
-    from split_bench import ROWS, TokenLoss, data
+    from scenario import Bench
 
-    bench = bench_on(engine)
-    step, replica = bench.step, bench.replica
-    loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
-    batch = data(1, 4, replica)
+    bench = Bench(engine)
+    step, batch = bench.step, bench.batch(2)
 
     step.abort()
     assert "no step is" in _raised(RuntimeError, step.microbatch, "step-0", batch)
     assert "no step is" in _raised(RuntimeError, step.finish, "step-0")
-    first = step.begin(loss, **sizes)
+    first = bench.begin()
     assert step.open_step_id == first
-    assert repr(first) in _raised(RuntimeError, step.begin, loss, **sizes)
+    assert repr(first) in _raised(RuntimeError, bench.begin)
     assert repr(first) in _raised(RuntimeError, step.microbatch, "other", batch)
     assert repr(first) in _raised(RuntimeError, step.abort, "other")
     step.abort(first)
     assert step.open_step_id is None
     assert "aborted" in _raised(RuntimeError, step.finish, first)
-    assert "aborted" in _raised(RuntimeError, step.begin, loss, **sizes, step_id=first)
-    second = step.begin(loss, **sizes)
+    assert "aborted" in _raised(RuntimeError, bench.begin, step_id=first)
+    second = bench.begin()
     assert second != first
     step.microbatch(second, batch, last=True)
     assert "last batch" in _raised(RuntimeError, step.microbatch, second, batch)
@@ -48,7 +44,7 @@ def calls_out_of_order(engine: str) -> None:
     step.abort()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 def test_calls_out_of_order_are_errors_that_name_the_open_step(megatron_ranks, engine):
     megatron_ranks(2, calls_out_of_order, engine)
 
@@ -57,35 +53,30 @@ def calls_sent_again(engine: str) -> None:
     """Runs on a rank: the same ids again, and the numbers of a run in which nothing was
     repeated."""
     import torch
-    from engines import bench_on
-    from split_bench import ROWS, TokenLoss, cut, data
-
-    loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
+    from scenario import Bench, cut
 
     def run(times: int):
-        bench = bench_on(engine, overlap_param_gather=True)
-        step, replica = bench.step, bench.replica
-        results = []
+        bench = Bench(engine, overlap_param_gather=True)
+        step, results = bench.step, []
         for number in range(2):
             name = f"outer {number}"
-            pieces = list(cut(data(number, 8, replica), [1, 3]))
+            pieces = list(cut(bench.batch(4, seed=number), [1, 3]))
             for _ in range(times):
-                assert step.begin(loss, **sizes, step_id=name) == name
+                assert bench.begin(step_id=name) == name
             for index, piece in enumerate(pieces):
                 first = step.microbatch(name, piece, microbatch_id=f"piece {index}")
                 for _ in range(times - 1):
-                    assert step.begin(loss, **sizes, step_id=name) == name
+                    assert bench.begin(step_id=name) == name
                     again = step.microbatch(name, piece, microbatch_id=f"piece {index}")
                     assert again is first
             result = step.finish(name)
             for _ in range(times - 1):
                 assert step.finish(name) is result
-                assert step.begin(loss, **sizes, step_id=name) == name
+                assert bench.begin(step_id=name) == name
             results.append(result)
         assert step.open_step_id is None
-        differing = {**sizes, "micro_batch_size": 1}
-        step.begin(loss, **sizes, step_id="third")
-        assert "(2, 1)" in _raised(RuntimeError, step.begin, loss, **differing, step_id="third")
+        bench.begin(step_id="third")
+        assert "(2, 1)" in _raised(RuntimeError, bench.begin, micro_batch_size=1, step_id="third")
         step.abort()
         return results, bench.parameters()
 
@@ -94,142 +85,200 @@ def calls_sent_again(engine: str) -> None:
     assert torch.equal(once[1], twice[1])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 def test_what_is_sent_again_changes_nothing(megatron_ranks, engine):
     megatron_ranks(2, calls_sent_again, engine)
 
 
-def _refused(model) -> list[str]:
-    """Return what a step is told that asks for what it cannot do."""
-    from megatron_idempotent import TrainStep
+def differently(engine: str, options: dict[str, Any]) -> list[tuple[str, str]]:
+    """Runs on a rank: rank 1 begins or ends a step otherwise; what all ranks are told of it, and
+    what it says."""
+    from scenario import Bench, SequenceLoss, TokenLoss, raised_by
 
-    told = []
-    for owner, name, value in (
-        (model.config, "overlap_moe_expert_parallel_comm", True),
-        (model.config, "gtp_weight_remat_size", 2),
-        (model.chunks[0].ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", True),
-    ):
-        before = getattr(owner, name, None)
-        setattr(owner, name, value)
-        told.append(_raised(ValueError, TrainStep, model.chunks, model.optimizer))
-        setattr(owner, name, before)
-    return told
+    from megatron_idempotent import WindowAborted
 
+    class OtherMetrics(TokenLoss):
+        normalizers: ClassVar = {"rows": "tokens"}
 
-def bad_arguments() -> list[str]:
-    """Runs on a rank: what each is told; the step goes on as if they had not been."""
-    import torch
-    from split_bench import ROWS, TokenLoss, build, cut, data, forward, split_step
+    bench = Bench(engine, **options)
+    batch, before, odd = bench.batch(2), bench.digest(), bench.rank == 1
+    ready: dict[str, Any] = {"micro_batch_size": None, "max_tokens_per_microbatch": 96 + odd}
 
-    from megatron_idempotent import TrainStep
+    def divisor(counts: Any) -> float:
+        return -1.0 if odd else 1.0
 
-    model, scheduler, replica = build()
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-    loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
-    batch = data(1, 8, replica)
-    want = split_step(step, loss, batch, [4])
-
-    model, scheduler, replica = build()
-    told = [
-        _raised(ValueError, TrainStep, model.chunks[0], model.optimizer),
-        _raised(ValueError, TrainStep, [], model.optimizer),
-        _raised(ValueError, TrainStep, model.chunks, torch.optim.SGD([torch.ones(1)])),
-        *_refused(model),
-        _raised(ValueError, TrainStep, model.chunks, model.optimizer, deadline_s=0),
-        _raised(ValueError, TrainStep, model.chunks, model.optimizer, deadline_s="1"),
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"loss": (SequenceLoss if odd else TokenLoss)()}, "kind='sequence' where rank 0 has 'tok"),
+        ({"global_batch_size": 8 + odd}, "global_batch_size=9 where rank 0 has 8"),
+        (
+            {"loss": (OtherMetrics if odd else TokenLoss)()},
+            "normalizers={'rows': 'tokens'} where rank 0 has {",
+        ),
+        (ready, "max_tokens_per_microbatch=97 where rank 0 has 96"),
     ]
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-
-    class Kindless(TokenLoss):
-        kind = "mean"
-
-    class Wrong(TokenLoss):
-        normalizers: ClassVar = {"nll": "words"}
-
-    for bad in (Kindless(), Wrong(), len):
-        told.append(_raised(ValueError, step.begin, bad, **sizes))
-    for name, value in [("global_batch_size", 0), ("micro_batch_size", 2.0), ("step_id", 3)]:
-        told.append(_raised(ValueError, step.begin, loss, **{**sizes, name: value}))
-    told.append(_raised(ValueError, step.begin, loss, **sizes, rank_batch_size=-1))
-    name = step.begin(loss, **sizes, rank_batch_size=8)
-    first, second = cut(batch, [1, 3])
-    step.microbatch(name, first)
-    for bad in (
-        [1, 2],
-        {"tokens": batch["input_ids"]},
-        {"input_ids": torch.ones(3)},
-        {**first, "token_mask": torch.ones(3, 4)},
-        {**first, "sample_mask": torch.ones(ROWS, 2)},
-        {**first, "sample_mask": [1.0, 1.0]},
-        {**first, "weight": torch.tensor(1.0)},
-        batch,
-    ):
-        told.append(_raised(ValueError, step.microbatch, name, bad))
-    step.microbatch(name, second)
-    assert step.finish(name).metrics == want.metrics
-    return told
+    rows += [({**more, "last": True}, text) for more, text in rows[:3]]
+    rows += [
+        ({"finish": {"lr": 1.0 + odd}}, "finish(lr)=2.0 where rank 0 has 1.0"),
+        ({"finish": {"divisor": lambda _: 1.0 + odd}}, "divisor=2.0 where rank 0 has 1.0"),
+        ({"finish": {"divisor": divisor}}, "returned -1.0: return a finite number from 0 on"),
+    ]
+    found = []
+    for more, text in rows:
+        error = raised_by(bench.run, [[batch]] if more is ready else [batch], **more)
+        assert isinstance(error, WindowAborted), (text, error)
+        assert "abort() the step" in str(error)
+        found.append((error.failures[1], text))
+        bench.step.abort()
+        assert bench.digest() == before
+    # Sizes of microbatches, and how many there are, are each replica's own.
+    sizes = {"micro_batch_size": 1 if odd and bench.replica else 2, "rank_batch_size": 4}
+    assert bench.run([batch], **sizes).updated
+    ways: dict[str, Any] = {"non_finite": "skip" if odd else "update"}
+    texts = ["non_finite='skip' where rank 0 has 'update'"]
+    if engine == "megatron":
+        ways["order_stable"] = odd
+        texts.append("order_stable=True where rank 0 has False")
+    other = Bench(engine, step=ways, **options)
+    error = raised_by(other.run, [batch])
+    return [*found, *((error.failures[1], text) for text in texts)]
 
 
-def test_bad_arguments_are_named_and_harm_nothing(megatron_ranks):
-    for told in megatron_ranks(2, bad_arguments):
-        parts = (
-            "pass the list", "no model chunk", "SGD",
-            "overlap_moe_expert_parallel_comm", "gtp_weight_remat_size",
-            "reuse_grad_buf_for_mxfp8_param_ag",
-            "positive, got 0", "'1'",
-            "'mean'", "'words'", "len",
-            "global_batch_size, got 0", "micro_batch_size, got 2.0", "step_id, got 3",
-            "rank_batch_size, got -1",
-            "list", "NoneType", "(3,)", "(3, 4)", "(2, 2)", "list", "()", "rank_batch_size=8",
-        )  # fmt: skip
-        assert len(told) == len(parts)
-        for text, part in zip(told, parts, strict=True):
-            assert part in text
+LAYOUTS = {"dp2": ("megatron", {}), "tp2": ("megatron", {"tp": 2}), "fsdp": ("fsdp", {})}
+
+
+@pytest.mark.parametrize(("engine", "options"), LAYOUTS.values(), ids=LAYOUTS)
+def test_arguments_that_differ_are_named_with_their_ranks(megatron_ranks, engine, options):
+    first, *more = megatron_ranks(2, differently, engine, options)
+    assert all(other == first for other in more)
+    for told, text in first:
+        assert text in told
+
+
+def told_late(engine: str) -> None:
+    """Runs on a rank: batch size, divisor and learning rate are given to finish(), as Tinker's
+    client does.
+
+    Against a step whose schedule has that rate. What is given twice is the same.
+    """
+    from scenario import Bench, raised_by
+
+    found = []
+    for lr in (1e-3, 2e-3):
+        bench = Bench(engine)
+        before = bench.parameters()
+        step_id = bench.begin(global_batch_size=None)
+        bench.step.microbatch(step_id, bench.batch(1))
+        for wrong in (-1.0, float("nan"), "1e-3", True):
+            assert "as lr" in str(raised_by(bench.step.finish, step_id, lr=wrong))
+        if engine == "megatron":
+            assert "no global_batch_size" in str(raised_by(bench.step.finish, step_id, lr=lr))
+        result = bench.step.finish(step_id, lr=lr, global_batch_size=8)
+        assert result.lr == result.rows[0]["lr"] == lr
+        found.append((bench.parameters() - before).double())
+    # Adam's first update is the learning rate times a number near 1 that does not depend on it,
+    # plus decay by the rate: two roundings of a parameter, each of half a unit in its last place.
+    bound = 3 * 2**-24 * bench.parameters().double().abs().max() * 2
+    assert (found[0] * 2 - found[1]).abs().max() <= bound
+    assert found[0].abs().max() > 5e-4
+    step_id = bench.begin(divisor=2.0)
+    bench.step.microbatch(step_id, bench.batch(1))
+    for name, value in (("divisor", 3.0), ("global_batch_size", 4)):
+        told = raised_by(bench.step.finish, step_id, **{name: value})
+        assert f"finish() got {name}={value!r}, and begin()" in str(told)
+    assert bench.step.finish(step_id, divisor=2.0).updated
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_a_step_is_told_its_learning_rate_and_batch_size_when_it_ends(megatron_ranks, engine):
+    megatron_ranks(2, told_late, engine)
+
+
+def messages(lengths: list[int]) -> list[tuple[str, int]]:
+    """Runs on a rank: what is heard of ranks that each bring so many rows of metrics."""
+    import torch.distributed as dist
+
+    from megatron_idempotent.step.open_step import RankStatus, all_gather_status
+
+    rank = dist.get_rank()
+    rows = tuple({"loss": float(row), f"of {rank}": 1.0} for row in range(lengths[rank]))
+    said = all_gather_status(
+        RankStatus(doing="finish", step_id=f"step of {rank}", updates=0, rows=rows), 20.0
+    )
+    assert all(say.rows[-1]["loss"] == len(say.rows) - 1 for say in said if say.rows)
+    return [(say.step_id, len(say.rows)) for say in said]
+
+
+def test_what_ranks_say_arrives_whole_whatever_its_length(megatron_ranks):
+    for lengths in ([0, 0, 1], [1, 2000, 0], [2000, 3000, 1]):
+        want = [(f"step of {rank}", length) for rank, length in enumerate(lengths)]
+        assert megatron_ranks(3, messages, lengths) == [want] * 3
+
+
+def all_fail() -> tuple[str, str]:
+    """Runs on a rank: all losses fail; the first lines of the error, and of its pickled copy."""
+    import pickle
+
+    from scenario import Bench, TokenLoss, raised_by
+
+    class Loss(TokenLoss):
+        def __call__(self, output, microbatch):
+            raise LookupError(f"bad sample of rank {bench.rank}\nin the file")
+
+    bench = Bench(pp=2, layers_per_stage=1, loss=Loss())
+    told = raised_by(bench.run, [bench.batch(1)], last=True)
+    copy = pickle.loads(pickle.dumps(told))
+    bench.step.abort()
+    return str(told).splitlines()[0], str(copy).splitlines()[0]
+
+
+def test_an_aborted_window_begins_with_the_ranks_own_error(megatron_ranks):
+    found = megatron_ranks(4, all_fail)
+    for rank in (2, 3):  # the last stages, which have the loss
+        assert found[rank] == (f"rank {rank}: loss: LookupError: bad sample of rank {rank}",) * 2
+    assert found[0][0].startswith("rank 2: loss: LookupError")
 
 
 def without_what_it_needs() -> None:
     """Runs on a rank: no patches, no finalize function, no optimizer, a schedule called
     directly."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, cut, data, forward, one_shot
+    from scenario import Bench, build
 
     import megatron_idempotent
     from megatron_idempotent import TrainStep
 
+    def apply(*excluded: str) -> None:
+        megatron_idempotent.revert()
+        megatron_idempotent.apply(exclude=excluded)
+
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    model, scheduler, replica = build(experts=4, config_overrides=bias)
+    model, _, _ = build(experts=4, config_overrides=bias)
     megatron_idempotent.revert()
     told = _raised(RuntimeError, TrainStep, model.chunks, model.optimizer)
     assert "aux-loss-scale-left-set (disabled: " in told
     assert "forward-only-counts-tokens (disabled: " in told
     assert "counts for its expert bias" in told
     assert "megatron_idempotent.apply(), and exclude none of them" in told
-    megatron_idempotent.apply(exclude=["forward-only-counts-tokens"])
+    apply("forward-only-counts-tokens")
     told = _raised(RuntimeError, TrainStep, model.chunks, model.optimizer)
     assert "forward-only-counts-tokens (disabled: " in told
     assert "aux-loss-scale-left-set" not in told
-    model, scheduler, replica = build()
-    megatron_idempotent.revert()
-    megatron_idempotent.apply(exclude=["forward-only-counts-tokens"])
-    TrainStep(model.chunks, model.optimizer)  # this model has no expert bias
+    bench = Bench()
+    step, model = bench.step, bench.model
+    apply("forward-only-counts-tokens")
+    reference = TrainStep(model.chunks)  # this model has no expert bias
     megatron_idempotent.apply()
-    loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
-    batch = data(1, 4, replica)
 
-    reference = TrainStep(model.chunks, forward=forward, deadline_s=20)
-    name = reference.begin(loss, **sizes)
-    reference.microbatch(name, batch)
+    name = reference.begin(bench.loss, micro_batch_size=2, global_batch_size=8)
     assert "without an optimizer" in _raised(RuntimeError, reference.finish, name)
     reference.abort()
 
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-    name = step.begin(loss, **sizes)
-    step.microbatch(name, batch)
+    name = bench.begin()
+    step.microbatch(name, bench.batch(2))
     gradients = model.gradients()
     assert gradients.any()
-    other = TrainStep(model.chunks, model.optimizer)
-    assert "is open for these chunks" in _raised(RuntimeError, other.begin, loss, **sizes)
-    assert torch.equal(model.gradients(), gradients)
+    bench.step = TrainStep(model.chunks, model.optimizer)
+    assert "is open for these chunks" in _raised(RuntimeError, bench.begin)
     assert "is open for these chunks" in _raised(
         RuntimeError, model.forward_backward, 1, data_seed=1, zero_first=False
     )
@@ -243,7 +292,7 @@ def without_what_it_needs() -> None:
     assert model.config.finalize_model_grads_func is finalize
     assert model.config.grad_sync_func is None
     assert model.config.no_sync_func == model.chunks[0].no_sync
-    one_shot(model, scheduler, loss, next(cut(batch, [2])))
+    model.forward_backward(1, data_seed=1)
 
 
 def test_what_it_stands_on_is_asked_for_before_any_collective(megatron_ranks):
@@ -255,7 +304,7 @@ SHARED = {"tp": 2, "sequence_parallel": True}
 
 def refused_without(patch_id: str, layout: dict[str, Any], per_token: bool) -> tuple[bool, bool]:
     """Runs on a rank; returns whether this Megatron has the hazard, and whether a step refuses."""
-    from split_bench import build
+    from scenario import build, raised_by
 
     import megatron_idempotent
     from megatron_idempotent import TrainStep
@@ -266,13 +315,9 @@ def refused_without(patch_id: str, layout: dict[str, Any], per_token: bool) -> t
     model, _, _ = build(experts=4, config_overrides=overrides, **layout)
     megatron_idempotent.revert()
     megatron_idempotent.apply(exclude=[patch_id])
-    told = ""
-    try:
-        TrainStep(model.chunks, model.optimizer)
-    except RuntimeError as error:
-        told = str(error)
-    refused = f"{patch_id} (disabled: " in told
-    assert refused == bool(told), told
+    told = raised_by(TrainStep, model.chunks, model.optimizer)
+    refused = f"{patch_id} (disabled: " in str(told)
+    assert refused == (told is not None), told
     return rows[patch_id] == "disabled", refused
 
 

@@ -17,7 +17,7 @@ ENGINES = {
 def _loss(what: str, bad: bool) -> Any:
     """A loss that is not finite on one rank, or one whose gradient alone is not."""
     import torch
-    from split_bench import TokenLoss
+    from scenario import TokenLoss
 
     class Loss(TokenLoss):
         def __call__(self, output, microbatch):
@@ -54,8 +54,7 @@ def _reads(run: Any) -> tuple[Any, int]:
 def not_finite(engine: str, options: dict[str, Any], what: str, last: bool) -> None:
     """Runs on a rank: refused, and the step taken back; skipped; updated with, for who wants it."""
     import torch
-    from engines import bench_on
-    from split_bench import TokenLoss, data, raised_by, split_step
+    from scenario import Bench, TokenLoss, cut, raised_by
 
     from megatron_idempotent import WindowAborted
 
@@ -63,18 +62,18 @@ def not_finite(engine: str, options: dict[str, Any], what: str, last: bool) -> N
     options = {**options, "distributed_optimizer": not last} if engine == "megatron" else {}
 
     def run(rule, loss):
-        bench = bench_on(engine, step={"non_finite": rule}, **options)
-        batch = data(1, 4, bench.replica)
-        split_step(bench.step, TokenLoss(), data(2, 4, bench.replica), [2])
+        bench = Bench(engine, step={"non_finite": rule}, **options)
+        pieces = list(cut(bench.batch(2), [1, 1]))
+        bench.run([bench.batch(2, seed=2)])
         before, parameters = bench.digest(), bench.parameters()
 
-        def one_step():
-            return split_step(bench.step, loss, batch, [1, 1], last=last)
+        def one_step(loss=loss):
+            return bench.run(pieces, last=last, loss=loss)
 
-        return bench, batch, before, parameters, one_step
+        return bench, before, parameters, one_step
 
     bad = _loss(what, rank == 1)
-    bench, batch, before, parameters, one_step = run("refuse", bad)
+    bench, before, parameters, one_step = run("refuse", bad)
     told = raised_by(one_step)
     assert isinstance(told, WindowAborted), told
     text = what.replace("loss", "the loss of its microbatch 1")
@@ -84,16 +83,16 @@ def not_finite(engine: str, options: dict[str, Any], what: str, last: bool) -> N
     assert bench.step.open_step_id is not None
     bench.step.abort()
     assert bench.digest() == before
-    assert split_step(bench.step, TokenLoss(), batch, [1, 1]).updated
+    assert one_step(TokenLoss()).updated
 
-    bench, batch, _, parameters, one_step = run("skip", bad)
+    bench, _, parameters, one_step = run("skip", bad)
     result = one_step()
     assert not result.updated
     assert text in result.skipped
     assert torch.equal(bench.parameters(), parameters)
-    assert split_step(bench.step, TokenLoss(), batch, [1, 1]).updated
+    assert one_step(TokenLoss()).updated
 
-    bench, _, _, _, one_step = run("update", bad)
+    bench, _, _, one_step = run("update", bad)
     assert one_step().updated
     assert what == "gradients is inf" or bench.parameters().isnan().any()
 

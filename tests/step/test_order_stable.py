@@ -23,36 +23,24 @@ def trained(
     Returns the bits of the parameters; none of other replicas than the first.
     """
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, parameters
-
-    from megatron_idempotent import TrainStep
+    from scenario import ROWS, Bench, data
 
     rates = {"lr": 0.1, **options.pop("optimizer_overrides", {})}
-    model, scheduler, replica = build(optimizer_overrides=rates, **options)
-    step = TrainStep(
-        model.chunks,
-        model.optimizer,
-        scheduler,
-        forward=forward,
-        deadline_s=20,
-        order_stable=stable,
-    )
+    bench = Bench(optimizer_overrides=rates, step={"order_stable": stable}, **options)
     batch = data(3, MICROBATCHES * ROWS, 0)
     replicas = torch.distributed.get_world_size() // options.get("pp", 1)
-    mine = order[replica * len(order) // replicas :][: len(order) // replicas]
+    mine = order[bench.replica * len(order) // replicas :][: len(order) // replicas]
+    size = -(-len(mine) // calls)
+    picked = [
+        [row for each in mine[start : start + size] for row in (ROWS * each, ROWS * each + 1)]
+        for start in range(0, len(mine), size)
+    ]
+    pieces = [{name: value[rows] for name, value in batch.items()} for rows in picked]
     for _ in range(2):
-        step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-        size = -(-len(mine) // calls)
-        for start in range(0, len(mine), size):
-            picked = [
-                row for each in mine[start : start + size] for row in (ROWS * each, ROWS * each + 1)
-            ]
-            piece = {name: value[picked] for name, value in batch.items()}
-            step.microbatch(step_id, piece, last=last and start + size >= len(mine))
-        assert step.finish(step_id).updated
+        assert bench.run(pieces, last=last).updated
     # All replicas take part in a gather.
-    found: bytes = parameters(model).cpu().numpy().tobytes()
-    return b"" if replica else found
+    found: bytes = bench.parameters().cpu().numpy().tobytes()
+    return b"" if bench.replica else found
 
 
 def bits(ranks: list[bytes]) -> str:
@@ -65,18 +53,34 @@ AVERAGED = {"config_overrides": {"calculate_per_token_loss": False}}
 SHARDED = {"overlap_param_gather": True, "optimizer_overrides": {"clip_grad": 0.0}}
 
 
-@pytest.mark.parametrize("options", [{}, AVERAGED, SHARDED], ids=["summed", "averaged", "sharded"])
-def test_the_same_microbatches_give_the_same_bits(megatron_ranks, options):
+#: Name → ranks, order, calls, whether the last batch is said to be it.
+WAYS: dict[str, tuple[int, list[int], int, bool]] = {
+    "two replicas, shuffled": (2, [3, 0, 6, 5, 1, 7, 2, 4], 2, True),
+    "backwards": (1, BACKWARD, 1, False),
+    "three calls": (1, FORWARD, 3, False),
+    "two replicas": (2, FORWARD, 1, False),
+    "four replicas": (4, BACKWARD, 1, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "ways"),
+    [
+        ({}, ["two replicas, shuffled", "four replicas"]),
+        (SHARDED, ["two replicas, shuffled"]),
+        *(
+            pytest.param(each, list(WAYS), marks=pytest.mark.exhaustive)
+            for each in ({}, AVERAGED, SHARDED)
+        ),
+    ],
+    ids=["summed", "sharded", "summed, all", "averaged, all", "sharded, all"],
+)
+def test_the_same_microbatches_give_the_same_bits(megatron_ranks, options, ways):
     options = {"distributed_optimizer": options is SHARDED, **options}
     one = bits(megatron_ranks(1, trained, FORWARD, 1, options))
-    found = {
-        "backwards": megatron_ranks(1, trained, BACKWARD, 1, options),
-        "three calls": megatron_ranks(1, trained, FORWARD, 3, options),
-        "two replicas": megatron_ranks(2, trained, FORWARD, 1, options),
-        "two replicas, shuffled": megatron_ranks(2, trained, [3, 0, 6, 5, 1, 7, 2, 4], 2, options),
-        "four replicas": megatron_ranks(4, trained, BACKWARD, 1, options, last=True),
-    }
-    assert {name for name, ranks in found.items() if bits(ranks) != one} == set()
+    for name in ways:
+        ranks, order, calls, last = WAYS[name]
+        assert bits(megatron_ranks(ranks, trained, order, calls, options, last=last)) == one, name
 
 
 def test_two_stages_of_two_replicas_too(megatron_ranks):
@@ -91,40 +95,27 @@ def test_without_it_the_bits_are_others(megatron_ranks):
     assert bits(megatron_ranks(2, trained, FORWARD, 1, options, stable=False)) != one
 
 
-def left_out(scale: float, of_gradient: float) -> list[str]:
+def left_out(scale: float, of_gradient: float) -> str:
     """Runs on a rank: a step that one rank spoils, aborted and taken again as it should be."""
-    from split_bench import ROWS, TokenLoss, build, data, forward, parameters
+    from scenario import Bench, TokenLoss, raised_by
 
-    from megatron_idempotent import TrainStep
-
-    model, scheduler, replica = build()
-    step = TrainStep(
-        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20, order_stable=True
-    )
     plain = TokenLoss()
 
     class Loss(TokenLoss):
         def __call__(self, output: Any, microbatch: Any) -> Any:
             total, _ = plain(output, microbatch)
-            if replica == 1:
+            if bench.replica == 1:
                 total = total * scale
                 total.register_hook(lambda gradient: gradient * of_gradient)
             return total, {}
 
-    before = parameters(model)
-    step_id = step.begin(Loss(), global_batch_size=8, micro_batch_size=ROWS)
-    step.microbatch(step_id, data(0, 2 * ROWS, replica))
-    said = []
-    try:
-        step.finish(step_id)
-    except Exception as error:  # noqa: BLE001
-        said.append(str(error))
-    step.abort()
-    assert before.equal(parameters(model))
-    step_id = step.begin(plain, global_batch_size=8, micro_batch_size=ROWS)
-    step.microbatch(step_id, data(0, 2 * ROWS, replica))
-    assert step.finish(step_id).updated
-    return said
+    bench = Bench(step={"order_stable": True})
+    before = bench.parameters()
+    told = raised_by(bench.run, [bench.batch(2)], loss=Loss())
+    bench.step.abort()
+    assert before.equal(bench.parameters())
+    assert bench.run([bench.batch(2)]).updated
+    return str(told)
 
 
 @pytest.mark.parametrize(
@@ -137,37 +128,8 @@ def left_out(scale: float, of_gradient: float) -> list[str]:
     ids=["large", "loss", "gradient"],
 )
 def test_a_gradient_that_cannot_be_added_stops_all_ranks(megatron_ranks, scale, of_gradient, said):
-    for (text,) in megatron_ranks(2, left_out, scale, of_gradient):
+    for text in megatron_ranks(2, left_out, scale, of_gradient):
         assert said in text.lower()
-
-
-def differently() -> str:
-    """Runs on a rank: what finish() says where one rank adds exactly and the other does not."""
-    from split_bench import ROWS, TokenLoss, build, data, forward
-
-    from megatron_idempotent import TrainStep
-
-    model, scheduler, replica = build()
-    step = TrainStep(
-        model.chunks,
-        model.optimizer,
-        scheduler,
-        forward=forward,
-        deadline_s=20,
-        order_stable=replica == 1,
-    )
-    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-    step.microbatch(step_id, data(0, ROWS, replica))
-    try:
-        step.finish(step_id)
-    except Exception as error:  # noqa: BLE001
-        return str(error)
-    return ""
-
-
-def test_ranks_that_add_differently_are_told_so(megatron_ranks):
-    for text in megatron_ranks(2, differently):
-        assert "order_stable" in text, text
 
 
 def let_go() -> bool:
@@ -175,12 +137,10 @@ def let_go() -> bool:
     import gc
     import weakref
 
-    from split_bench import build, forward
+    from scenario import Bench
 
-    from megatron_idempotent import TrainStep
-
-    model, scheduler, _ = build()
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, order_stable=True)
+    bench = Bench(step={"order_stable": True})
+    step = bench.__dict__.pop("step")
     sums = weakref.ref(step._backend._sums)
     del step
     gc.collect()
@@ -193,18 +153,14 @@ def test_a_step_that_nobody_holds_keeps_no_sums(megatron_ranks):
 
 def refused(options: dict[str, Any], **later: Any) -> str:
     """Runs on a rank: what is said of a model that cannot have exact sums."""
-    from split_bench import build, forward
+    from scenario import build, raised_by
 
     from megatron_idempotent import TrainStep
 
     model, scheduler, _ = build(**options)
     for name, value in later.items():  # it takes a GPU to be built with some
         setattr(model.config, name, value)
-    try:
-        TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, order_stable=True)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return str(raised_by(TrainStep, model.chunks, model.optimizer, scheduler, order_stable=True))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def batch_of(lengths: list[int], left: bool) -> dict[str, Any]:
     st.sampled_from([(1, 1), (2, 8), (4, 4)]),
     st.integers(1, 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_each_token_of_each_row_is_in_one_pack_with_all_that_belongs_to_it(
     lengths, left, multiples, multiple
 ):

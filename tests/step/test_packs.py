@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +22,7 @@ def gradients(ways: list[str], kind: str, options: dict[str, Any]) -> dict[str, 
     """Runs on a rank in float64: the gradient of the same sequences, made in several ways."""
     import torch
     from packs import PackLoss, PackSequenceLoss, double, exact_gradients, one_by_one, rows
-    from split_bench import DEADLINE_S
+    from scenario import DEADLINE_S
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.fp8 import TokenAlignment
@@ -146,7 +147,7 @@ def stepped(options: dict[str, Any], kind: str) -> dict[str, Any]:
     import torch
     from megatron.core import parallel_state
     from packs import PackLoss, PackSequenceLoss, double, exact_gradients, make, rows
-    from split_bench import DEADLINE_S
+    from scenario import DEADLINE_S
 
     from megatron_idempotent import TrainStep
 
@@ -167,16 +168,16 @@ def stepped(options: dict[str, Any], kind: str) -> dict[str, Any]:
         torch.distributed.all_reduce(gradients[way], group=group)
         step.abort(step_id)
     for way in CUT:
-        narrow, scheduler, replica = make(**options)
-        step = TrainStep(narrow.chunks, narrow.optimizer, scheduler, deadline_s=DEADLINE_S)
-        step_id, number = taken(step, loss, way, rows(replica), last=True)
-        result = step.finish(step_id)
+        narrow = make(loss, **options)
+        step_id, number = taken(narrow.step, loss, way, rows(narrow.replica), last=True)
+        result = narrow.step.finish(step_id)
         counts = result.global_valid_sequences, result.global_valid_tokens
         told[way] = *counts, result.grad_norm, number
     return {"differing": differences(gradients), "told": told}
 
 
 ROUTED = {"experts": 4, "ep": 2, "config_overrides": {"moe_aux_loss_coeff": 0.0}}
+ALWAYS = ("dp2", "pp2 vpp2", "tp2", "ep2")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "pp2": (2, {"pp": 2}),
@@ -188,7 +189,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
+        for each in LAYOUTS
+    ],
+)
 def test_a_budget_gives_the_step_of_rows_in_every_layout(megatron_ranks, bound, layout):
     ranks, options = LAYOUTS[layout]
     kind = "sequence" if layout == "pp2" else "token"
@@ -214,23 +221,23 @@ def test_a_budget_gives_the_step_of_rows_in_every_layout(megatron_ranks, bound, 
 def shared_experts() -> tuple[list[int], float, int]:
     """Runs on a rank that shares experts: replicas with other numbers of rows, or none."""
     import torch
-    from packs import PackLoss, make, rows
-    from split_bench import DEADLINE_S
+    from packs import make, rows
 
-    from megatron_idempotent import TrainStep
-
-    model, scheduler, replica = make(**ROUTED)
-    step = TrainStep(model.chunks, model.optimizer, scheduler, deadline_s=DEADLINE_S)
-    batch = rows(replica)
-    step_id = step.begin(PackLoss(), global_batch_size=24, max_tokens_per_microbatch=32)
+    bench = make(**ROUTED)
+    batch, step_id = rows(bench.replica), bench.begin(**budget(32))
     made = []
     # As many packs on both, though one has less; fewer sequences than packs; and nothing.
     for number in ((12, 6), (12, 2), (12, 0)):
-        piece = {name: value[: number[replica]] for name, value in batch.items()}
-        made.append(step.microbatch(step_id, piece if number[replica] else None).microbatches)
-    result = step.finish(step_id)
-    assert torch.isfinite(model.gradients()).all()
+        piece = {name: value[: number[bench.replica]] for name, value in batch.items()}
+        given = piece if number[bench.replica] else None
+        made.append(bench.step.microbatch(step_id, given).microbatches)
+    result = bench.step.finish(step_id)
+    assert torch.isfinite(bench.gradients()).all()
     return made, float(result.grad_norm), result.microbatches
+
+
+def budget(tokens: int | None) -> dict[str, Any]:
+    return {"micro_batch_size": None, "max_tokens_per_microbatch": tokens}
 
 
 def test_ranks_that_share_experts_make_as_many_packs(megatron_ranks):
@@ -244,10 +251,8 @@ def test_ranks_that_share_experts_make_as_many_packs(megatron_ranks):
 def ready_or_rows() -> list[bool]:
     """Runs on a rank: a budget, and the packs that it would make as a list, and one by one."""
     import torch
-    from packs import PackLoss, make, rows
-    from split_bench import DEADLINE_S
+    from packs import make, rows
 
-    from megatron_idempotent import TrainStep
     from megatron_idempotent.step import gpt_forward, pack_batches
 
     def named(model: Any, microbatch: Any) -> Any:
@@ -272,28 +277,82 @@ def ready_or_rows() -> list[bool]:
 
     found = []
     for style in ("budget", "list", "a call each", "PackedSeqParams", "cu_seqlens"):
-        model, scheduler, replica = make()
-        step = TrainStep(
-            model.chunks, model.optimizer, scheduler, forward=named, deadline_s=DEADLINE_S
-        )
-        batch = rows(replica)
-        budget = 64 if style == "budget" else None
-        step_id = step.begin(PackLoss(), global_batch_size=12, max_tokens_per_microbatch=budget)
-        if budget:
-            step.microbatch(step_id, batch)
-        elif style == "a call each":
-            for each in pack_batches(batch, 64, attention=1 / (6 * 64)):
-                step.microbatch(step_id, microbatches=[each])
-        else:
-            step.microbatch(step_id, microbatches=pack_batches(batch, 64, attention=1 / (6 * 64)))
-        step.finish(step_id)
-        found.append([model.gradients(), model.parameters()])
+        bench = make(forward=named)
+        batch = rows(bench.replica)
+        packs = pack_batches(batch, 64, attention=1 / (6 * 64))
+        pieces = {"budget": [batch], "a call each": [[each] for each in packs]}
+        tokens = 64 if style == "budget" else None
+        found.append(bench.bits(bench.run(pieces.get(style, [packs]), **budget(tokens))))
     return [torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True)]
 
 
 def test_the_same_packs_have_the_same_bits_whoever_made_them(megatron_ranks):
     (same,) = megatron_ranks(1, ready_or_rows)
     assert all(same)
+
+
+def shared_by_ranks(options: dict[str, Any], sequence: int, pack: int) -> str:
+    """Runs on ranks that share positions, of which a pack has other multiples."""
+    from packs import make, rows
+    from scenario import raised_by
+
+    from megatron_idempotent.fp8 import TokenAlignment
+    from megatron_idempotent.step import pack_batches
+
+    bench = make(**options)
+    wrong, right = (
+        pack_batches(rows(bench.replica), 96, alignment=TokenAlignment(sequence=each, pack=most))
+        for each, most in ((sequence, pack), (4, 4))
+    )
+    step_id = bench.begin()
+    told = str(raised_by(bench.step.microbatch, step_id, microbatches=wrong))
+    bench.step.microbatch(step_id, microbatches=right)
+    bench.step.finish(step_id)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("options", "alignment", "words"),
+    [
+        (
+            {"tp": 2, "sequence_parallel": True},
+            (3, 3),
+            r"got \d+ positions for 2 ranks that share them by sequence",
+        ),
+        ({"cp": 2}, (2, 4), r"sequence \d+ begins at \d+, for 2 context-parallel ranks"),
+    ],
+    ids=["tp2", "cp2"],
+)
+def test_packs_that_ranks_cannot_share_are_refused(megatron_ranks, options, alignment, words):
+    for told in megatron_ranks(2, shared_by_ranks, options, *alignment):
+        assert re.search(words, told), told
+
+
+def other_sequences() -> str:
+    """Runs on two stages that are given other sequences, as many tokens in packs as large."""
+    from packs import make, rows
+    from scenario import raised_by
+
+    bench = make(pp=2)
+    batch, step_id = rows(bench.replica), bench.begin(**budget(96))
+    moved = {**batch, "lengths": batch["lengths"].clone()}
+    if bench.rank:
+        moved["lengths"][0] += 1
+        moved["lengths"][3] -= 1
+    told = str(raised_by(bench.step.microbatch, step_id, moved))
+    bench.step.microbatch(step_id, batch)
+    assert bench.step.finish(step_id).updated
+    return told
+
+
+def test_ranks_that_were_given_other_sequences_are_told(megatron_ranks):
+    for told in megatron_ranks(2, other_sequences):
+        assert re.search(
+            r"was given chunk\(2 microbatches of up to 1 x \d+ \(shapes and lengths \w{8}\)\) on "
+            r"one of its model parallel ranks and chunk\(2 microbatches",
+            told,
+        ), told
+        assert "the step is as it was" in told
 
 
 def heads() -> dict[str, float]:

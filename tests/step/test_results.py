@@ -1,4 +1,4 @@
-"""Reports of a step: each metric over its own normalizer, whatever the pieces."""
+"""Reports of a step and of its batches: each metric over its own normalizer, in any pieces."""
 
 from __future__ import annotations
 
@@ -7,43 +7,32 @@ from typing import Any
 import pytest
 
 
-def _step(**options):
-    from split_bench import build, forward
-
-    from megatron_idempotent import TrainStep
-
-    model, scheduler, replica = build(**options)
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-    return model, scheduler, replica, step
-
-
 def reported(options: dict[str, Any]) -> None:
     """Runs on a rank: metrics against float64 sums over all ranks' rows, taken from the masks."""
     import torch
-    from split_bench import ROWS, TokenLoss, data, split_step
+    from scenario import ROWS, Bench, data, split_step
 
     results = []
     for sizes in ([4], [1, 3], [1, 1, 1, 1]):
-        _, scheduler, replica, step = _step(**options)
+        bench = Bench(**options)
+        scheduler, replica = bench.scheduler, bench.replica
         number = torch.distributed.get_world_size() // (options.get("tp", 1) * options.get("pp", 1))
         batches = [data(1, 4 * ROWS, each) for each in range(number)]
         before = scheduler.num_steps
-        results.append(split_step(step, TokenLoss(), batches[replica], sizes, last=len(sizes) > 1))
+        last = len(sizes) > 1
+        results.append(split_step(bench.step, bench.loss, batches[replica], sizes, last=last))
         assert scheduler.num_steps == before + 8
     first = results[0]
     assert all(result == first for result in results[1:]), results
     tokens = sum(float((b["token_mask"][:, 1:] * b["sample_mask"][:, None]).sum()) for b in batches)
     sequences = sum(float(b["sample_mask"].sum()) for b in batches)
     assert (first.global_valid_tokens, first.global_valid_sequences) == (tokens, sequences)
-    assert first.updated
-    assert first.skipped is None
+    assert (first.updated, first.skipped, first.auxiliary_loss_scale) == (True, None, 0.25)
     assert first.microbatches == 4 * number == len(first.rows)
-    assert first.auxiliary_loss_scale == 0.25
     rows = first.rows
     assert first.metrics["rows"] == 4 * ROWS * number
     for row in rows:
-        assert row["global_valid_toks"] == tokens
-        assert row["global_valid_seqs"] == sequences
+        assert (row["global_valid_toks"], row["global_valid_seqs"]) == (tokens, sequences)
         assert (row["lr"], row["wd"]) == (first.lr, first.weight_decay)
         assert row["rows"] == ROWS
         # The same sum under two normalizers, and one that is not named.
@@ -78,62 +67,87 @@ def test_metrics_are_those_of_the_whole_step_on_all_ranks(megatron_ranks, option
 
 def rates() -> None:
     """Runs on a rank: what a step used of the schedule, and that the schedule moved after it."""
-    from split_bench import ROWS, TokenLoss, data, split_step
+    from scenario import Bench
 
-    model, scheduler, replica, step = _step()
+    bench = Bench()
     seen = []
     for number in range(3):
-        group = model.optimizer.param_groups[0]
+        group = bench.optimizer.param_groups[0]
         used = group["lr"], group["weight_decay"]
-        result = split_step(step, TokenLoss(), data(number, 2 * ROWS, replica), [1, 1])
+        result = bench.run([bench.batch(2, seed=number)])
         assert (result.lr, result.weight_decay) == used
         seen.append(used)
     assert len(set(seen)) == 3
-    assert scheduler.num_steps == 24
+    assert bench.scheduler.num_steps == 24
 
 
 def test_rates_are_those_of_the_step_and_not_of_the_next_one(megatron_ranks):
     megatron_ranks(2, rates)
 
 
-def nothing_valid() -> None:
-    """Runs on a rank: a step of masked rows, one of no rows, and none at all, and then a good
-    one."""
+def empty(engine: str, options: dict[str, Any]) -> None:
+    """Runs on a rank: steps of masked samples, of no rows and of nothing, under both rules; some
+    losses are a constant 0."""
     import torch
-    from split_bench import ROWS, TokenLoss, data, parameters, split_step
+    from scenario import ROWS, Bench, TokenLoss, cut
 
-    def run(empty: bool):
-        model, scheduler, replica, step = _step(overlap_param_gather=True)
-        batch = data(1, 2 * ROWS, replica)
-        masked = {**batch, "sample_mask": torch.zeros(2 * ROWS)}
-        if empty:
-            before = parameters(model)
-            for pieces, last in (([1, 1], False), ([1, 1], True), ([0], False), ([], False)):
-                result = split_step(step, TokenLoss(), masked, pieces, last=last)
-                assert not result.updated
-                assert result.skipped == "no valid token on any rank"
-                assert result.grad_norm is None
-                assert not model.gradients().any()
-                assert scheduler.num_steps == 0
-            assert torch.equal(parameters(model), before)
-        result = split_step(step, TokenLoss(), batch, [1, 1])
-        return result, parameters(model), model.optimizer.optimizer.state_dict()["state"]
+    class Constant(TokenLoss):
+        def __call__(self, output, microbatch):
+            if not microbatch["sample_mask"].any():
+                return 0.0, {"nll": 0.0}
+            return super().__call__(output, microbatch)
 
-    want, got = run(False), run(True)
-    assert want[0].metrics == got[0].metrics
-    assert want[0].grad_norm == got[0].grad_norm
-    assert torch.equal(want[1], got[1])
+    for rule, updated in (("skip", False), ("update", True)):
+        bench = Bench(engine, step={"nothing_valid": rule}, **options)
+        masked = {**bench.batch(2), "sample_mask": torch.zeros(2 * ROWS).cuda()}
+        # Momentum, which moves parameters in a step without gradients.
+        bench.run([bench.batch(1, seed=2)])
+        before, steps = bench.parameters(), getattr(bench.scheduler, "num_steps", 0)
+        ways: list[tuple[list[Any], bool]] = [([masked], False), (list(cut(masked, [1, 1])), True)]
+        if rule == "skip":
+            ways += [(list(cut(masked, [0])), False), ([], False)]
+        for loss in (Constant(), TokenLoss()):
+            for pieces, last in ways:
+                result = bench.run(pieces, last=last, loss=loss)
+                assert result.updated == updated
+                assert result.skipped == (None if updated else "no valid token on any rank")
+                assert result.grad_norm == (0.0 if updated else None)
+                assert result.metrics.get("nll", 0.0) == 0.0
+                # Also those that are reduced already.
+                dropped = engine == "megatron" or updated
+                assert dropped or all(each.grad is None for each in bench.module.parameters())
+        assert torch.equal(bench.parameters(), before) != updated
+        assert updated or getattr(bench.scheduler, "num_steps", 0) == steps
+    # Half of the microbatches have a constant loss, on one rank only: they count as zeros.
+    norms = []
+    for loss in (Constant(), TokenLoss()):
+        bench = Bench(engine, **options)
+        mine = bench.batch(2, full=True)
+        if bench.replica == 0:
+            mine["sample_mask"][:ROWS] = 0
+        norms.append(bench.run(list(cut(mine, [1, 1])), loss=loss).grad_norm)
+    assert norms[0] == norms[1] > 0
 
 
-def test_a_step_with_nothing_valid_is_skipped_and_harms_none(megatron_ranks):
-    megatron_ranks(2, nothing_valid)
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("megatron", {"overlap_param_gather": True}),
+        ("megatron", {"pp": 2}),
+        ("megatron", {"tp": 2}),
+        ("fsdp", {}),
+    ],
+    ids=["dp2", "pp2", "tp2", "fsdp"],
+)
+def test_a_step_in_which_nothing_is_valid_does_as_it_was_told(megatron_ranks, engine, options):
+    megatron_ranks(2, empty, engine, options)
 
 
 def overflowed() -> None:
     """Runs on a rank: an infinite loss on one rank under dynamic scaling, between two good
     steps."""
     import torch
-    from split_bench import ROWS, TokenLoss, data, parameters, split_step
+    from scenario import Bench, TokenLoss
 
     class Infinite(TokenLoss):
         def __call__(self, output, microbatch):
@@ -143,27 +157,117 @@ def overflowed() -> None:
     dynamic = {"initial_loss_scale": 1024.0, "min_loss_scale": 1.0, "hysteresis": 1}
 
     def run(overflow: bool):
-        model, scheduler, replica, step = _step(dtype="fp16", optimizer_overrides=dynamic)
-        split_step(step, TokenLoss(), data(1, 2 * ROWS, replica), [1, 1])
+        bench = Bench(dtype="fp16", optimizer_overrides=dynamic)
+        bench.run([bench.batch(2)])
         if overflow:
-            before = parameters(model)
-            loss = Infinite() if replica == 1 else TokenLoss()
-            result = split_step(step, loss, data(2, 2 * ROWS, replica), [1, 1])
+            before = bench.parameters()
+            loss = Infinite() if bench.replica == 1 else TokenLoss()
+            result = bench.run([bench.batch(2, seed=2)], loss=loss)
             assert not result.updated
             assert "overflow" in result.skipped
-            assert torch.equal(parameters(model), before)
-            assert scheduler.num_steps == 8
-            assert float(model.optimizer.get_loss_scale()) == 512.0
-            for one in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
+            assert torch.equal(bench.parameters(), before)
+            assert bench.scheduler.num_steps == 8
+            assert float(bench.optimizer.get_loss_scale()) == 512.0
+            for one in getattr(bench.optimizer, "chained_optimizers", [bench.optimizer]):
                 one.grad_scaler._scale.fill_(1024.0)
-        result = split_step(step, TokenLoss(), data(3, 2 * ROWS, replica), [1, 1])
-        assert float(model.optimizer.get_loss_scale()) == 1024.0
-        return result.grad_norm, parameters(model)
+        result = bench.run([bench.batch(2, seed=3)])
+        assert float(bench.optimizer.get_loss_scale()) == 1024.0
+        return bench.bits(result)
 
-    want, got = run(False), run(True)
-    assert want[0] == got[0]
-    assert torch.equal(want[1], got[1])
+    assert all(map(torch.equal, run(False), run(True)))
 
 
 def test_an_overflow_skips_the_step_and_the_next_one_is_right(megatron_ranks):
     megatron_ranks(2, overflowed)
+
+
+def returned(engine: str, options: dict[str, Any]) -> None:
+    """Runs on a rank: outputs in the order given, from rows and ready lists."""
+    import torch
+    from scenario import ROWS, Bench, TokenLoss, cut, data, mask_of
+
+    class Loss(TokenLoss):
+        outputs = ("logprobs", "token_sums", "ragged")
+
+        def __call__(self, output, microbatch):
+            total, metrics = super().__call__(output, microbatch)
+            elementwise = -output.float() * mask_of(microbatch)
+            return total, {
+                **metrics,
+                "logprobs": elementwise,
+                "token_sums": elementwise.sum(1),
+                "ragged": [row[:index] for index, row in enumerate(elementwise)],
+            }
+
+    bench = Bench(engine, loss=Loss(), **options)
+    last = bench.step._backend.has_losses
+    batch = data(1, 3 * ROWS + 1, bench.replica)
+    step_id = bench.begin()
+    rows = bench.step.microbatch(step_id, batch, microbatch_id="rows")
+    ready = [*cut(batch, [1, 1, 1]), {name: value[-1:] for name, value in batch.items()}]
+    again = bench.step.microbatch(step_id, microbatches=ready)
+    assert bench.step.microbatch(step_id, batch, microbatch_id="rows") is rows
+    number = len(batch["input_ids"])
+    for receipt in (rows, again):
+        assert (receipt.rows, receipt.microbatches) == (number, 4)
+        if not last:
+            assert (receipt.outputs, receipt.metrics()) == ({}, {})
+            continue
+        assert set(receipt.outputs) == set(Loss.outputs)
+        values = receipt.outputs["logprobs"]
+        assert len(values) == number
+        assert not any(each.requires_grad for each in values)
+        mask_BT = mask_of(batch)
+        for index, each in enumerate(values):
+            assert torch.equal(each != 0, mask_BT[index] != 0), "not in the order of the rows"
+            assert torch.equal(receipt.outputs["token_sums"][index], each.sum())
+            assert len(receipt.outputs["ragged"][index]) == index % ROWS
+        sums = receipt.metrics()
+        total = torch.stack(values).double().sum()
+        # 32 products to a sum of a row, rounded in float32, and float64 beyond that.
+        bound = sum(float(each.abs().sum()) for each in values) * 2**-24 * 32 * 4
+        assert abs(sums["nll"] + float(total)) <= bound
+        assert sums["rows"] == number
+        assert sums["nll_max"] >= -float(torch.stack(values).min())
+    if last:
+        for one, two in zip(rows.outputs["logprobs"], again.outputs["logprobs"], strict=True):
+            assert torch.equal(one, two) or engine == "fsdp"  # which has dropout
+    bench.step.finish(step_id)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [("megatron", {}), ("megatron", {"pp": 2}), ("fsdp", {})],
+    ids=["dp2", "pp2", "fsdp"],
+)
+def test_a_batch_returns_outputs_of_each_sample_in_order(megatron_ranks, engine, options):
+    megatron_ranks(2, returned, engine, options)
+
+
+def of_a_pack() -> None:
+    """Runs on a rank: values of a pack's tokens are split by sequence, without padding."""
+    import torch
+    from scenario import Bench, TokenLoss
+
+    class Loss(TokenLoss):
+        outputs = ("values", "ids")
+
+        def __call__(self, output, microbatch):
+            place_T = torch.arange(output.shape[1], device=output.device)
+            return output.float().sum(), {"values": place_T[None], "ids": torch.arange(3)}
+
+    bench = Bench(loss=Loss())
+    pack = {
+        "input_ids": torch.ones(1, 32, dtype=torch.int64).cuda(),
+        "cu_seqlens": torch.tensor([0, 5, 5, 9]),
+        "cu_seqlens_padded": torch.tensor([0, 8, 8, 32]),
+    }
+    receipt = bench.step.microbatch(bench.begin(), microbatches=[pack])
+    found = [each.tolist() for each in receipt.outputs["values"]]
+    assert found == [[0, 1, 2, 3, 4], [], [8, 9, 10, 11]]
+    assert [each.tolist() for each in receipt.outputs["ids"]] == [0, 1, 2]
+    bench.step.abort()
+
+
+def test_values_of_a_pack_are_split_by_sequence(megatron_ranks):
+    megatron_ranks(1, of_a_pack)

@@ -13,47 +13,16 @@ SIZES = (([3], False), ([1, 2], False), ([1, 2], True), ([1] * 3, True))
 Sizes = tuple[tuple[list[int], bool], ...]
 
 
-def compared(sizes: Sizes, options: dict[str, Any]) -> dict[str, list[bool]]:
-    """Runs on a rank: two steps in pieces against two one-shot ones; equal gradients, norms,
-    weights."""
-    import torch
-    from split_bench import (
-        DEADLINE_S,
-        TokenLoss,
-        build,
-        data,
-        forward,
-        one_shot,
-        parameters,
-        split_step,
-    )
+def compared(sizes: Sizes, options: dict[str, Any]) -> dict[str, Any]:
+    """Runs on a rank: two steps in pieces against two at once; the ways that differ."""
+    from scenario import differing
 
-    from megatron_idempotent import TrainStep
-
-    loss = TokenLoss()
-
-    def run(pieces: list[int], split: bool, last: bool = False) -> list[Any]:
-        model, scheduler, replica = build(**options)
-        step = TrainStep(
-            model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
-        )
-        seen: list[Any] = []
-        for seed in (1, 2):
-            batch = data(seed, 2 * sum(pieces), replica)
-            if split:
-                norm = split_step(step, loss, batch, pieces, last=last).grad_norm
-            else:
-                norm = one_shot(model, scheduler, loss, batch)
-            seen += [torch.tensor(float(norm)), model.gradients(), parameters(model)]
-        return seen
-
-    want = run(sizes[0][0], split=False)
-    assert want[1].abs().max() > 0
-    found = {}
-    for pieces, last in sizes:
-        got = run(pieces, split=True, last=last)
-        found[f"{pieces} {last}"] = [torch.equal(a, b) for a, b in zip(got, want, strict=True)]
-    return found
+    at_once = [("once", sum(sizes[0][0]), {"seed": seed}) for seed in (1, 2)]
+    ways = {
+        f"{pieces} {last}": ([("step", pieces, {"seed": n, "last": last}) for n in (1, 2)], ())
+        for pieces, last in sizes
+    }
+    return differing(options, at_once, ways)
 
 
 EVEN = (([6], False), ([2, 4], False), ([2, 4], True))
@@ -126,5 +95,4 @@ def _some() -> list[Any]:
 @pytest.mark.parametrize("layout", _some())
 def test_pieces(megatron_ranks, layout):
     ranks, sizes, options = LAYOUTS[layout]
-    for found in megatron_ranks(ranks, compared, sizes, options, timeout_s=120):
-        assert all(all(v) for v in found.values()), found
+    assert megatron_ranks(ranks, compared, sizes, options, timeout_s=120) == [{}] * ranks

@@ -26,6 +26,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 ALWAYS = ("dp2, experts", "cp2", "pp2, interleaved")
 
 
+def _some(*others: str) -> list[Any]:
+    always = (*ALWAYS, *others)
+    return [
+        pytest.param(each, marks=() if each in always else pytest.mark.exhaustive)
+        for each in LAYOUTS
+    ]
+
+
 class Program:
     """A framework's loop around a small model, with a forward step as Megatron's have."""
 
@@ -114,18 +122,12 @@ def both(options: dict[str, Any], values: int = 2) -> list[bool]:
     return [want[0] == got[0], want[1] == got[1]]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", _some("cp2, per token"))
 def test_one_call_of_it_has_the_bits_of_megatrons_schedule(layout, megatron_ranks):
     assert megatron_ranks(2, both, LAYOUTS[layout]) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
-        for each in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("layout", _some())
 def test_a_loss_of_sum_and_tokens_has_the_bits_of_megatrons_schedule(layout, megatron_ranks):
     if IS_0_12 and "cp" in LAYOUTS[layout]:
         pytest.skip("0.12 multiplies such losses by cp, or divides them by each rank's own tokens")

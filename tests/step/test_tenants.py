@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from documented import programs
 
 GATHERS = {"overlap_param_gather": True}
 SMALL = {"ddp_overrides": {"bucket_size": 600}}
@@ -29,7 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"pp": 2, "vpp": 2, "layers_per_stage": 1, "align": True} | GATHERS,
     ),
 }
-ALWAYS = ("dp2, gathers", "dp2, experts", "tp2, sequence parallel", "pp2")
+ALWAYS = ("dp2, gathers", "dp2, experts", "pp2")
 
 
 def _some() -> list[Any]:
@@ -43,7 +42,7 @@ class Interrupted:
     """A token loss that raises in its second microbatch."""
 
     def __init__(self) -> None:
-        from split_bench import TokenLoss
+        from scenario import TokenLoss
 
         self._loss = TokenLoss()
         self.kind, self.normalizers = self._loss.kind, self._loss.normalizers
@@ -59,7 +58,7 @@ class Interrupted:
 def interleaved(options: dict[str, Any]) -> dict[str, list[list[bool]]]:
     """Runs on a rank: two tenants' steps in turn, each set beside its own run."""
     import torch
-    from split_bench import raised_by
+    from scenario import raised_by
     from tenant_bench import alone, biases, logged, parameters, tenants
 
     options = {"config_overrides": DROPOUT, **options}
@@ -159,7 +158,7 @@ def apart() -> None:
     """Runs on a rank: what one tenant does, or fails to, while the other one's step is open."""
     import torch
     from lora import use
-    from split_bench import forward, raised_by
+    from scenario import forward, raised_by
     from tenant_bench import only, own, parameters, step_of, tenants
 
     from megatron_idempotent import WindowAborted
@@ -234,7 +233,7 @@ def test_tenants_are_apart(megatron_ranks):
 def refused() -> dict[str, str]:
     """Runs on a rank: errors of steps that would disturb each other; the open one goes on."""
     from megatron.core.distributed import DistributedDataParallel
-    from split_bench import raised_by
+    from scenario import raised_by
     from tenant_bench import only, step_of, tenants
 
     alice, bob = tenants(("alice", "bob"))
@@ -278,11 +277,11 @@ def test_steps_that_would_disturb_each_other_are_refused(megatron_ranks):
     assert "in a DDP that was built later" in told["built later"]
 
 
-def as_documented(program: str) -> None:
+def as_documented() -> None:
     """Runs on a rank: two tenants' steps by the documented function."""
     from lora import Lora, use
     from megatron.core.optimizer import OptimizerConfig
-    from split_bench import ROWS, TokenLoss, forward
+    from scenario import ROWS, TokenLoss, documented, forward
     from tenant_bench import only, rows_of
 
     import megatron_idempotent
@@ -297,7 +296,7 @@ def as_documented(program: str) -> None:
     base = tiny.build(before_ddp=prepare, with_optimizer=False)
     (bare,) = base.chunks
     names: dict[str, Any] = {}
-    exec(program, names)
+    exec(*documented("Several adapters at once"), names)
 
     def made(name: str) -> Any:
         def adapted(chunk: Any, microbatch: Any) -> Any:
@@ -317,4 +316,4 @@ def as_documented(program: str) -> None:
 
 
 def test_the_documented_tenants_train(megatron_ranks):
-    megatron_ranks(1, as_documented, *programs("Several adapters at once"))
+    megatron_ranks(1, as_documented)

@@ -19,31 +19,18 @@ SHARES: dict[str, list[list[int] | None]] = {
 def shared(options: dict[str, Any], share: list[list[int] | None], last: bool) -> bool:
     """Runs on a rank: two steps with this share against the sum of its microbatches' gradients."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, cut, data, forward, parameters
+    from scenario import ROWS, Bench, cut, data
 
-    from megatron_idempotent import TrainStep
+    rows = [ROWS * sum(each or [0]) for each in share]
 
-    loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
-    of_replica = [data(1, ROWS * sum(each or [0]), index) for index, each in enumerate(share)]
-
-    def run(split: bool):
-        model, scheduler, replica = build(**options)
-        step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-        seen = []
-        for _ in range(2):
-            step_id = step.begin(loss, **sizes)
-            if split:
-                pieces = list(cut(of_replica[replica], share[replica] or []))
-            else:
-                # The same microbatches, and masked ones where there are none.
-                most = max(sum(each or [0]) for each in share)
-                padded = _padded(of_replica[replica], most * ROWS)
-                pieces = list(cut(padded, [most]))
-            for index, piece in enumerate(pieces):
-                step.microbatch(step_id, piece, last=last and index == len(pieces) - 1)
-            result = step.finish(step_id)
-            seen += [torch.tensor(result.grad_norm), model.gradients(), parameters(model)]
-        return seen
+    def run(split: bool) -> list[Any]:
+        bench = Bench(**options)
+        batch = data(1, rows[bench.replica], bench.replica)
+        if split:
+            pieces = list(cut(batch, share[bench.replica] or []))
+        else:  # the same microbatches, and masked ones where there are none
+            pieces = [_padded(batch, max(rows))]
+        return [each for _ in range(2) for each in bench.bits(bench.run(pieces, last=last))]
 
     return all(map(torch.equal, run(True), run(False)))
 
@@ -51,20 +38,16 @@ def shared(options: dict[str, Any], share: list[list[int] | None], last: bool) -
 def _padded(batch: dict[str, Any], rows: int) -> dict[str, Any]:
     import torch
 
-    return {
-        name: torch.cat(
-            (value, torch.zeros(rows - len(value), *value.shape[1:], dtype=value.dtype))
-        )
-        for name, value in batch.items()
-    }
+    def zeros(value: Any) -> Any:
+        return value.new_zeros(rows - len(value), *value.shape[1:])
+
+    return {name: torch.cat((value, zeros(value))) for name, value in batch.items()}
 
 
 #: Gathers, and whether the last batch is given as such, of each share; the rest is exhaustive.
 ALWAYS = [
     ("more on one", False, False),
-    ("more on one", True, True),
     ("all on one", True, True),
-    ("nothing on the first", False, False),
     ("nothing on the first", True, True),
     ("empty batches", True, True),
 ]
@@ -82,58 +65,67 @@ def test_replicas_with_different_amounts_of_data(megatron_ranks, share, last, ga
     assert all(megatron_ranks(2, shared, options, SHARES[share], last))
 
 
-def test_pipelines_with_different_amounts_of_data(megatron_ranks):
-    options = {"pp": 2, "overlap_param_gather": True}
-    assert all(megatron_ranks(4, shared, options, SHARES["all on one"], True))
+PIPELINES = {
+    "pp2": ({"pp": 2}, [[2, 1], None], True),
+    # The schedule gathers there.
+    "aligned": (
+        {"pp": 2, "vpp": 2, "layers_per_stage": 1, "align": True},
+        [[2, 2], [2]],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_with_different_amounts_of_data(megatron_ranks, name):
+    options, share, last = PIPELINES[name]
+    options = {**options, "overlap_param_gather": True}
+    assert all(megatron_ranks(4, shared, options, share, last, timeout_s=120))
 
 
 def with_experts(turns: list[list[int]], last: bool) -> None:
     """Runs on a rank: replicas that share experts; those with less data send ghosts through
     them."""
     import torch
-    from split_bench import ROWS, T, TokenLoss, build, cut, data, forward, parameters
-
-    from megatron_idempotent import TrainStep
+    from scenario import ROWS, Bench, T, cut
 
     bias = {
         "moe_router_enable_expert_bias": True,
         "moe_router_score_function": "sigmoid",
         "moe_router_load_balancing_type": "none",
     }
-    loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
     most = [max(each) for each in zip(*turns, strict=True)]
 
-    def run(padded: bool, overrides: dict[str, Any]):
-        model, scheduler, replica = build(experts=4, ep=2, config_overrides=overrides)
-        step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
+    def run(padded: bool, overrides: dict[str, Any]) -> Any:
+        bench = Bench(experts=4, ep=2, config_overrides=overrides)
+        step, mine = bench.step, turns[bench.replica]
         for number in range(2):
-            batch = data(number, ROWS * sum(turns[replica]), replica)
-            pieces: list[Any] = list(cut(batch, turns[replica]))
+            pieces: list[Any] = list(cut(bench.batch(sum(mine), seed=number), mine))
             if padded:
                 pieces = [_padded(p, n * ROWS) for p, n in zip(pieces, most, strict=True)]
-            step_id = step.begin(loss, **sizes)
+            step_id = bench.begin()
             for index, piece in enumerate(pieces):
                 given = piece if len(piece["input_ids"]) else None
                 step.microbatch(step_id, given, last=last and index == len(pieces) - 1)
             counted = [
                 module.local_tokens_per_expert.clone()
-                for module in model.chunks[0].modules()
+                for module in bench.module.modules()
                 if getattr(module, "expert_bias", None) is not None
             ]
             result = step.finish(step_id)
-        return result, parameters(model), model.gradients(), counted
+        return result, bench.parameters(), bench.gradients(), counted
 
     # Masked rows would have auxiliary losses; ghosts have none.
     balancing = {"moe_router_load_balancing_type": "none"}
-    result, weights, gradients, _ = run(False, balancing)
-    want, want_weights, want_gradients, _ = run(True, balancing)
+    result, *got, _ = run(False, balancing)
+    want, *wanted, _ = run(True, balancing)
     assert result.global_valid_tokens == want.global_valid_tokens
     # The experts multiply matrices of other sizes, whose sums round in another order: 32 products
     # of a hidden layer of 256 and 1024 tokens, relative to the largest element.
     bound = 2.0**-23 * (256 + 1024) ** 0.5
     assert result.metrics["nll"] == pytest.approx(want.metrics["nll"], rel=bound)
-    for got, wanted in ((gradients, want_gradients), (weights, want_weights)):
-        assert float((got - wanted).abs().max()) <= bound * float(wanted.abs().max())
+    for one, other in zip(got, wanted, strict=True):
+        assert float((one - other).abs().max()) <= bound * float(other.abs().max())
 
     *_, counted = run(False, bias)
     assert len(counted) == 2
@@ -156,37 +148,18 @@ def test_replicas_that_share_experts(megatron_ranks, turns, last):
     megatron_ranks(2, with_experts, turns, last)
 
 
-def changing_counts(options: dict[str, Any]) -> bool:
+def changing_counts(options: dict[str, Any]) -> Any:
     """Runs on a rank: steps of 1, 3, 2 and 1 microbatches, with and without overlap of the last."""
-    import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, one_shot, parameters, split_step
+    from scenario import ROWS, differing
 
-    from megatron_idempotent import TrainStep
-
-    pieces = [[1], [1, 2], [2], [1]]
-
-    def run(split: bool):
-        model, scheduler, replica = build(**options)
-        step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-        for number, sizes in enumerate(pieces):
-            batch = data(number, ROWS * sum(sizes), replica)
-            if split:
-                whole = {"rank_batch_size": ROWS * sum(sizes)} if number % 2 else {}
-                split_step(step, TokenLoss(), batch, sizes, last=number > 1, **whole)
-            else:
-                one_shot(model, scheduler, TokenLoss(), batch)
-        return parameters(model)
-
-    return torch.equal(run(True), run(False))
+    sizes = [[1], [1, 2], [2], [1]]
+    at_once = [("once", sum(each), {"seed": n}) for n, each in enumerate(sizes)]
+    steps = [("step", each, {"seed": n, "last": n > 1}) for n, each in enumerate(sizes)]
+    for n in (1, 3):
+        steps[n][-1]["rank_batch_size"] = ROWS * sum(sizes[n])
+    return differing(options, at_once, {"pieces": (steps, ())})
 
 
 @pytest.mark.parametrize("gathers", [False, True])
 def test_the_number_of_microbatches_may_change_between_steps(megatron_ranks, gathers):
-    assert all(megatron_ranks(2, changing_counts, {"overlap_param_gather": gathers}))
-
-
-ALIGNED = {"pp": 2, "vpp": 2, "layers_per_stage": 1, "align": True, "overlap_param_gather": True}
-
-
-def test_replicas_with_different_numbers_of_calls_where_the_schedule_gathers(megatron_ranks):
-    assert all(megatron_ranks(4, shared, ALIGNED, [[2, 2], [2]], False, timeout_s=120))
+    assert megatron_ranks(2, changing_counts, {"overlap_param_gather": gathers}) == [{}, {}]

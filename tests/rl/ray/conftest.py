@@ -19,7 +19,7 @@ elif os.environ.get("MEGATRON_IDEMPOTENT_RAY") != "1":
 else:
     WHY = ""
     # The contracts, and what they are made of, live beside the other kinds that keep them.
-    for folder in ("workers", "controller", "engines", "../step", "trainer"):
+    for folder in ("workers", "controller", "engines", "..", "trainer"):
         sys.path.append(str(TESTS / folder))
     pytest.register_assert_rewrite(
         "contract",

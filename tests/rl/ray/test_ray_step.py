@@ -26,7 +26,7 @@ class Policy:
         import torch
 
         torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
-        from split_bench import TokenLoss, build, data, forward
+        from scenario import TokenLoss, build, data, forward
 
         model, scheduler, self._replica = build()
         self._step = step_class(

@@ -204,12 +204,14 @@ def _patches() -> Any:
     return {"train-interval-timer": patches()["train-interval-timer"]}
 
 
-def run_here(tmp_path: Path) -> set[str]:
-    """Runs on a rank, where patches and globals that an example sets end with it."""
+def run_here(tmp_path: Path) -> tuple[set[str], dict[str, int], list[str]]:
+    """Runs on a rank, where patches and globals that an example sets end with it; see also
+    `bind_the_rest`."""
+    bound = bind_the_rest(tmp_path)
     given = here(tmp_path)
     for file, names in given.items():
         _run(file, **names)
-    return set(given)
+    return set(given), *bound
 
 
 class BadSample(Exception):
@@ -218,7 +220,6 @@ class BadSample(Exception):
 
 def run_on_ranks() -> set[str]:
     """Runs on ranks, with a tiny model of Megatron's, and one on FSDP2."""
-    import fsdp_bench
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -228,7 +229,7 @@ def run_on_ranks() -> set[str]:
     )
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
-    from split_bench import ROWS, T, TokenLoss, build, data, forward
+    from scenario import ROWS, Bench, T, TokenLoss, build, data, forward
 
     from megatron_idempotent.logprobs import model_logprobs, vocab_topk
 
@@ -325,7 +326,7 @@ def run_on_ranks() -> set[str]:
         targets=tokens_BT,
         advantages=torch.ones(tokens_BT.shape),
     )
-    sharded, optimizer, scheduler = fsdp_bench.build()
+    sharded, optimizer, scheduler = Bench("fsdp").parts
     parts = {"model": sharded, "optimizer": optimizer, "scheduler": scheduler}
     assert run("step/fsdp.py", **parts, loss=TokenLoss(), stream=stream)["result"].updated
     return done
@@ -415,10 +416,9 @@ def bind_the_rest(folder: Path) -> tuple[dict[str, int], list[str]]:
 def test_examples_run(megatron_ranks, tmp_path):
     from served_examples import SERVED
 
-    (done,) = megatron_ranks(1, run_here, tmp_path)
+    ((done, bound, told),) = megatron_ranks(1, run_here, tmp_path)
     first, _ = megatron_ranks(2, run_on_ranks)
     assert first == ON_RANKS
-    ((bound, told),) = megatron_ranks(1, bind_the_rest, tmp_path)
     assert all(bound.values()), bound
     assert all(map(str.startswith, told, WRONG.values())), told
     run = done | ON_RANKS | SERVED.keys() | SHARDED

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
 MET = [
     {"expert_model_parallel_size": 2, "num_moe_experts": 4},
     {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
@@ -21,13 +19,16 @@ NOT_MET = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("config", "met"), [(c, True) for c in MET] + [(c, False) for c in NOT_MET]
-)
-def test_whether_replicas_meet_inside_of_a_layer(config, met):
-    from megatron_idempotent.window.guard_layers import across_replicas
+def reasons():
+    """Runs on a rank: the settings for which replicas meet, or None."""
+    from megatron_idempotent.window.guard import across_replicas
 
-    why = across_replicas(SimpleNamespace(**config))
-    assert (why is not None) is met
-    if met:
+    return [across_replicas(SimpleNamespace(**config)) for config in (*MET, *NOT_MET)]
+
+
+def test_whether_replicas_meet_inside_of_a_layer(megatron_ranks):
+    (found,) = megatron_ranks(1, reasons)
+    assert found[len(MET) :] == [None] * len(NOT_MET)
+    for config, why in zip(MET, found, strict=False):
+        assert why is not None
         assert why.split("=")[0] in config

@@ -22,7 +22,7 @@ def fork_of_random_states(interrupted: str, held_by: str) -> None:
     import gc
 
     import call_sites
-    from split_bench import ROWS, data, forward
+    from scenario import forward
     from stopping import Steps
 
     options = {"config_overrides": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
@@ -36,7 +36,7 @@ def fork_of_random_states(interrupted: str, held_by: str) -> None:
 
     def logprobs() -> None:
         with steps.step.reading() as (chunk,):
-            forward(chunk, data(2, ROWS, 0))
+            forward(chunk, steps.bench.batch(1, seed=2))
 
     first, *rest = steps.calls(2)
     call = first if interrupted == "a step" else logprobs
@@ -116,13 +116,7 @@ def test_random_states_of_a_window(megatron_ranks):
 def fork_in_a_fork() -> None:
     """Runs on a rank: which random states are in use after an inner fork was never left."""
     from megatron.core import tensor_parallel
-    from split_bench import ROWS, TokenLoss, build, data
-
-    from megatron_idempotent import TrainStep
-
-    model, scheduler, _ = build()
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    tracker.add("inner", 3)
+    from scenario import Bench
 
     def interrupted(chunk, microbatch):
         with tracker.fork():
@@ -130,11 +124,12 @@ def fork_in_a_fork() -> None:
             inner.__enter__()
             raise KeyboardInterrupt
 
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=interrupted)
-    name = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
+    bench = Bench(step={"forward": interrupted})
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.add("inner", 3)
     with pytest.raises(Exception, match="current state name inner"):
-        step.microbatch(name, data(0, ROWS, 0))
-    step.abort()
+        bench.run([bench.batch(1)])
+    bench.step.abort()
     with tracker.fork():  # raises at its end unless it is the one that is in use
         name = tracker._current_state_name
     assert name == "model-parallel-rng"

@@ -5,39 +5,29 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from engines import ENGINES
+ENGINES = ("megatron", "fsdp")
 
 
-def by_reference() -> bytes:
-    """Runs on a rank: both classes, as names."""
-    import cloudpickle
-    from engines import class_of
-
-    return cloudpickle.dumps([class_of(engine) for engine in ENGINES])
-
-
-def all_by_value() -> tuple[bytes, bytes]:
-    """Runs on a rank that has used the package and is in a step; returns all of it, with its
-    code."""
+def all_by_value() -> tuple[bytes, bytes, bytes]:
+    """Runs on a rank that has used the package and is in a step; returns both classes as names, and
+    all of it, with its code."""
     import importlib
     import os
     import pkgutil
 
     import cloudpickle
-    from split_bench import TokenLoss, build, data, forward
+    from scenario import Bench, class_of
 
     import megatron_idempotent
-    from megatron_idempotent import TrainStep
     from megatron_idempotent.patching.catalog import case_file_of, hazards
     from megatron_idempotent.window.agreement import is_poisoned, poison
 
     os.environ["A_SECRET"] = "of this process alone"
     # Locks, groups, weak keys, thread-locals and caches are in use; this rank ends anyway.
-    model, scheduler, _ = build(overlap_param_gather=True)
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward)
-    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=2)
-    step.microbatch(step_id, data(1, 4, 0))
+    bench = Bench(overlap_param_gather=True)
+    bench.step.microbatch(bench.begin(), bench.batch(2))
     megatron_idempotent.window.agree()
+    names_alone = cloudpickle.dumps([class_of(engine) for engine in ENGINES])
 
     package = "megatron_idempotent."
     names = [each.name for each in pkgutil.walk_packages(megatron_idempotent.__path__, package)]
@@ -70,10 +60,10 @@ def all_by_value() -> tuple[bytes, bytes]:
                 raise AssertionError(f"{name}: {its}") from its
         raise AssertionError("all of it together") from error
     assert b"of this process alone" not in every
-    return every, cloudpickle.dumps(
+    code = cloudpickle.dumps(
         {
             "apply": megatron_idempotent.apply,
-            "megatron": TrainStep,
+            "megatron": megatron_idempotent.TrainStep,
             "fsdp": megatron_idempotent.FSDPTrainStep,
             "token_logprobs": megatron_idempotent.token_logprobs,
             "poison": poison,
@@ -82,6 +72,7 @@ def all_by_value() -> tuple[bytes, bytes]:
             "Scenario": everything["megatron_idempotent.rl.simulator.scenario.Scenario"],
         }
     )
+    return names_alone, every, code
 
 
 def _launches_kernels(module: Any) -> bool:
@@ -107,8 +98,7 @@ def used(engine: str, names: bytes, code: bytes) -> None:
     """Runs on ranks that have done nothing yet: what arrived does what the package here does."""
     import cloudpickle
     import torch
-    from engines import bench_on, class_of
-    from split_bench import TokenLoss, data, raised_by, split_step
+    from scenario import Bench, class_of, raised_by
 
     import megatron_idempotent
     from megatron_idempotent.window import agreement
@@ -123,15 +113,14 @@ def used(engine: str, names: bytes, code: bytes) -> None:
     assert megatron_idempotent.report()["aux-loss-scale-left-set"].status == "applied"
     results = []
     for each in (kind, None):
-        bench = bench_on(engine, each)
-        batch = data(1, 4, bench.replica)
-        results.append((split_step(bench.step, TokenLoss(), batch, [1, 1]), bench.digest()))
+        bench = Bench(engine, each)
+        results.append((bench.run([bench.batch(2)]), bench.digest()))
     assert results[0][0].metrics == results[1][0].metrics
     assert results[0][1] == results[1][1]
-    bench = bench_on(engine, kind)
-    step_id = bench.step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=2)
+    bench = Bench(engine, kind)
+    step_id = bench.begin()
     if engine == "megatron":
-        import split_bench
+        import scenario
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         refused = raised_by(
@@ -140,12 +129,12 @@ def used(engine: str, names: bytes, code: bytes) -> None:
             data_iterator=None,
             model=bench.step._chunks,
             num_microbatches=1,
-            seq_length=split_bench.T,
+            seq_length=scenario.T,
             micro_batch_size=2,
             forward_only=False,
         )
         assert "a TrainStep is open for these chunks" in str(refused)
-    bench.step.microbatch(step_id, batch)
+    bench.step.microbatch(step_id, bench.batch(2))
     bench.step.abort()
 
     logits_TV, targets_T = torch.randn(5, 7), torch.arange(5)
@@ -161,8 +150,7 @@ def used(engine: str, names: bytes, code: bytes) -> None:
 
 
 def test_the_whole_package_travels_by_value_and_by_reference(megatron_ranks):
-    (names,) = megatron_ranks(1, by_reference)
-    ((every, code),) = megatron_ranks(1, all_by_value, timeout_s=120)
+    ((names, every, code),) = megatron_ranks(1, all_by_value, timeout_s=120)
     assert megatron_ranks(1, loaded, every, timeout_s=120)[0] > 1200
     for engine in ENGINES:
         megatron_ranks(2, used, engine, names, code, timeout_s=120)

@@ -15,7 +15,7 @@ OURS = (
     "/megatron/",
     "/megatron_idempotent/",
     "/patches/",
-    "/tests/step/",
+    "/tests/",
     "/torch/distributed/fsdp/",
 )
 

@@ -32,25 +32,6 @@ def told(of: Iterable[Short]) -> list[tuple[str, Checked | str | None]]:
     return found
 
 
-def check_all(folder: Path) -> list[tuple[str, Checked | str | None]]:
-    """Runs on a rank, in a folder for what an example writes."""
-    os.chdir(folder)
-    return told(examples())
-
-
-def test_examples_of_one_line_fit_what_they_show(megatron_ranks, tmp_path):
-    (found,) = megatron_ranks(1, check_all, tmp_path)
-    wrong = [each for _, each in found if isinstance(each, str)]
-    assert not wrong, "\n".join(wrong)
-    held = {place: each for place, each in found if each is not None}
-    out_of_reach = [place.split(":")[0] for place, each in found if each is None]
-    assert set(out_of_reach) <= {"rl/engines/vllm/worker.py"}, "it imports vLLM"
-    nothing = {place.split(": ", 1)[1] for place, each in held.items() if not any(each)}
-    # A builtin without a signature, and what is no Python.
-    assert {each for each in nothing if not each.startswith(tuple(OTHER))} == {"next(buckets)"}
-    assert len(nothing) == 1 + len(OTHER), "all of the table are there"
-
-
 WRONG = {
     "SyncSettings(bucket_bytes=": "SyntaxError",
     "SyncSettings(bucket_byte=1)": "got an unexpected keyword argument 'bucket_byte'",
@@ -63,24 +44,35 @@ WRONG = {
 }
 
 
-def check_wrong() -> list[tuple[str, Checked | str | None]]:
-    """Runs on a rank: what is told of examples that are wrong."""
+def check_all(folder: Path) -> list[list[tuple[str, Checked | str | None]]]:
+    """Runs on a rank, in a folder for what an example writes: what is told of all examples, and of
+    some that are wrong."""
+    os.chdir(folder)
     wrong = [Short("rl/sync/records.py", 18, code, None, "SyncSettings") for code in WRONG]
     # Engines have a method of that name too, which takes that much.
     of_its_class = Short(
         "rl/sync/weight_sync.py", 23, "await one.stage(buckets, 3)", None, "UpdateAttempt"
     )
-    return told([*wrong, of_its_class])
+    return [told(examples()), told([*wrong, of_its_class])]
 
 
-def test_a_wrong_example_is_told_with_its_place(megatron_ranks):
-    (found,) = megatron_ranks(1, check_wrong)
-    *found, (_, of_its_class) = found
+def test_examples_of_one_line_fit_what_they_show(megatron_ranks, tmp_path):
+    ((found, of_wrong),) = megatron_ranks(1, check_all, tmp_path)
+    wrong = [each for _, each in found if isinstance(each, str)]
+    assert not wrong, "\n".join(wrong)
+    held = {place: each for place, each in found if each is not None}
+    out_of_reach = [place.split(":")[0] for place, each in found if each is None]
+    assert set(out_of_reach) <= {"rl/engines/vllm/worker.py"}, "it imports vLLM"
+    nothing = {place.split(": ", 1)[1] for place, each in held.items() if not any(each)}
+    # A builtin without a signature, and what is no Python.
+    assert {each for each in nothing if not each.startswith(tuple(OTHER))} == {"next(buckets)"}
+    assert len(nothing) == 1 + len(OTHER), "all of the table are there"
+    *of_wrong, (_, of_its_class) = of_wrong
     assert of_its_class == (
         "rl/sync/weight_sync.py:23: await one.stage(buckets, 3): TypeError: "
         "too many positional arguments"
     )
-    for (place, error), message in zip(found, WRONG.values(), strict=True):
+    for (place, error), message in zip(of_wrong, WRONG.values(), strict=True):
         assert isinstance(error, str), place
         assert error.startswith("rl/sync/records.py:18: ")
         assert message in error

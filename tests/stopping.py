@@ -11,8 +11,7 @@ from typing import Any
 
 import call_sites
 import torch.distributed as dist
-from engines import bench_on
-from split_bench import ROWS, TokenLoss, cut, data
+from scenario import ROWS, Bench, TokenLoss, cut, data
 
 from megatron_idempotent.window.agreement import SessionPoisoned, WindowAborted, is_poisoned
 
@@ -31,7 +30,7 @@ class Steps:
         deadline_s: float = 10.0,
         **options: Any,
     ) -> None:
-        self.bench = bench_on(engine, step={"undo": undo, "deadline_s": deadline_s}, **options)
+        self.bench = Bench(engine, step={"undo": undo, "deadline_s": deadline_s}, **options)
         self.step = self.bench.step
         self.digest = self.bench.digest
         self._last = last
