@@ -14,8 +14,8 @@ def _model() -> tuple[Any, tuple[Any, ...]]:
     """A tiny GPTModel with all patches, and what it is called with."""
     import torch
 
-    tokens, positions, _ = inputs(0)
     (chunk,) = built(with_optimizer=False, layers_per_stage=1).chunks
+    tokens, positions, _ = inputs(0)
     length = tokens.shape[1]
     mask = torch.ones(1, 1, length, length).tril() < 0.5
     return chunk.module, (tokens, positions, mask)
