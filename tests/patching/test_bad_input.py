@@ -140,8 +140,7 @@ def test_the_report_is_written_whole_and_follows_what_happens(toys, tmp_path, mo
     path = tmp_path / "report-3.json"
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv(f"{SWITCH}_REPORT", str(tmp_path / "report-{rank}.json"))
-    toys.write("toy_up.greet", "def greet(name):\n    return name\n")
-    toys.patch("toy-a", "toy_up.greet:greet")
+    toys.greet()
 
     def written() -> str:
         rows = {row["id"]: row for row in json.loads(path.read_text())}
@@ -171,8 +170,7 @@ def test_a_report_that_cannot_be_written_warns_and_leaves_no_trace(
     if folder == "report":
         path.mkdir()  # a folder stands where the file should go
     monkeypatch.setenv(f"{SWITCH}_REPORT", str(path))
-    toys.write("toy_up.greet", "def greet(name):\n    return name\n")
-    toys.patch("toy-a", "toy_up.greet:greet")
+    toys.greet()
     assert toys.apply()["toy-a"].status == "pending_import"
     assert f"cannot write {SWITCH}_REPORT={path}: " in caplog.text
     assert not [entry for entry in tmp_path.rglob("*.json*") if entry.is_file()]
