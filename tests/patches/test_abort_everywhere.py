@@ -123,7 +123,7 @@ def test_a_step_aborted_before_its_update_never_was_and_behind_it_can_be_finishe
     recovery, options
 ):
     def next_gradients(at: int | None, stages: list[str], step: bool = True) -> Any:
-        """Those of the window after a step that was aborted at a stage."""
+        """Gradients of the window after a step that was aborted at a stage."""
         model = built(applied=recovery != "abort_window", layers_per_stage=1, **options)
         model.forward_backward(1, data_seed=0)
         sites = Sites()

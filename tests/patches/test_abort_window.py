@@ -1,4 +1,4 @@
-"""What `abort_window` puts back where no patch is applied, and what it leaves alone."""
+"""`abort_window` puts back what a window leaves, also where no patch is applied."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ NEVER = r"was not reduced on every rank.*by rank \{0: 0, 1: 0\}.*finalize_model_
             for change in ("parameter", "gradient")
         ),
     ],
+    ids=["on", "off", "gather", "never-on", "never-off", "parameter", "gradient"],
 )
 @on_ranks(2)
 def test_what_differs_before_a_step_is_named(change, options, said):

@@ -83,7 +83,7 @@ def test_overlapped_reductions_wait_for_the_deferred_gradient(distributed_optimi
 
 @on_ranks(2)
 def test_finishing_without_the_deferred_gradient_is_refused():
-    """In and after the first window; the next one is right."""
+    """It is so in and after the first window; the next one is right."""
     import torch
 
     plain, model = built(pp=2), deferring()

@@ -90,7 +90,7 @@ def test_a_second_window_without_zeroing_is_reduced_where_that_is_exact(options,
 
 @on_ranks(2)
 def test_zeroing_after_a_refusal_makes_the_next_window_right():
-    """In and after the first window."""
+    """It is so in and after the first window."""
     model, fresh = build(), build()
     for _ in range(2):
         model.forward_backward(2, data_seed=0)

@@ -69,7 +69,7 @@ def test_ordinary_training_issues_the_same_collectives_and_computes_the_same_bit
 
 @on_ranks(2)
 def test_a_step_waits_for_a_gather_of_what_it_writes():
-    """As a forward leaves it that did not use every bucket."""
+    """A forward leaves it so that did not use every bucket."""
     model = overlapped("params-stale-after-step")
     model.forward_backward(2, data_seed=0)
     for chunk in model.chunks:
@@ -96,7 +96,7 @@ def test_a_forward_after_gradients_finished_under_a_gather_runs(applied):
 @on_ranks(2)
 def test_with_the_hooks_off_every_step_reaches_the_next_forward():
     def losses(overlap: bool, *only: str) -> list:
-        """Those of a caller who disabled the hooks and steps by itself."""
+        """The losses of a caller who disabled the hooks and steps by itself."""
         with megatron_idempotent.patched(only):
             model = overlapped(overlap_param_gather=overlap)
             found = []

@@ -69,7 +69,7 @@ def test_a_report_without_an_alias_is_the_very_same_object():
 
 @on_ranks(1)
 def test_data_that_is_no_loss_passes_through():
-    """As a forward-only pass collects it."""
+    """A forward-only pass collects it."""
 
     def collect(loss_BT: Any, non_loss_data: bool = False) -> Any:
         assert non_loss_data

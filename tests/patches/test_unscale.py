@@ -78,7 +78,7 @@ def test_a_second_step_on_the_same_gradients_does_not_depend_on_the_loss_scale()
 
 @on_ranks(2)
 def test_the_next_window_is_unscaled_again():
-    """As without the patch."""
+    """The norm is that without the patch."""
     norms = []
     for only in (ONLY, []):
         with megatron_idempotent.patched(only=only):

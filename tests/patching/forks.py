@@ -42,7 +42,7 @@ class Forks:
             env=environ,
         )
         self.first = self._answer()
-        """What the warm process saw when it imported Megatron with the patches waiting."""
+        """Results of the warm process as it imported Megatron with the patches waiting."""
 
     def run(
         self,

@@ -52,7 +52,7 @@ def test_blank_variables_mean_what_unset_ones_mean(cold):
 
 
 class Case(NamedTuple):
-    """What is changed in a copy of Megatron, and what becomes of a patch of it."""
+    """A change of a copy of Megatron, and the outcome of a patch of it."""
 
     status: str
     reason: str

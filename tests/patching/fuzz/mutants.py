@@ -149,7 +149,7 @@ def _parsed(source: str) -> Definition:
 
 
 OPERATORS: dict[str, Callable[[Definition], Sites]] = {}
-"""By name: returns the sites of a function, each with its label and the change there."""
+"""Operator → a function that returns sites, each with its label and the change there."""
 
 
 def _operator(
