@@ -63,14 +63,9 @@ def drain(group: Any) -> None:
         torch.cuda.current_stream().wait_stream(group.communication_stream)
 
 
+#: On a chunk: a list with one number, the `no_sync` contexts that are open since its gradients were
+#: zeroed; None after that.
 _ENTRIES = "_megatron_idempotent_no_sync"
-
-
-class Entries:
-    """Counts the `no_sync` contexts that are open on a chunk since its gradients were zeroed."""
-
-    def __init__(self) -> None:
-        self.open = 0
 
 
 class NoSync(ContextDecorator):
@@ -81,7 +76,7 @@ class NoSync(ContextDecorator):
 
     def __init__(self, chunk: Any) -> None:
         self._chunk = chunk
-        self._entries: Entries | None = None
+        self._entries: list[int] | None = None
 
     def _recreate_cm(self) -> NoSync:
         return NoSync(self._chunk)
@@ -93,9 +88,9 @@ class NoSync(ContextDecorator):
             )
         entries = getattr(self._chunk, _ENTRIES, None)
         if entries is None:
-            entries = Entries()
+            entries = [0]
             setattr(self._chunk, _ENTRIES, entries)
-        entries.open += 1
+        entries[0] += 1
         self._entries = entries
         _arm(self._chunk, False)
 
@@ -103,10 +98,10 @@ class NoSync(ContextDecorator):
         entries, self._entries = self._entries, None
         if entries is None:
             return
-        entries.open -= 1
+        entries[0] -= 1
         now = getattr(self._chunk, _ENTRIES, None)
         # One of an earlier window ends nothing that a later one has entered.
-        if now is None or now.open == 0:
+        if now is None or now[0] == 0:
             _arm(self._chunk, True)
 
     def __del__(self) -> None:

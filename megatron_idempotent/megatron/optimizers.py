@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,13 +54,9 @@ class LossScale:
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScale:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Another process has no such optimizer; None is what upstream's config starts with.
-        return _unwired, ()
-
-
-def _unwired() -> None:
-    return None
+        return type(None), ()
 
 
 # Attributes that hold lists of a model's parameters, where the inner optimizer has copies: of
