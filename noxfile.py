@@ -42,7 +42,8 @@ SUITES = (
 SUITES_OF_COMMITS = (
     *("tests/parity", "tests/patching/fuzz/test_pinned.py"),
     *("tests/patches/test_newer_megatron.py", "tests/patches/test_megatron_fsdp.py"),
-    "tests/patches/test_finalize_func.py",
+    "tests/patches/test_train_interrupted.py::"
+    "test_the_caller_s_finalize_function_is_called_in_every_train",
     "--ignore=tests/parity/test_hazards.py",
 )
 #: FSDPTrainStep's own tests, and those that both engines are held to.

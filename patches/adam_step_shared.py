@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import optimizers
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 
@@ -64,6 +65,6 @@ def reproduce() -> None:
 
 PATCH = Patch(
     summary="a load leaves torch's Adam with one step counter that all parameters advance",
-    targets=(optimizers.target("load_state_dict", load_state_dict),),
+    targets=(target("distributed.load_state_dict", load_state_dict),),
     stock_error=r"RuntimeError: step counters at \[.*\] after the second step",
 )

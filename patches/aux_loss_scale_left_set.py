@@ -31,6 +31,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import moe, schedules
+from megatron_idempotent.megatron.targets import schedule_targets
 from megatron_idempotent.patching import Patch
 
 from . import _scenarios
@@ -101,7 +102,7 @@ PATCH = Patch(
     summary="a direct backward weighs MoE and MTP losses by the last schedule's microbatches",
     groups=("aux-loss",),
     provides=(schedules.ASKS_WINDOWS,),
-    targets=schedules.targets(schedule),
+    targets=schedule_targets(schedule),
     ranks=1,
     stock_error=r"RuntimeError: router gradient norm .* after four microbatches",
 )

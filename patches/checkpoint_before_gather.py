@@ -34,6 +34,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch, Target, arguments
 
 from . import _scenarios
@@ -115,8 +116,8 @@ PATCH = Patch(
     groups=("overlap",),
     targets=(
         Target("megatron.core.dist_checkpointing.serialization:save", save, "sharded_state_dict"),
-        gather.step_target(step),
-        gather.gather_target(),
+        target("distributed.step_with_ready_grads", step),
+        target("group.start_param_sync", gather.start_param_sync),
     ),
     stock_error=r"RuntimeError: parameters differ .* where a checkpoint is written",
 )

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import schedules
+from megatron_idempotent.megatron.targets import schedule_targets
 from megatron_idempotent.patching import Patch, Target
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
@@ -107,7 +107,7 @@ PATCH = Patch(
     groups=("generation",),
     targets=(
         Target("megatron.core.inference.utils:set_decode_expert_padding", set_padding),
-        *schedules.targets(schedule),
+        *schedule_targets(schedule),
     ),
     ranks=1,
     stock_error=r"RuntimeError: the reference model's experts still pad",

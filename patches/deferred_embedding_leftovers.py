@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
+from megatron_idempotent.megatron.targets import PIPELINED, schedule_targets
 from megatron_idempotent.patching import Patch
 
 from . import _deferred_embedding
@@ -71,6 +72,6 @@ def reproduce() -> None:
 PATCH = Patch(
     summary="forward-only and aborted windows leave activations for the deferred embedding",
     groups=("abort", "deferred-embedding"),
-    targets=schedules.targets(schedule, *schedules.SCHEDULES),
+    targets=schedule_targets(schedule, *PIPELINED),
     stock_error=r"RuntimeError: 6 activations kept after forward-only windows",
 )

@@ -34,6 +34,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch, Target
 
 from . import _deferred_embedding
@@ -123,7 +124,7 @@ PATCH = Patch(
     groups=("deferred-embedding",),
     provides=("deferred-embedding-paired",),
     targets=(
-        schedules.drain_target(drain),
+        target("utils.drain_embedding_wgrad_compute", drain),
         Target(
             "megatron.core.pipeline_parallel.schedules:finish_embedding_wgrad_compute",
             finish,

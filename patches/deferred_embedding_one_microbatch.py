@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import schedules
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 from . import _deferred_embedding
@@ -69,6 +69,6 @@ PATCH = Patch(
     summary="a window of one microbatch raises instead of computing a deferred embedding gradient",
     groups=("deferred-embedding",),
     provides=("deferred-embedding-drained",),
-    targets=(schedules.drain_target(drain),),
+    targets=(target("utils.drain_embedding_wgrad_compute", drain),),
     stock_error=r"UnboundLocalError: .*'drain_idx'",
 )

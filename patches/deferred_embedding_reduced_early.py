@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp, schedules
+from megatron_idempotent.megatron.targets import PIPELINED, schedule_targets, target
 from megatron_idempotent.patching import Patch
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
@@ -158,11 +159,11 @@ PATCH = Patch(
     groups=("deferred-embedding",),
     provides=("deferred-embedding-ordered",),
     targets=(
-        *schedules.targets(schedule, *schedules.SCHEDULES),
-        ddp.group_target("start_grad_sync", start_grad_sync),
-        ddp.group_target("finish_grad_sync", finish_grad_sync),
-        ddp.group_target("reset", reset),
-        schedules.drain_target(drain),
+        *schedule_targets(schedule, *PIPELINED),
+        target("group.start_grad_sync", start_grad_sync),
+        target("group.finish_grad_sync", finish_grad_sync),
+        target("group.reset", reset),
+        target("utils.drain_embedding_wgrad_compute", drain),
     ),
     ranks=4,
     stock_error=r"RuntimeError: output layer's gradient norm .* deferred",

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import training
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import undone
 from megatron_idempotent.patching import Patch, arguments
 
@@ -69,14 +69,14 @@ PATCH = Patch(
     summary="an evaluate() that raises leaves evaluation mode, its timer and rerun mode DISABLED",
     groups=("abort",),
     targets=(
-        training.target(
+        target(
+            "training.evaluate",
             evaluate,
             "rerun_state_machine.set_mode(rerun_mode)",
             "timers('evaluate').stop()",
             "model_module.eval()",
             "model_module.train()",
             "config.timers = None",
-            function="evaluate",
         ),
     ),
     stock_error=r"RuntimeError: the model is in evaluation mode after evaluate\(\)",

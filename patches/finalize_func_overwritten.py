@@ -28,13 +28,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import training
+from megatron_idempotent.megatron.targets import TRAINING, target
 from megatron_idempotent.patching import Patch, arguments
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run upstream's `train` so that it assigns the finalize function that the config holds."""
-    module: Any = sys.modules[training.MODULE]
+    module: Any = sys.modules[TRAINING]
     config = arguments(original, args, kwargs)["config"]
     custom = config.finalize_model_grads_func
     default = module.finalize_model_grads
@@ -52,7 +52,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _is_of_train(function: Any) -> bool:
     """Return whether `train()` has wrapped its module's finalize function in this one."""
     return getattr(function, "__qualname__", "").startswith("train.<locals>.") and (
-        getattr(function, "__module__", None) == training.MODULE
+        getattr(function, "__module__", None) == TRAINING
     )
 
 
@@ -79,6 +79,8 @@ PATCH = Patch(
     summary="train() overwrites a custom config.finalize_model_grads_func",
     before="0.19",
     groups=("train-again",),
-    targets=(training.target(train, "config.finalize_model_grads_func = finalize_model_grads"),),
+    targets=(
+        target("training.train", train, "config.finalize_model_grads_func = finalize_model_grads"),
+    ),
     stock_error=r"RuntimeError: train\(\) did not call the custom finalize_model_grads_func",
 )

@@ -29,7 +29,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
-from megatron_idempotent.megatron.ddp import bucket_groups, ddp_target
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 
@@ -87,10 +88,10 @@ PATCH = Patch(
     summary="a second finish_grad_sync() reduces the gradients again: wrong values",
     groups=("overlap",),
     targets=(
-        ddp_target("finish_grad_sync", finish_grad_sync),
-        ddp_target("start_grad_sync", start_all),
-        ddp_target("zero_grad_buffer", zero_grad_buffer),
-        ddp.dispatch_target(start),
+        target("ddp.finish_grad_sync", finish_grad_sync),
+        target("ddp.start_grad_sync", start_all),
+        target("ddp.zero_grad_buffer", zero_grad_buffer),
+        target("group.start_grad_sync", start),
     ),
     stock_error=r"RuntimeError: a second finish_grad_sync\(\) changed the gradients",
 )

@@ -37,6 +37,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 from . import _scenarios
@@ -95,8 +96,8 @@ PATCH = Patch(
     since="0.16",
     groups=("overlap", "abort"),
     targets=(
-        ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),
-        ddp.group_target("finish_grad_sync", finish_grad_sync),
+        target("ddp.zero_grad_buffer", zero_grad_buffer),
+        target("group.finish_grad_sync", finish_grad_sync),
     ),
     stock_error=r"AssertionError",
 )

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
+from megatron_idempotent.megatron.targets import schedule_targets
 from megatron_idempotent.patching import Patch
 
 
@@ -89,7 +90,7 @@ PATCH = Patch(
     summary="forward-only passes outside of no_grad move the MoE expert bias",
     groups=("aux-loss",),
     provides=("forward-only-counts-nothing",),
-    targets=schedules.targets(schedule),
+    targets=schedule_targets(schedule),
     ranks=1,
     stock_error=r"RuntimeError: a forward-only window counted \d+ tokens",
 )

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import fsdp
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 from . import _scenarios
@@ -69,7 +70,7 @@ PATCH = Patch(
     summary="once a backward under Megatron-FSDP was interrupted, all later gradients are wrong",
     since="0.15",
     groups=("abort",),
-    targets=(fsdp.zero_target(zero_grad_buffer),),
+    targets=(target("fsdp.zero_grad_buffer", zero_grad_buffer),),
     needs=("einops",),
     stock_error=_STOCK_ERROR,
 )

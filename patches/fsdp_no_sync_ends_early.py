@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron import fsdp
 from megatron_idempotent.megatron.ddp import no_sync, zero_grad_buffer
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 
@@ -74,8 +74,8 @@ PATCH = Patch(
     since="0.16",
     groups=("overlap", "abort"),
     targets=(
-        fsdp.no_sync_target(no_sync),
-        fsdp.zero_target(zero_grad_buffer),
+        target("fsdp.no_sync", no_sync),
+        target("fsdp.zero_grad_buffer", zero_grad_buffer),
     ),
     needs=("einops",),
     stock_error=r"RuntimeError: gradients are reduced inside of no_sync\(\)",

@@ -26,7 +26,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import training
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch, a_body_has
 
 
@@ -53,7 +53,7 @@ def reproduce() -> None:
 PATCH = Patch(
     summary="train() with --manual-gc leaves garbage collection off for good",
     groups=("train-again",),
-    targets=(training.target(train, "gc.disable()"),),
+    targets=(target("training.train", train, "gc.disable()"),),
     fixed_when=a_body_has("gc.enable()"),
     ranks=1,
     stock_error=r"RuntimeError: garbage collection is off after train\(\)",

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import ddp
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 from . import _scenarios
@@ -57,6 +57,6 @@ def reproduce() -> None:
 PATCH = Patch(
     summary="a gradient that an aborted backward left in param.grad adds to the next window's",
     groups=("abort",),
-    targets=(ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
+    targets=(target("ddp.zero_grad_buffer", zero_grad_buffer),),
     stock_error=_scenarios.SPOILT_ERROR,
 )

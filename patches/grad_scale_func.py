@@ -35,11 +35,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.megatron import optimizers
 from megatron_idempotent.megatron.optimizers import OURS, SCALED, LossScale, parts
+from megatron_idempotent.megatron.targets import step_targets, target
 from megatron_idempotent.patching import (
     Patch,
-    Target,
     a_body_has,
     arguments,
 )
@@ -133,9 +132,9 @@ PATCH = Patch(
     summary="gradients are divided by a loss scale that the loss was never multiplied by",
     groups=("loss-scale",),
     targets=(
-        optimizers.factory_target(build),
-        Target(f"{optimizers.MODULE}:MegatronOptimizer.scale_loss", scale_loss),
-        *optimizers.step_targets(step),
+        target("optimizer.get_megatron_optimizer", build, "model_chunks"),
+        target("any.scale_loss", scale_loss),
+        *step_targets(step),
     ),
     fixed_when=a_body_has("model_config.grad_scale_func"),
     stock_error=r"RuntimeError: gradient norm .* at loss scale 1024",

@@ -34,7 +34,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
-from megatron_idempotent.megatron.ddp import bucket_groups, ddp_target
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 from . import _scenarios
@@ -139,9 +140,9 @@ PATCH = Patch(
     summary="gradients that arrive after their bucket's reduction stay local, silently",
     groups=("overlap",),
     targets=(
-        ddp_target("finish_grad_sync", finish_grad_sync),
-        ddp_target("zero_grad_buffer", zero_grad_buffer),
-        ddp.dispatch_target(),
+        target("ddp.finish_grad_sync", finish_grad_sync),
+        target("ddp.zero_grad_buffer", zero_grad_buffer),
+        target("group.start_grad_sync", ddp.dispatching),
     ),
     stock_error=r"RuntimeError: the second microbatch's gradients are not reduced",
 )

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
+from megatron_idempotent.megatron.targets import schedule_targets
 from megatron_idempotent.patching import Patch
 
 
@@ -62,6 +63,6 @@ def reproduce() -> None:
 PATCH = Patch(
     summary="a forward-only interleaved window that raises loses grad_sync_func, param_sync_func",
     groups=("overlap", "abort"),
-    targets=schedules.targets(schedule, "forward_backward_pipelining_with_interleaving"),
+    targets=schedule_targets(schedule, "forward_backward_pipelining_with_interleaving"),
     stock_error=r"RuntimeError: the window lost grad_sync_func and param_sync_func",
 )

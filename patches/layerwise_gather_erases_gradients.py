@@ -41,7 +41,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import gather
-from megatron_idempotent.megatron.ddp import bucket_groups, ddp_target, group_target
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 
@@ -113,11 +114,11 @@ PATCH = Patch(
     groups=("layer-wise",),
     provides=("list-gathers-watched",),
     targets=(
-        group_target("start_param_sync", start),
-        group_target("finish_grad_sync", finish_grad_sync),
-        ddp_target("zero_grad_buffer", zero_grad_buffer),
-        gather.layer_wise_step_target(step),
-        gather.chunks_target(),
+        target("group.start_param_sync", start),
+        target("group.finish_grad_sync", finish_grad_sync),
+        target("ddp.zero_grad_buffer", zero_grad_buffer),
+        target("chained.step_with_ready_grads", step),
+        target("layer_wise.set_bucket_layerwise_params_list", gather.remember_chunks),
     ),
     stock_error=r"RuntimeError: a forward-only pass changed the gradients: .* is 0\.000",
 )

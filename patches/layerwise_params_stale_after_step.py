@@ -39,7 +39,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import gather
-from megatron_idempotent.megatron.ddp import group_target
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 from . import _scenarios
@@ -85,9 +85,9 @@ PATCH = Patch(
     groups=("layer-wise",),
     provides=("layer-wise-gathers-watched", "list-gathers-watched"),
     targets=(
-        gather.layer_wise_step_target(step),
-        gather.chunks_target(),
-        group_target("start_param_sync", start),
+        target("chained.step_with_ready_grads", step),
+        target("layer_wise.set_bucket_layerwise_params_list", gather.remember_chunks),
+        target("group.start_param_sync", start),
     ),
     stock_error=r"RuntimeError: parameters differ .* in a forward after a layer-wise step",
 )

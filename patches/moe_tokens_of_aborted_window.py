@@ -30,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.moe import forget_tokens
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 
@@ -86,6 +86,6 @@ def reproduce() -> None:
 PATCH = Patch(
     summary="token counts of an aborted window go into the next expert bias and auxiliary loss",
     groups=("abort", "aux-loss"),
-    targets=(ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
+    targets=(target("ddp.zero_grad_buffer", zero_grad_buffer),),
     stock_error=r"RuntimeError: \d+ tokens of the aborted window are still counted",
 )

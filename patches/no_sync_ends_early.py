@@ -31,10 +31,10 @@ from typing import Any
 
 from megatron_idempotent.megatron.ddp import (
     bucket_groups,
-    ddp_target,
     no_sync,
     zero_grad_buffer,
 )
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 
@@ -90,8 +90,8 @@ PATCH = Patch(
     summary="no_sync() ends at an inner exit, or at one of a window that raised: reduced too early",
     groups=("overlap", "abort"),
     targets=(
-        ddp_target("no_sync", no_sync),
-        ddp_target("zero_grad_buffer", zero_grad_buffer),
+        target("ddp.no_sync", no_sync),
+        target("ddp.zero_grad_buffer", zero_grad_buffer),
     ),
     stock_error=r"RuntimeError: gradients are reduced inside of no_sync\(\)",
 )

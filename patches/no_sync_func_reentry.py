@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import training
 from megatron_idempotent.megatron.ddp import is_no_sync_of
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch, arguments, no_body_has
 
 
@@ -65,7 +65,8 @@ PATCH = Patch(
     summary="a second train() with overlap_grad_reduce asserts on config.no_sync_func",
     groups=("train-again", "overlap"),
     targets=(
-        training.target(
+        target(
+            "training.train",
             train,
             "config.no_sync_func is None",
             "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",

@@ -34,8 +34,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.megatron import optimizers
-from megatron_idempotent.megatron.ddp import bucket_groups, buffer_reset_target
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch, Target
 
 if TYPE_CHECKING:
@@ -204,10 +204,10 @@ PATCH = Patch(
             "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.offload_to_cpu",
             offload_buffer,
         ),
-        buffer_reset_target(reset),
-        optimizers.step_target("ChainedOptimizer", step),
-        Target(f"{optimizers.MODULE}:MixedPrecisionOptimizer.step_with_ready_grads", step),
-        Target(f"{optimizers.MODULE}:FP32Optimizer.step_with_ready_grads", step),
+        target("buffer.reset", reset),
+        target("chained.step", step),
+        target("mixed.step_with_ready_grads", step),
+        target("fp32.step_with_ready_grads", step),
     ),
     stock_error=r"RuntimeError: the step's gradient norm is 0",
 )

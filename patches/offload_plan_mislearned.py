@@ -42,6 +42,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
+from megatron_idempotent.megatron.targets import schedule_targets
 from megatron_idempotent.patching import Patch, Target
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
@@ -173,7 +174,7 @@ PATCH = Patch(
     targets=(
         Target(f"{_MODULE}:PipelineOffloadManager.init_model_chunk_offload_handler", begin_forward),
         Target(f"{_MODULE}:PipelineOffloadManager.pop_forward_chunk", next_chunk),
-        *schedules.targets(schedule),
+        *schedule_targets(schedule),
     ),
     stock_error=r"AssertionError: Chunk mismatch"
     r"|AttributeError: 'NoneType' object has no attribute 'tensor_pop'",

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import training
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch, arguments
 
 from . import _scenarios
@@ -63,7 +63,7 @@ PATCH = Patch(
     summary="a raising train() with --optimizer-cuda-graph leaves its wrapper on optimizer.step",
     since="0.17",
     groups=("train-again",),
-    targets=(training.target(train, "del optimizer.step"),),
+    targets=(target("training.train", train, "del optimizer.step"),),
     ranks=1,
     stock_error=r"RuntimeError: optimizer\.step is left as .*OptimizerCudaGraphWrapper",
 )

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import training
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch, arguments, no_body_has
 
 
@@ -64,7 +64,8 @@ PATCH = Patch(
     summary="train() loses config.param_sync_func when it ends before its second iteration",
     groups=("train-again", "overlap"),
     targets=(
-        training.target(
+        target(
+            "training.train",
             train,
             "config.param_sync_func = None",
             "config.param_sync_func = param_sync_func",

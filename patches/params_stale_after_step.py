@@ -31,6 +31,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import gather
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 from . import _scenarios
@@ -65,8 +66,8 @@ PATCH = Patch(
     groups=("overlap",),
     provides=("gathers-watched",),
     targets=(
-        gather.step_target(step),
-        gather.gather_target(),
+        target("distributed.step_with_ready_grads", step),
+        target("group.start_param_sync", gather.start_param_sync),
     ),
     stock_error=r"RuntimeError: parameters differ .* in a hooked forward after the step",
 )

@@ -35,7 +35,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import gather
-from megatron_idempotent.megatron.ddp import bucket_groups, forward_target
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch, Target
 
 from . import _scenarios
@@ -101,9 +102,9 @@ PATCH = Patch(
             "DistributedDataParallel.disable_forward_pre_hook",
             disable,
         ),
-        forward_target(forward),
-        gather.step_target(gather.updating),
-        gather.gather_target(),
+        target("chunk.forward", forward),
+        target("distributed.step_with_ready_grads", gather.updating),
+        target("group.start_param_sync", gather.start_param_sync),
     ),
     stock_error=r"RuntimeError: parameters differ .* in a window with the hooks off",
 )

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch, a_body_has
 
 from . import _scenarios
@@ -61,7 +62,7 @@ def reproduce() -> None:
 PATCH = Patch(
     summary="after an abort in the last backward, old reductions break or spoil later windows",
     groups=("overlap", "abort"),
-    targets=(ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
+    targets=(target("ddp.zero_grad_buffer", zero_grad_buffer),),
     fixed_when=a_body_has("grad_reduce_handle.wait()"),
     stock_error=r"AssertionError: Should not have multiple communication calls outstanding at once",
 )

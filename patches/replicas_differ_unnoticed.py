@@ -30,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import optimizers
-from megatron_idempotent.megatron.ddp import GATHERED, REDUCTIONS, bucket_groups, group_target
+from megatron_idempotent.megatron.ddp import GATHERED, REDUCTIONS, bucket_groups
+from megatron_idempotent.megatron.targets import step_targets, target
 from megatron_idempotent.patching import Patch, arguments
 
 _CHUNKS = "_megatron_idempotent_chunks"
@@ -109,11 +109,11 @@ PATCH = Patch(
     default=False,
     debug=True,
     targets=(
-        optimizers.factory_target(build),
-        *optimizers.step_targets(step),
-        group_target("start_grad_sync", start_grad_sync),
-        group_target("reset", reset),
-        group_target("start_param_sync", start_param_sync),
+        target("optimizer.get_megatron_optimizer", build, "model_chunks"),
+        *step_targets(step),
+        target("group.start_grad_sync", start_grad_sync),
+        target("group.reset", reset),
+        target("group.start_param_sync", start_param_sync),
     ),
     stock_error=r"RuntimeError: a step on gradients that differ between ranks went unnoticed",
 )

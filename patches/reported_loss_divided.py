@@ -28,8 +28,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.megatron import schedules
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Patch
 
 
 def forward(
@@ -99,7 +99,7 @@ def reproduce() -> None:
 
 PATCH = Patch(
     summary="a loss function that reports loss.detach() reports the loss ÷ microbatches",
-    targets=(Target(f"{schedules.MODULE}:forward_step", forward),),
+    targets=(target("schedules.forward_step", forward),),
     ranks=1,
     stock_error=r"RuntimeError: the losses are .*, reported were",
 )

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
+from megatron_idempotent.megatron.targets import schedule_targets
 from megatron_idempotent.patching import Patch
 
 
@@ -81,7 +82,7 @@ PATCH = Patch(
     summary="recomputation replays the MoE routing of an earlier window",
     since="0.16",
     groups=("abort",),
-    targets=schedules.targets(schedule),
+    targets=schedule_targets(schedule),
     ranks=1,
     stock_error=r"RuntimeError: recomputation takes the routing of the forward-only window",
 )

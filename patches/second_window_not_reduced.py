@@ -35,10 +35,8 @@ from typing import Any
 from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.ddp import (
     bucket_groups,
-    ddp_target,
-    finalize_target,
-    forward_target,
 )
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 _LOOKED_AT = "_megatron_idempotent_looked_at"
@@ -259,12 +257,12 @@ PATCH = Patch(
     summary="a second window without zero_grad_buffer() is not reduced, or to wrong values",
     groups=("overlap",),
     targets=(
-        ddp_target("finish_grad_sync", finish_grad_sync),
-        ddp_target("start_grad_sync", start_all),
-        ddp_target("zero_grad_buffer", zero_grad_buffer),
-        finalize_target(finalize),
-        forward_target(forward),
-        ddp.dispatch_target(),
+        target("ddp.finish_grad_sync", finish_grad_sync),
+        target("ddp.start_grad_sync", start_all),
+        target("ddp.zero_grad_buffer", zero_grad_buffer),
+        target("finalize.finalize_model_grads", finalize),
+        target("chunk.forward", forward),
+        target("group.start_grad_sync", ddp.dispatching),
     ),
     stock_error=r"Cannot set grad twice|Communication call has not been issued"
     r"|gradients of a second window are not reduced|has registered 2 gradients",

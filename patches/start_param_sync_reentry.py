@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import gather
-from megatron_idempotent.megatron.ddp import group_target
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 
@@ -57,6 +57,6 @@ def reproduce() -> None:
 PATCH = Patch(
     summary="start_param_sync() asserts where a gather is in flight, as after an aborted forward",
     groups=("overlap", "abort"),
-    targets=(group_target("start_param_sync", start),),
+    targets=(target("group.start_param_sync", start),),
     stock_error=r"^AssertionError:$",
 )

@@ -26,8 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron.training import MODULE
-from megatron_idempotent.patching import OPEN, Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import OPEN, Patch
 from megatron_idempotent.patching.per_process import PerProcessDict
 
 #: Under "handle" the one that was shut down last.
@@ -74,7 +74,7 @@ PATCH = Patch(
     since="0.20",
     before=OPEN,
     groups=("train-again",),
-    targets=(Target(f"{MODULE}:_end_otel_job_spans", end_job_spans),),
+    targets=(target("training._end_otel_job_spans", end_job_spans),),
     ranks=1,
     stock_error=r"RuntimeError: telemetry .* shut down \[1, 0\] times",
 )

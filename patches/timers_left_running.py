@@ -27,8 +27,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import optimizers, schedules
-from megatron_idempotent.megatron.ddp import finalize_target
+from megatron_idempotent.megatron import schedules
+from megatron_idempotent.megatron.targets import schedule_targets, step_targets, target
 from megatron_idempotent.megatron.training import stopping
 from megatron_idempotent.patching import Patch
 
@@ -82,9 +82,9 @@ PATCH = Patch(
     groups=("abort",),
     provides=(schedules.ASKS_WINDOWS,),
     targets=(
-        *schedules.targets(schedule),
-        finalize_target(finalize),
-        *optimizers.step_targets(step),
+        *schedule_targets(schedule),
+        target("finalize.finalize_model_grads", finalize),
+        *step_targets(step),
     ),
     stock_error=r"AssertionError: timer has already been started",
 )

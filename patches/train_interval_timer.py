@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import training
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import stopping
 from megatron_idempotent.patching import Patch, a_body_has
 
@@ -66,8 +66,8 @@ PATCH = Patch(
     summary='a second train() fails with "timer has already been started"',
     groups=("train-again",),
     targets=(
-        training.target(train, f"timers('{_TIMER}', log_level=0).start(barrier=True)"),
-        training.target(train_step, "timers('optimizer', log_level=1)", function="train_step"),
+        target("training.train", train, f"timers('{_TIMER}', log_level=0).start(barrier=True)"),
+        target("training.train_step", train_step, "timers('optimizer', log_level=1)"),
     ),
     # The loop stops and restarts the timer around evaluation; only a stop after it is a repair.
     fixed_when=a_body_has(f"timers('{_TIMER}').stop()", outside_loops=True),

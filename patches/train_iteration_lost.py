@@ -37,6 +37,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import training
+from megatron_idempotent.megatron.targets import TRAINING, target
 from megatron_idempotent.patching import Patch, a_body_has
 
 # The iteration of this train() whose train_step has returned; empty before the first one has.
@@ -97,7 +98,7 @@ def _settle(options: Any, error: BaseException) -> None:
     if _stepped == [iteration] or (step is not None and "skipped_iter" in step):
         iteration += 1
         samples = _count_samples(options)
-        operations += sys.modules[training.MODULE].num_floating_point_operations(options, samples)
+        operations += sys.modules[TRAINING].num_floating_point_operations(options, samples)
     options.iteration = iteration
     options.num_floating_point_operations_so_far = operations
 
@@ -129,13 +130,14 @@ PATCH = Patch(
     summary="train() never writes args.iteration back: the next call starts over",
     groups=("train-again",),
     targets=(
-        training.target(
+        target(
+            "training.train",
             train,
             "iteration = args.iteration",
             "args.curr_iteration = iteration",
             "return iteration, num_floating_point_operations_so_far",
         ),
-        training.target(train_step, "skipped_iter = 0", function="train_step"),
+        target("training.train_step", train_step, "skipped_iter = 0"),
     ),
     fixed_when=a_body_has("args.iteration = iteration"),
     stock_error=r"RuntimeError: args\.iteration is 0 after one iteration",

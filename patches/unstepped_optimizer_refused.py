@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import optimizers
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 
@@ -75,6 +76,6 @@ def reproduce() -> None:
 
 PATCH = Patch(
     summary="loading a checkpoint asserts unless the distributed optimizer has stepped before",
-    targets=(optimizers.target("state_dict", state_dict),),
+    targets=(target("distributed.state_dict", state_dict),),
     stock_error=r"AssertionError",
 )

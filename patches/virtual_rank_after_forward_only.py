@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron import schedules
+from megatron_idempotent.megatron.targets import schedule_targets
 from megatron_idempotent.patching import Patch
 
 
@@ -62,6 +62,6 @@ def reproduce() -> None:
 PATCH = Patch(
     summary="a forward-only interleaved window leaves another virtual pipeline rank",
     before="0.13",
-    targets=schedules.targets(schedule, "forward_backward_pipelining_with_interleaving"),
+    targets=schedule_targets(schedule, "forward_backward_pipelining_with_interleaving"),
     stock_error=r"RuntimeError: virtual rank 1 after a forward-only window, 0 before it",
 )

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron.ddp import buffer_reset_target
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
 
@@ -61,6 +61,6 @@ PATCH = Patch(
     summary="zero_grad_buffer() while the gradient buffers are offloaded is a segmentation fault",
     since="0.16",
     groups=("offload",),
-    targets=(buffer_reset_target(reset),),
+    targets=(target("buffer.reset", reset),),
     stock_error=r"the process ended without a result",
 )

@@ -1,4 +1,4 @@
-"""Names targets in Megatron's DDP and bucket groups, and tracks `no_sync` contexts and reductions.
+"""Tracks `no_sync` contexts and reductions of chunks in Megatron's DDP, and their bucket groups.
 
 With overlap_grad_reduce every gradient passes `register_grad_ready` of its bucket group; inside of
 `no_sync` that does nothing. Upstream keeps no record of a reduction that was dispatched: its handle
@@ -15,40 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from functools import partial
 from typing import Any
-
-from megatron_idempotent.patching import Target
-
-_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
-_GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
-
-
-def ddp_target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """Return the target for a method of `DistributedDataParallel`."""
-    address = f"{_DDP}.{method}"
-    return Target(address, wrapper)
-
-
-def forward_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the target for a wrapped chunk's forward, which Megatron-FSDP's wrapper shares."""
-    return Target("megatron.core.distributed.data_parallel_base:_BaseDataParallel.forward", wrapper)
-
-
-def group_target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """Return the target for a method of a bucket group: what one collective reduces or gathers."""
-    address = f"{_GROUP}.{method}"
-    return Target(address, wrapper)
-
-
-def buffer_reset_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the target in which a gradient buffer is zeroed, from 0.16 on."""
-    return Target(
-        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset", wrapper
-    )
-
-
-def finalize_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the target `finalize_model_grads`, which finishes the reductions of all chunks."""
-    return Target("megatron.core.distributed.finalize_model_grads:finalize_model_grads", wrapper)
 
 
 def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
@@ -97,14 +63,9 @@ def drain(group: Any) -> None:
         torch.cuda.current_stream().wait_stream(group.communication_stream)
 
 
+#: On a chunk: a list with one number, the `no_sync` contexts that are open since its gradients were
+#: zeroed; None after that.
 _ENTRIES = "_megatron_idempotent_no_sync"
-
-
-class Entries:
-    """Counts the `no_sync` contexts that are open on a chunk since its gradients were zeroed."""
-
-    def __init__(self) -> None:
-        self.open = 0
 
 
 class NoSync(ContextDecorator):
@@ -115,7 +76,7 @@ class NoSync(ContextDecorator):
 
     def __init__(self, chunk: Any) -> None:
         self._chunk = chunk
-        self._entries: Entries | None = None
+        self._entries: list[int] | None = None
 
     def _recreate_cm(self) -> NoSync:
         return NoSync(self._chunk)
@@ -127,9 +88,9 @@ class NoSync(ContextDecorator):
             )
         entries = getattr(self._chunk, _ENTRIES, None)
         if entries is None:
-            entries = Entries()
+            entries = [0]
             setattr(self._chunk, _ENTRIES, entries)
-        entries.open += 1
+        entries[0] += 1
         self._entries = entries
         _arm(self._chunk, False)
 
@@ -137,10 +98,10 @@ class NoSync(ContextDecorator):
         entries, self._entries = self._entries, None
         if entries is None:
             return
-        entries.open -= 1
+        entries[0] -= 1
         now = getattr(self._chunk, _ENTRIES, None)
         # One of an earlier window ends nothing that a later one has entered.
-        if now is None or now.open == 0:
+        if now is None or now[0] == 0:
             _arm(self._chunk, True)
 
     def __del__(self) -> None:
@@ -209,11 +170,6 @@ def _register(
     if _is_hooked(group):  # else somebody stands around it, and takes it away
         del group.register_grad_ready
     beneath(param, *args, **kwargs)
-
-
-def dispatch_target(wrapper: Callable[..., None] | None = None) -> Target:
-    """Return the target `start_grad_sync`; a `wrapper` of your own has to call `dispatching`."""
-    return group_target("start_grad_sync", wrapper or dispatching)
 
 
 def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,30 +1,11 @@
-"""Names patch targets in the first version of Megatron-FSDP, and resets a chunk in it.
+"""Resets a chunk in the first version of Megatron-FSDP.
 
 Its wrapper holds a `MegatronFSDP`, which does the work, as `module`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-from megatron_idempotent.patching import Target
-
-_MODULE = "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp"
-
-
-def zero_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the target that begins a step."""
-    return _target("zero_grad_buffer", wrapper)
-
-
-def no_sync_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the target `no_sync`, in which no backward reduces unless gradients are sharded."""
-    return _target("no_sync", wrapper)
-
-
-def _target(method: str, wrapper: Callable[..., Any]) -> Target:
-    return Target(f"{_MODULE}:MegatronFSDP.{method}", wrapper)
 
 
 def is_wrapped(chunk: Any) -> bool:

@@ -16,26 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Target
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
-from .ddp import bucket_groups, group_target
+from .ddp import bucket_groups
 
-_STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads"
 _MARK = "megatron_idempotent_update_pending"
 _HELD = "megatron_idempotent_gradients_wait"
 # For its order: ranks that update the same chunks in the same order must walk them in one order.
 _watched: PerProcessWeakKeys[Any, None] = PerProcessWeakKeys(__name__, "_watched")
-
-
-def step_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the target in which the distributed optimizer writes its shard of the parameters."""
-    return Target(_STEP, wrapper)
-
-
-def gather_target() -> Target:
-    """Return the target that dispatches a bucket group's gather; its wrapper clears the mark."""
-    return group_target("start_param_sync", start_param_sync)
 
 
 def owned_groups(optimizer: Any) -> list[Any]:
@@ -181,26 +169,7 @@ def shares_memory_with_gradients(chunk: Any) -> bool:
     return bool(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False))
 
 
-_OPTIMIZER = "megatron.core.optimizer.optimizer"
-_LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
 _CHUNKS = "_megatron_idempotent_chunks"
-
-
-def layer_wise_step_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the target in which the chain updates its parameters.
-
-    It is the base class's, because 0.17 overrides `step` and later releases
-    `step_with_ready_grads`; either calls this one.
-    """
-    return Target(f"{_OPTIMIZER}:ChainedOptimizer.step_with_ready_grads", wrapper)
-
-
-def chunks_target() -> Target:
-    """Return the target in which an optimizer that gathers by lists is given its chunks."""
-    return Target(
-        f"{_LAYER_WISE}:LayerWiseDistributedOptimizer.set_bucket_layerwise_params_list",
-        remember_chunks,
-    )
 
 
 def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any) -> None:

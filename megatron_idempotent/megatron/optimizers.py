@@ -1,42 +1,12 @@
-"""Names patch targets in Megatron's optimizers, and applies their loss scale."""
+"""Applies the loss scale of Megatron's optimizers, and lists what they train."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from megatron_idempotent.patching import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-MODULE = "megatron.core.optimizer.optimizer"
-_KINDS = ("ChainedOptimizer", "MixedPrecisionOptimizer", "FP32Optimizer")
-
-
-def step_target(kind: str, wrapper: Callable[..., Any]) -> Target:
-    """Return the target for `step` of one optimizer class."""
-    return Target(f"{MODULE}:{kind}.step", wrapper)
-
-
-def step_targets(wrapper: Callable[..., Any]) -> tuple[Target, ...]:
-    """Return the targets for `step` of all classes; DistributedOptimizer inherits its own."""
-    return tuple(step_target(kind, wrapper) for kind in _KINDS)
-
-
-def factory_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the target `get_megatron_optimizer`."""
-    return Target("megatron.core.optimizer:get_megatron_optimizer", wrapper, "model_chunks")
-
-
-_MODULE = "megatron.core.optimizer.distrib_optimizer"
-
-
-def target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """Return the target for a method of `DistributedOptimizer`."""
-    return Target(f"{_MODULE}:DistributedOptimizer.{method}", wrapper)
 
 
 def is_torch_adam(optimizer: Any) -> bool:
@@ -84,13 +54,9 @@ class LossScale:
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScale:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Another process has no such optimizer; None is what upstream's config starts with.
-        return _unwired, ()
-
-
-def _unwired() -> None:
-    return None
+        return type(None), ()
 
 
 # Attributes that hold lists of a model's parameters, where the inner optimizer has copies: of

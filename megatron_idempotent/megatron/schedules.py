@@ -1,4 +1,4 @@
-"""Names targets in Megatron's three pipeline schedules, and leads their calls to open windows.
+"""Leads calls of Megatron's three pipeline schedules to open windows.
 
 `accumulation_window()` and `TrainStep` fill the list of open windows; otherwise a schedule's
 wrapper looks at an empty list.
@@ -16,26 +16,12 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
-from megatron_idempotent.patching import Target
 from megatron_idempotent.patching.install import state
 from megatron_idempotent.patching.per_process import PerProcessList
 from megatron_idempotent.patching.verify import verify_at_start
 
 #: A key of `patching.record.PROVIDED`.
 ASKS_WINDOWS = "schedules-ask-windows"
-MODULE = "megatron.core.pipeline_parallel.schedules"
-
-
-_ALL = (
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_with_interleaving",
-    "forward_backward_pipelining_without_interleaving",
-)
-
-
-def targets(wrapper: Callable[..., Any], *names: str) -> tuple[Target, ...]:
-    """Return targets for the schedules called `names`, all three by default, with one wrapper."""
-    return tuple(Target(f"{MODULE}:{name}", wrapper) for name in names or _ALL)
 
 
 def chunks(model: Any) -> list[Any]:
@@ -89,10 +75,6 @@ def _run(window: Window, schedule: Callable[..., Any], **call: Any) -> Any:
         _running[:] = [each for each in _running if each is not window]
 
 
-#: The schedules that defer the embedding's gradient.
-SCHEDULES = _ALL[1:]
-
-
 @lru_cache(maxsize=1)
 def sums_tokens_of_context_ranks() -> bool:
     """Return whether the tokens that loss functions return are added up over context ranks too.
@@ -103,11 +85,6 @@ def sums_tokens_of_context_ranks() -> bool:
     module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     alone = "all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())"
     return alone not in inspect.getsource(module)
-
-
-def drain_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the target that computes the deferred gradient."""
-    return Target("megatron.core.utils:drain_embedding_wgrad_compute", wrapper)
 
 
 def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:

@@ -1,4 +1,4 @@
-"""Names targets in `megatron.training.training`, and undoes what its calls leave when they raise.
+"""Undoes what calls of `megatron.training.training` leave when they raise.
 
 They leave timers running, the settings that `evaluate` changes, and the rerun state machine inside
 of a step.
@@ -13,21 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from megatron_idempotent.patching import Target
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
+
+from .targets import TRAINING
 
 #: Upstream adds it to the seed of each pipeline stage.
 STAGE_OFFSET = 100
-MODULE = "megatron.training.training"
-
-
-def target(
-    wrapper: Callable[..., Any],
-    *relies_on: str,
-    function: str = "train",
-) -> Target:
-    """Return the target for upstream's `train`, `train_step` or `evaluate`."""
-    return Target(f"{MODULE}:{function}", wrapper, *relies_on)
 
 
 def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
@@ -38,7 +29,7 @@ def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
     link = error.__traceback__
     while link is not None:
         frame = link.tb_frame
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == MODULE:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == TRAINING:
             # From Python 3.13 on a proxy, whose keys() are a list that no set compares with.
             return dict(frame.f_locals)
         link = link.tb_next

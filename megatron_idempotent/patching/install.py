@@ -85,7 +85,10 @@ def settle() -> None:
     accepted: dict[str, str] = {}
     try:
         for patch in due:
-            refusal = _try_to_land(patch, names, accepted)
+            try:
+                refusal = _land(load(patch.id), names, accepted)
+            except Exception as error:  # noqa: BLE001 - runs inside of users' import statements
+                refusal = row(patch, "failed", f"{type(error).__name__}: {error}")
             if refusal is not None:
                 drop({patch.id}, names)
                 state.rows[patch.id] = refusal
@@ -94,13 +97,6 @@ def settle() -> None:
     for patch_id, reason in accepted.items():
         if patch_id in state.wanted:
             state.rows[patch_id] = _accepted(state.wanted[patch_id], reason)
-
-
-def _try_to_land(patch: Outline, names: StaleReferences, accepted: dict[str, str]) -> Row | None:
-    try:
-        return _land(load(patch.id), names, accepted)
-    except Exception as error:  # noqa: BLE001 - runs inside of users' import statements
-        return row(patch, "failed", f"{type(error).__name__}: {error}")
 
 
 def _land(patch: Patch, names: StaleReferences, accepted: dict[str, str]) -> Row | None:

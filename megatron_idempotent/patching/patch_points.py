@@ -382,7 +382,8 @@ def open_patch_point(target: Target, body: Body) -> PatchPoint:
     raw = namespace(owner).get(name, ABSENT)
     if raw is not ABSENT:
         return PatchPoint(target, owner, raw, held_elsewhere=held_elsewhere)
-    return PatchPoint(target, owner, ABSENT, inherited=_inherited(owner, name))
+    inherited = next(vars(base)[name] for base in owner.__mro__ if name in vars(base))
+    return PatchPoint(target, owner, ABSENT, inherited=inherited)
 
 
 def check_patch_point(target: Target, body: Body) -> None:
@@ -406,10 +407,6 @@ def check_patch_point(target: Target, body: Body) -> None:
     foreign = _foreign(raw, module, body, target.qualname)
     if foreign is not None:
         raise Conflict(f"{target.address} is {foreign}")
-
-
-def _inherited(owner: type, name: str) -> Any:
-    return next(vars(base)[name] for base in owner.__mro__ if name in vars(base))
 
 
 def find_owner(module: types.ModuleType, qualname: str) -> Any:
@@ -446,12 +443,7 @@ def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> s
         return f"a {kind.__module__}.{kind.__qualname__}, not upstream's function"
     code = function.__code__
     # Source patchers compile again in upstream's globals, under a file name of their own.
-    if function.__globals__ is not namespace(module) or _file_name(code.co_filename) != _file_name(
-        str(module.__file__)
-    ):
+    names = {path.rpartition("/")[2] for path in (code.co_filename, str(module.__file__))}
+    if function.__globals__ is not namespace(module) or len(names) > 1:
         return f"{function.__qualname__} from {code.co_filename}:{code.co_firstlineno}"
     return difference(code, body, qualname)
-
-
-def _file_name(path: str) -> str:
-    return path.rpartition("/")[2]

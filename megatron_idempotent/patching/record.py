@@ -124,10 +124,15 @@ def incomplete(rows: Iterable[Row], patches: Mapping[str, Patch]) -> list[str]:
     A patch that this Megatron does not need is not missing, nor one that `only=` leaves out.
     """
     statuses = {row.id: row for row in rows}
+    absent = {
+        row.id
+        for row in statuses.values()
+        if row.status in PROBLEMS or (row.status == "disabled" and row.reason.startswith(_BY_HAND))
+    }
     found = []
     for name, group in GROUPS.items():
         members = [patch for patch in patches.values() if name in patch.groups]
-        missing = [patch for patch in members if _is_missing(statuses[patch.id])]
+        missing = [patch for patch in members if patch.id in absent]
         if not missing or not any(statuses[each.id].status in COVERED for each in members):
             continue
         what = "; ".join(
@@ -137,11 +142,6 @@ def incomplete(rows: Iterable[Row], patches: Mapping[str, Patch]) -> list[str]:
             f"group {name} is not whole ({group.promise}): {what}. Without it {group.instead}"
         )
     return found
-
-
-def _is_missing(row: Row) -> bool:
-    by_hand = row.status == "disabled" and row.reason.startswith(_BY_HAND)
-    return row.status in PROBLEMS or by_hand
 
 
 SECTIONS = ("Symptom", "Cause", "Affects", "Upstream", "Remove when")
@@ -352,11 +352,16 @@ class Patch(Hazard):
         super().__post_init__()
         if not self.targets:
             raise ValueError(f"patch {self.id} has no target: give targets=(Target(…),)")
+        known = reviewed()
         for target in self.targets:
+            address = target.address
             if not target.reviewed:
-                target.__dict__["reviewed"] = bodies_of(target.address, self.id)
+                bodies = known.bodies.get(address, NOTHING)
+                readers = {name: known.readers.get((address, name), ()) for name in bodies}
+                mine = {name: bodies[name] for name in bodies if self.id in readers[name]}
+                target.__dict__["reviewed"] = mine
             if target.relies_on and not target.parts:
-                target.__dict__["parts"] = parts_of(target.address, self.id)
+                target.__dict__["parts"] = known.parts.get((address, self.id), NOTHING)
         unknown = [name for name in self.groups if name not in GROUPS]
         if unknown:
             raise ValueError(f"patch {self.id} names groups {unknown}; allowed: {[*GROUPS]}")
@@ -512,15 +517,3 @@ def reviewed() -> Reviewed:
     if not _known:
         _known.append(Reviewed(generated(FILE)))
     return _known[0]
-
-
-def bodies_of(address: str, patch_id: str) -> Mapping[str, str]:
-    """Return hash of a body → its releases, for those that a person read for one patch."""
-    known = reviewed()
-    bodies, readers = known.bodies.get(address, NOTHING), known.readers
-    return {n: bodies[n] for n in bodies if patch_id in readers.get((address, n), ())}
-
-
-def parts_of(address: str, patch_id: str) -> Mapping[str, str]:
-    """Return hash of a part → its releases, for one patch's part of a function of upstream."""
-    return reviewed().parts.get((address, patch_id), NOTHING)

@@ -319,14 +319,10 @@ def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
     for held in _held(text, owner, name):
         yield f"{target.module} holds {target.qualname} a second time, at `{held}`"
     ours = {each.address for each in patch.targets}
-    for module in sources.beside(target.module) if owner and not _is_dunder(name) else ():
+    for module in sources.beside(target.module) if owner and not name.startswith("__") else ():
         for heir in _heirs(sources.text(module) or "", owner, name):
             if f"{module}:{heir}.{name}" not in ours:
                 yield f"{module}:{heir} overrides {target.qualname}, and does not call it"
-
-
-def _is_dunder(name: str) -> bool:
-    return name.startswith("__")
 
 
 @lru_cache(maxsize=1024)

@@ -132,8 +132,9 @@ def _check_in_place(result: Report) -> None:
         if install.state.selection is not None and install.state.selection.strict:
             raise VerificationError(f"{said}; exclude= these patches, or let that code call them")
         logging.getLogger("megatron_idempotent").warning("%s", said)
+    on = {patch_id for site in install.state.sites.values() for patch_id in site.layers}
     replaced = [
-        f"{row.id} ({row.reason})" for row in result if row.status in PROBLEMS and _was_on(row.id)
+        f"{row.id} ({row.reason})" for row in result if row.status in PROBLEMS and row.id in on
     ]
     if replaced:
         raise VerificationError(
@@ -166,10 +167,6 @@ def _compare(
 def _some(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if ranks[8:] else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-def _was_on(patch_id: str) -> bool:
-    return any(patch_id in site.layers for site in install.state.sites.values())
 
 
 def _digest(row: Row) -> str:

@@ -5,6 +5,7 @@ Runs on the releases whose wheel carries `megatron.training`: 0.17.1, 0.18.2 and
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -35,7 +36,9 @@ class Layout:
     def __str__(self) -> str:
         stages = f"pp{self.pp}" + (f"-vpp{self.vpp}" if self.vpp else "")
         shared = "-shared" if self.shared_config else ""
-        return f"{stages}-dp{self.ranks // self.pp}{shared}-{'on' if self.options else 'off'}"
+        fsdp = "-fsdp" + self.options[5] if "--use-megatron-fsdp" in self.options else ""
+        overlap = "on" if set(OVERLAP) <= set(self.options) else "off"
+        return f"{stages}-dp{self.ranks // self.pp}{shared}{fsdp}-{overlap}"
 
 
 # With PP=2 and overlap, four ranks, so that there is a data-parallel group to reduce over.
@@ -123,55 +126,48 @@ def train_apply_revert(layout: Layout) -> str:
     return "the third call worked"
 
 
-@pytest.mark.parametrize("layout", SOME, ids=str)
-def test_three_calls_of_two_iterations_equal_one_call_of_six(layout, megatron_ranks):
+@pytest.fixture(scope="module")
+def six_at_once(megatron_rank_pool):
+    """Return a function of a layout: one call of six iterations, which is run once."""
+    return functools.cache(
+        lambda layout: megatron_rank_pool.run(layout.ranks, train, layout, (6,), applied=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *SOME,
+        *(
+            pytest.param(Layout(ranks=2, options=(*MEGATRON_FSDP, *options)), marks=marks)
+            for options, marks in (
+                (("no_shard", *OVERLAP), pytest.mark.exhaustive),
+                (("optim", *OVERLAP), pytest.mark.exhaustive),
+                (("optim_grads_params",), pytest.mark.exhaustive),
+                (("optim_grads_params", *OVERLAP), ()),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_three_calls_of_two_iterations_equal_one_call_of_six(layout, six_at_once, megatron_ranks):
     thrice = megatron_ranks(layout.ranks, train, layout, (2, 2, 2), applied=True)
-    once = megatron_ranks(layout.ranks, train, layout, (6,), applied=True)
-    assert thrice == once
+    assert thrice == six_at_once(layout)
     assert all(iteration == 6 for _, _, iteration in thrice)
     last_stage_losses = thrice[-1][0]
     assert len(set(last_stage_losses)) > 6, "the losses must change from window to window"
 
 
 @pytest.mark.parametrize(
-    ("strategy", "overlap"),
-    [
-        pytest.param("no_shard", OVERLAP, marks=pytest.mark.exhaustive),
-        pytest.param("optim", OVERLAP, marks=pytest.mark.exhaustive),
-        pytest.param("optim_grads_params", (), marks=pytest.mark.exhaustive),
-        ("optim_grads_params", OVERLAP),
-    ],
-)
-def test_and_so_they_do_under_megatron_fsdp(strategy, overlap, megatron_ranks):
-    layout = Layout(ranks=2, options=(*MEGATRON_FSDP, strategy, *overlap))
-    thrice = megatron_ranks(2, train, layout, (2, 2, 2), applied=True)
-    assert thrice == megatron_ranks(2, train, layout, (6,), applied=True)
-    assert len(set(thrice[0][0])) > 6, "the losses must change from window to window"
-
-
-@pytest.mark.parametrize(
     "layout", [pytest.param(LAYOUTS[0], marks=pytest.mark.matrix), LAYOUTS[1]], ids=str
 )
-def test_forwards_and_checkpoints_between_calls_do_not_show(layout, megatron_ranks, tmp_path):
+def test_forwards_and_checkpoints_between_calls_do_not_show(
+    layout, six_at_once, megatron_ranks, tmp_path
+):
     used = megatron_ranks(layout.ranks, train_and_use, layout, str(tmp_path))
-    once = megatron_ranks(layout.ranks, train, layout, (6,), applied=True)
-    assert used == once
+    assert used == six_at_once(layout)
     saved = sorted(path.name for path in tmp_path.glob("iter_*"))
     assert saved == ["iter_0000002", "iter_0000004", "iter_0000006"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
-def test_one_patched_call_equals_one_stock_call(layout, megatron_ranks):
-    patched = megatron_ranks(layout.ranks, train, layout, (2,), applied=True)
-    stock = megatron_ranks(layout.ranks, train, layout, (2,), applied=False)
-    assert [rank[:2] for rank in patched] == [rank[:2] for rank in stock]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
-def test_the_second_stock_call_raises(layout, megatron_ranks):
-    expected = NO_SYNC if layout.options else TIMER
-    with pytest.raises(RankError, match=expected):
-        megatron_ranks(layout.ranks, train, layout, (2, 2), applied=False)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)

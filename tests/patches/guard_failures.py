@@ -6,8 +6,6 @@ import contextlib
 import functools
 import itertools
 
-import megatron_idempotent
-
 DEADLINE_S = 20.0
 
 
@@ -38,14 +36,6 @@ def unguard():
 
     get = pipeline_parallel.get_forward_backward_func
     pipeline_parallel.get_forward_backward_func = getattr(get, "stock", get)
-
-
-def build(**layout):
-    """A tiny model with all patches applied."""
-    megatron_idempotent.apply()
-    from megatron_idempotent.proof.cpu import tiny
-
-    return tiny.build(**layout)
 
 
 @contextlib.contextmanager

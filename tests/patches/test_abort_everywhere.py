@@ -1,4 +1,4 @@
-"""An exception at every single site of a window: the next window has the gradients of no abort."""
+"""An exception at every single site of a window, and at every stage of an optimizer step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from abort_sites import Sites
-from benches import groups
+from ranks import abort, built, groups, on_ranks, same
 
 pytestmark = pytest.mark.exhaustive
 
@@ -24,20 +24,20 @@ def _make_first(model: Any) -> None:
         group.golden_per_param_grad_ready_counts = {}
 
 
-def abort_at_every_site(recovery: str, options: dict[str, Any]) -> tuple[set[str], int, list[str]]:
-    """Runs on a rank: kinds of sites, number of aborts, and those after which a gradient was wrong.
-
-    `recovery` is "patches", where the next window only zeroes the gradients as every window does;
-    "abort_window", on stock Megatron; or "both".
-    """
-    import torch
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
-    if recovery != "abort_window":
-        megatron_idempotent.apply()
-    model = tiny.build(layers_per_stage=1, **options)
+@pytest.mark.parametrize(
+    ("recovery", "options"),
+    [
+        ("patches", OVERLAPPED),
+        ("abort_window", OVERLAPPED),
+        ("both", ALL_REDUCE),
+        ("patches", NOT_OVERLAPPED),
+        ("abort_window", NOT_OVERLAPPED),
+    ],
+)
+@on_ranks(2, timeout_s=300)
+def test_an_abort_anywhere_in_a_window_leaves_no_trace_in_the_next(recovery, options):
+    """With the patches the next window only zeroes the gradients, as every window does."""
+    model = built(applied=recovery != "abort_window", layers_per_stage=1, **options)
     model.forward_backward(2, data_seed=0)
     expected = model.gradients()
     sites = Sites()
@@ -53,11 +53,12 @@ def abort_at_every_site(recovery: str, options: dict[str, Any]) -> tuple[set[str
 
     model.on_microbatch = on_microbatch
     sites.interrupt(lambda: model.forward_backward(2, data_seed=0), at=None)
-    names, aborts, wrong = sites.passed, 0, []
+    names, aborts = sites.passed, 0
     # Releases from 0.16 on learn in the last microbatch of a first window when to reduce.
     learns = options["overlap_grad_reduce"] and hasattr(groups(model)[0], "is_first_batch")
     for at, name in enumerate(names):
         for first in (True, False) if learns and at >= second[0] else (False,):
+            where = f"{'first' if first else 'later'} window, site {at}, {name}"
             if first:
                 _make_first(model)
             raised = sites.interrupt(lambda: model.forward_backward(2, data_seed=1), at=at)
@@ -65,41 +66,87 @@ def abort_at_every_site(recovery: str, options: dict[str, Any]) -> tuple[set[str
             held.append(raised)
             del raised
             if recovery != "patches":
-                megatron_idempotent.abort_window(model.chunks, model.optimizer)
-            where = f"{'first' if first else 'later'} window, site {at}, {name}"
-            try:
-                model.forward_backward(2, data_seed=0)
-            except AssertionError as error:
-                raise RuntimeError(f"no window after an abort in a {where}") from error
+                abort(model)
+            model.forward_backward(2, data_seed=0)
             aborts += 1
-            if not torch.equal(model.gradients(), expected):
-                wrong.append(where)
-    return {" ".join(name.split()[:2]) for name in names}, aborts, wrong
+            assert same(model.gradients(), expected), where
+    kinds = {"forward of", "gradient of"}
+    kinds |= {"accumulated output_layer.weight", "registered output_layer.weight"}
+    kinds |= {"before finish_grad_sync", "after finish_grad_sync", "before start_grad_sync"}
+    if options["overlap_grad_reduce"]:
+        kinds |= {"before the", "after the"}
+    if options.get("overlap_param_gather"):
+        kinds |= {"before finish_param_sync", "after finish_param_sync"}
+    assert kinds <= {" ".join(name.split()[:2]) for name in names}
+    assert any(name.startswith("before _allreduce") for name in names)
+    assert aborts > 100
+
+
+def _optimizers(model: Any) -> list[Any]:
+    return getattr(model.optimizer, "chained_optimizers", [model.optimizer])  # type: ignore[no-any-return]
+
+
+def _updated(model: Any) -> bool:
+    """Return what `abort_window` says: the inner optimizer's step count tells."""
+    states = [state for each in _optimizers(model) for state in each.optimizer.state.values()]
+    return any(int(state["step"]) > 0 for state in states if "step" in state)
+
+
+def _left(model: Any) -> int:
+    """Number of gradients that the optimizer still holds."""
+    held = [group for each in _optimizers(model) for group in each.optimizer.param_groups]
+    return sum(param.grad is not None for group in held for param in group["params"])
+
+
+def _finish(model: Any) -> None:
+    """Return what `abort_window` says to do after an update, on all ranks."""
+    for optimizer in _optimizers(model):
+        if hasattr(optimizer, "_copy_main_params_to_model_params"):
+            optimizer._copy_main_params_to_model_params()
+    for chunk in model.chunks:
+        if chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
 
 
 @pytest.mark.parametrize(
     ("recovery", "options"),
     [
-        ("patches", OVERLAPPED),
-        ("abort_window", OVERLAPPED),
-        ("both", ALL_REDUCE),
-        ("patches", NOT_OVERLAPPED),
-        ("abort_window", NOT_OVERLAPPED),
+        ("patches", {"overlap_param_gather": True}),
+        ("abort_window", {"overlap_param_gather": True}),
+        ("abort_window", {"overlap_grad_reduce": False, "dtype": "bf16", "loss_scale": 128.0}),
+        ("both", {"distributed_optimizer": False, "dtype": "bf16"}),
+        ("abort_window", {"overlap_grad_reduce": False, "distributed_optimizer": False}),
     ],
 )
-def test_an_abort_anywhere_in_a_window_leaves_no_trace_in_the_next(
-    megatron_ranks, recovery, options
+@on_ranks(2, timeout_s=120)
+def test_a_step_aborted_before_its_update_never_was_and_behind_it_can_be_finished(
+    recovery, options
 ):
-    expected = {"forward of", "gradient of"}
-    expected |= {"accumulated output_layer.weight", "registered output_layer.weight"}
-    expected |= {"before finish_grad_sync", "after finish_grad_sync", "before start_grad_sync"}
-    if options["overlap_grad_reduce"]:
-        expected |= {"before the", "after the"}
-    if options.get("overlap_param_gather"):
-        expected |= {"before finish_param_sync", "after finish_param_sync"}
-    results = megatron_ranks(2, abort_at_every_site, recovery, options, timeout_s=300)
-    for kinds, aborts, wrong in results:
-        assert expected <= kinds
-        assert any(kind.startswith("before _allreduce") for kind in kinds)
-        assert aborts > 100
-        assert wrong == []
+    def next_gradients(at: int | None, stages: list[str], step: bool = True) -> Any:
+        """Gradients of the window after a step that was aborted at a stage."""
+        model = built(applied=recovery != "abort_window", layers_per_stage=1, **options)
+        model.forward_backward(1, data_seed=0)
+        sites = Sites()
+        sites.in_step(model)
+        if step:
+            raised = sites.interrupt(model.step, at)
+            stages[:] = sites.passed
+            if raised is not None and recovery != "patches":
+                abort(model)
+                assert not model.gradients().any()
+                assert not _left(model)
+            if raised is not None and _updated(model):
+                _finish(model)
+        model.forward_backward(1, data_seed=1)
+        return model.gradients()
+
+    names: list[str] = []
+    stepped = next_gradients(None, names)
+    untouched = next_gradients(None, [], step=False)
+    assert not same(stepped, untouched)
+    update = next(i for i, name in enumerate(names) if name == "after step")
+    for at, name in enumerate(names):
+        expected = untouched if at < update else stepped
+        assert same(next_gradients(at, []), expected), f"{at} {name}"
+    assert any("prepare_grads" in name for name in names[:update])
+    assert any("clip" in name or "get_grad_norm" in name for name in names[:update])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from abort_sites import Interrupted
+from ranks import built, loss_of, on_ranks, same
 
-from megatron_idempotent.proof.cpu import RankError
 from megatron_idempotent.proof.prove import affected
 
 pytestmark = pytest.mark.skipif(
@@ -15,63 +15,37 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _build(applied: bool) -> tuple[Any, Any]:
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
-    if applied:
-        megatron_idempotent.apply()
-    models = [tiny.build(layers_per_stage=1, wire=False) for _ in range(2)]
-    return models[0], models[1]
+def _build(applied: bool) -> Any:
+    return built(applied=applied, layers_per_stage=1, wire=False)
 
 
-def _loss(model: Any, seed: int) -> Any:
-    import torch
-
-    from megatron_idempotent.proof.cpu.tiny import BATCH, SEQUENCE, microbatches
-
-    tokens_BT = next(microbatches(seed))
-    positions_BT = torch.arange(SEQUENCE).expand(BATCH, -1)
-    hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
-    return model.chunks[0](tokens_BT, positions_BT, hidden, labels=tokens_BT).float().mean()
-
-
-def _twice(model: Any, *, interrupt: bool = False) -> Any:
-    """A window in which each gradient comes twice, as with weights used in two backward passes."""
+def _window(model: Any, *seeds: int, interrupt: bool = False) -> Any:
+    """Gradients of a window in which each comes once per seed, past the schedules."""
     (chunk,) = model.chunks
     chunk.zero_grad_buffer()
-    for seed in (0, 1):
-        _loss(model, seed).backward()
+    for seed in seeds:
+        loss_of(chunk, seed).backward()
         if interrupt:
             raise Interrupted
     chunk.finish_grad_sync()
     return model.gradients()
 
 
-def complete_but_too_small(*, applied: bool) -> tuple[list[bool], bool]:
-    """Runs on a rank: abort when each gradient has come once of twice; are the next windows right?
+def _has_learned(model: Any) -> bool:
+    return not any(group.is_first_batch for group in model.chunks[0].bucket_groups)
 
-    And whether the bucket groups have learned by then when to reduce.
-    """
-    import torch
 
-    model, other = _build(applied)
-    expected = _twice(other)
+@pytest.mark.parametrize("applied", [True, False])
+@on_ranks(2)
+def test_counts_of_an_unfinished_first_window_are_learned_on_stock_only(applied):
+    """Abort when each gradient has come once of twice; stock reduces too early, silently."""
+    model, other = _build(applied), _build(applied)
+    expected = _window(other, 0, 1)
     with pytest.raises(Interrupted):
-        _twice(model, interrupt=True)
-    right = [torch.equal(_twice(model), expected) for _ in range(3)]
-    return right, not any(group.is_first_batch for group in model.chunks[0].bucket_groups)
-
-
-def test_counts_of_an_unfinished_first_window_are_not_learned(megatron_ranks):
-    for right, learned in megatron_ranks(2, complete_but_too_small, applied=True):
-        assert right == [True, True, True]
-        assert learned, "reductions have to overlap again"
-
-
-def test_stock_megatron_learns_them_and_reduces_too_early_without_an_error(megatron_ranks):
-    for right, _ in megatron_ranks(2, complete_but_too_small, applied=False):
-        assert right == [False, False, False]
+        _window(model, 0, 1, interrupt=True)
+    right = [same(_window(model, 0, 1), expected) for _ in range(3)]
+    assert right == [applied] * 3
+    assert _has_learned(model) or not applied, "reductions have to overlap again"
 
 
 def _layer_left_out(model: Any) -> Any:
@@ -81,55 +55,34 @@ def _layer_left_out(model: Any) -> Any:
     return layer
 
 
-def text_only_first(*, applied: bool) -> tuple[list[bool], bool]:
-    """Runs on a rank: a first window that leaves parameters unused, then whole ones."""
-    import torch
-
-    model, other = _build(applied)
-
-    def window(of: Any) -> Any:
-        of.chunks[0].zero_grad_buffer()
-        _loss(of, 0).backward()
-        of.chunks[0].finish_grad_sync()
-        return of.gradients()
-
-    expected = window(other)
-    expected_of_text = window(_without_the_layer())
+@pytest.mark.parametrize("applied", [True, False])
+@on_ranks(2)
+def test_a_text_only_first_batch_leaves_later_windows_exact(applied):
+    """A first window that leaves parameters unused, after which stock cannot zero."""
+    model, other, text_only = (_build(applied) for _ in range(3))
+    expected = _window(other, 0)
+    _layer_left_out(text_only)
+    expected_of_text = _window(text_only, 0)
     layer = _layer_left_out(model)
-    right = [torch.equal(window(model), expected_of_text) for _ in range(2)]
+    assert same(_window(model, 0), expected_of_text)
+    if not applied:
+        with pytest.raises(AssertionError):
+            _window(model, 0)
+        return
+    assert same(_window(model, 0), expected_of_text)
     del layer.forward
-    right += [torch.equal(window(model), expected) for _ in range(3)]
-    return right, not any(group.is_first_batch for group in model.chunks[0].bucket_groups)
-
-
-def _without_the_layer() -> Any:
-    """The same weights and buckets, of which only the very first window is used."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(layers_per_stage=1, wire=False)
-    _layer_left_out(model)
-    return model
-
-
-def test_a_text_only_first_batch_leaves_later_windows_exact(megatron_ranks):
-    for right, learned in megatron_ranks(2, text_only_first, applied=True):
-        assert right == [True] * 5
-        assert learned
-
-
-def test_stock_megatron_cannot_zero_after_a_text_only_first_batch(megatron_ranks):
-    with pytest.raises(RankError, match="AssertionError"):
-        megatron_ranks(2, text_only_first, applied=False)
+    assert [same(_window(model, 0), expected) for _ in range(3)] == [True] * 3
+    assert _has_learned(model)
 
 
 def reductions_started_early(*, applied: bool) -> list[int]:
     """Runs on a rank: reductions started in the backward passes of three ordinary windows."""
-    model, _ = _build(applied)
+    model = _build(applied)
     (chunk,) = model.chunks
     started = []
     for _ in range(3):
         chunk.zero_grad_buffer()
-        _loss(model, 0).backward()
+        loss_of(chunk, 0).backward()
         started.append(sum(g.grad_reduce_handle is not None for g in chunk.bucket_groups))
         chunk.finish_grad_sync()
     return started

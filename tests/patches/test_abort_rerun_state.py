@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from ranks import digest, on_ranks
 
+import megatron_idempotent
 from megatron_idempotent.patching.source import locate
 
 needs_training = pytest.mark.skipif(
@@ -31,11 +35,12 @@ class _Counted:
 
 
 def _start(mode: str) -> tuple[Any, _Counted, Callable[[Callable[..., Any]], Any]]:
-    """A program after one iteration, its data, and its `train_step`."""
+    """A patched program after one iteration, its data, and its `train_step`."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_idempotent.proof.cpu import program
 
+    megatron_idempotent.apply()
     running = program.start(["--rerun-mode", mode], num_microbatches=2)
     (data,) = running.data
     data.iterable = counted = _Counted(data.iterable)
@@ -69,9 +74,6 @@ def retried(mode: str, failures: int) -> tuple[int, Any, str, Any]:
 
     Iteration of the machine, microbatches read by the good step, its state, and the parameters.
     """
-    import megatron_idempotent
-
-    megatron_idempotent.apply()
     running, counted, step = _start(mode)
     left = [0]
 
@@ -88,14 +90,8 @@ def retried(mode: str, failures: int) -> tuple[int, Any, str, Any]:
         next(counted)
     before = counted.read
     step(running._forward_step)
-    machine = _machine()
-    return machine.current_iteration, counted.read - before, machine.state.name, _digest(running)
-
-
-def _digest(running: Any) -> str:
-    import hashlib
-
-    return hashlib.sha256(running.parameters().numpy().tobytes()).hexdigest()
+    read, machine = counted.read - before, _machine()
+    return machine.current_iteration, read, machine.state.name, digest(running.parameters())
 
 
 @needs_training
@@ -106,12 +102,9 @@ def test_the_step_after_one_that_raised_is_as_if_nothing_had_happened(megatron_r
     assert all(result[:3] == (2, 2, "NOT_RUNNING_YET") for result in never)
 
 
-def failing_optimizer() -> tuple[str, int]:
-    """Runs on a rank: the state after a step whose optimizer raised, and what the next one
-    reads."""
-    import megatron_idempotent
-
-    megatron_idempotent.apply()
+@needs_training
+@on_ranks(2)
+def test_a_step_that_raises_in_its_optimizer_is_followed_by_a_whole_one():
     running, counted, step = _start("disabled")
     wanted = running.optimizer.step
 
@@ -121,28 +114,21 @@ def failing_optimizer() -> tuple[str, int]:
     running.optimizer.step = fail
     with pytest.raises(ValueError, match="out of memory"):
         step(running._forward_step)
-    state, before = _machine().state.name, counted.read
-    running.optimizer.step = wanted
+    assert _machine().state.name == "NOT_RUNNING_YET"
+    before, running.optimizer.step = counted.read, wanted
     step(running._forward_step)
-    return state, counted.read - before
+    assert counted.read - before == 2
 
 
 @needs_training
-def test_a_step_that_raises_in_its_optimizer_is_followed_by_a_whole_one(megatron_ranks):
-    assert megatron_ranks(2, failing_optimizer) == [("NOT_RUNNING_YET", 2)] * 2
-
-
-def interrupted_rerun(state: str) -> tuple[str, bool, Any]:
-    """Runs on a rank: a machine that was loaded from a checkpoint, or has asked for one, in a
-    step."""
+@on_ranks(1)
+def test_a_rerun_from_a_checkpoint_that_was_interrupted_is_still_to_be_made():
+    """The machine was loaded from a checkpoint, or has asked for one, in a step."""
     from megatron.core.rerun_state_machine import RerunState
 
-    import megatron_idempotent
-
-    megatron_idempotent.apply()
     _, _, step = _start("validate_results")
     machine = _machine()
-    machine.state = RerunState[state]
+    machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
     machine.checkpoint_requested, machine.failed_validation_call = True, "the call"
     machine.initial_result = 1.0
 
@@ -152,13 +138,8 @@ def interrupted_rerun(state: str) -> tuple[str, bool, Any]:
     with pytest.raises(ValueError, match="bad batch"):
         step(bad)
     machine.state_dict(None, "torch_dist")
-    return machine.state.name, machine.checkpoint_requested, machine.failed_validation_call
-
-
-@needs_training
-def test_a_rerun_from_a_checkpoint_that_was_interrupted_is_still_to_be_made(megatron_ranks):
-    for result in megatron_ranks(1, interrupted_rerun, "WILL_RERUN_FROM_CHECKPOINT"):
-        assert result == ("WILL_RERUN_FROM_CHECKPOINT", True, "the call")
+    assert machine.state is RerunState.WILL_RERUN_FROM_CHECKPOINT
+    assert (machine.checkpoint_requested, machine.failed_validation_call) == (True, "the call")
 
 
 class _Broken(Exception):
@@ -178,59 +159,44 @@ def _fail() -> None:
     raise _Broken
 
 
-def private_loops() -> dict[str, Any]:
-    """Runs on a rank: how often loops of a framework's own run after others that raised."""
-    import megatron_idempotent
-
-    megatron_idempotent.apply()
-    found: dict[str, Any] = {"at first": _loop(int)}
+def _failed(body: Callable[[], Any] = _fail) -> None:
     with pytest.raises(_Broken):
-        _loop(_fail)
-    found["after one that raised"] = _loop(int)
-    for _ in range(2):
-        with pytest.raises(_Broken):
-            _loop(_fail)
-    found["after two"] = _loop(int)
-    found["iteration"] = _machine().current_iteration
+        _loop(body)
 
-    cleanings: list[int] = []
+
+@on_ranks(1, distributed=False)
+def test_a_loop_of_a_frameworks_own_runs_once_after_one_that_raised():
+    megatron_idempotent.apply()
+    assert _loop(int) == 1
+    _failed()
+    assert _loop(int) == 1
+    _failed()
+    _failed()
+    assert _loop(int) == 1
+    assert _machine().current_iteration == 2
 
     def cleaned_up() -> None:
         try:
             _fail()
         finally:  # what follows the exception in the call is not where it was raised
-            cleanings.append(1)
+            gc.isenabled()
 
-    with pytest.raises(_Broken):
-        _loop(cleaned_up)
-    found["after a finally"] = _loop(int)
-    return found
-
-
-def test_a_loop_of_a_frameworks_own_runs_once_after_one_that_raised(megatron_ranks):
-    assert megatron_ranks(1, private_loops, distributed=False) == [
-        {
-            "at first": 1,
-            "after one that raised": 1,
-            "after two": 1,
-            "iteration": 2,
-            "after a finally": 1,
-        }
-    ]
+    _failed(cleaned_up)
+    assert _loop(int) == 1
 
 
 def _asks() -> bool:
-    return _machine().should_run_forward_backward(None)
+    return _machine().should_run_forward_backward(None)  # type: ignore[no-any-return]
 
 
-def _in_pieces() -> Any:
+def _in_pieces() -> Iterator[None]:
     while _machine().should_run_forward_backward(None):
         yield
 
 
-def unlike_stock() -> dict[str, Any]:
-    """Runs on a rank: loops that ask in other ways, stock and patched."""
-    import megatron_idempotent
+@on_ranks(1, distributed=False)
+def test_loops_that_no_exception_has_left_run_as_often_as_on_stock():
+    """Loops that ask in other ways, stock and patched."""
 
     def asked_by_a_helper() -> int:
         runs = 0
@@ -259,42 +225,25 @@ def unlike_stock() -> dict[str, Any]:
                 runs += 1
         return runs
 
-    programs = {
-        "helper": asked_by_a_helper,
-        "tried again": tried_again,
-        "retried in the loop": retried_in_the_loop,
-        "generator": lambda: len(list(_in_pieces())),
-        "asked from elsewhere": lambda: [_asks(), _loop(int), _asks(), _asks()],
-    }
-    stock = {name: program() for name, program in programs.items()}
-    megatron_idempotent.apply()
-    assert {name: program() for name, program in programs.items()} == stock
-    return stock
+    def elsewhere() -> list[Any]:
+        return [_asks(), _loop(int), _asks(), _asks()]
+
+    for apply in (lambda: None, megatron_idempotent.apply):
+        apply()
+        assert (asked_by_a_helper(), tried_again(), retried_in_the_loop()) == (1, 1, 1)
+        assert len(list(_in_pieces())) == 1
+        assert elsewhere() == [True, 0, True, False]
 
 
-def test_loops_that_no_exception_has_left_run_as_often_as_on_stock(megatron_ranks):
-    (found,) = megatron_ranks(1, unlike_stock, distributed=False)
-    assert found == {
-        "helper": 1,
-        "tried again": 1,
-        "retried in the loop": 1,
-        "generator": 1,
-        "asked from elsewhere": [True, 0, True, False],
-    }
-
-
-def kept_alive() -> tuple[bool, bool]:
-    """Runs on a rank: whether a step's locals live after it, and after the step after a failed
-    one."""
-    import gc
-    import weakref
-
-    import megatron_idempotent
-
+@on_ranks(1, distributed=False)
+def test_no_batch_is_kept_by_a_step_that_ended():
+    """A step's locals are gone after it, and after the step after a failed one."""
     megatron_idempotent.apply()
 
     class Batch:
         pass
+
+    seen: list[Any] = []
 
     def step(body: Callable[[], Any]) -> Any:
         batch = Batch()
@@ -303,16 +252,11 @@ def kept_alive() -> tuple[bool, bool]:
             body()
         return batch.__class__
 
-    seen: list[Any] = []
     step(int)
     gc.collect()
-    returned = seen[0]() is not None
+    assert seen[0]() is None
     with pytest.raises(_Broken):
         step(_fail)
     step(int)
     gc.collect()
-    return returned, seen[1]() is not None
-
-
-def test_no_batch_is_kept_by_a_step_that_ended(megatron_ranks):
-    assert megatron_ranks(1, kept_alive, distributed=False) == [(False, False)]
+    assert seen[1]() is None

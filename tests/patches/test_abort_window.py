@@ -1,74 +1,67 @@
-"""State that `abort_window` puts back where no patch is applied, and state that it leaves alone."""
+"""`abort_window` puts back what a window leaves, also where no patch is applied."""
 
 from __future__ import annotations
 
-import hashlib
+import re
 from typing import Any
 
 import pytest
 from abort_sites import Interrupted
-from benches import abort
+from ranks import abort, built, digest, fails, groups, on_microbatch, on_ranks, same
 
-from megatron_idempotent.proof.cpu import RankError
-
-
-def between_two_steps(times: int) -> list[str]:
-    """Runs on a rank: digests of all values after a step and `times` aborts, and one window
-    later."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(overlap_param_gather=True)
-    for _ in range(2):
-        model.forward_backward(2, data_seed=0)
-        model.step()
-    for _ in range(times):
-        abort(model)
-    state = [
-        value
-        for each in model.optimizer.chained_optimizers[0].optimizer.state.values()
-        for value in each.values()
-    ]
-    before = model.parameters()
-    model.forward_backward(2, data_seed=1)
-    values = (*state, before, model.gradients(), model.parameters())
-    return [hashlib.sha256(value.numpy().tobytes()).hexdigest() for value in values]
+import megatron_idempotent
 
 
-def test_between_two_steps_it_changes_no_value_however_often(megatron_ranks):
-    none, once, twice = (megatron_ranks(2, between_two_steps, times) for times in (0, 1, 2))
-    assert none == once == twice
+def _aborted(model: Any) -> None:
+    """A window that ends before the forward of its second microbatch."""
+    with (
+        on_microbatch(model, fails(Interrupted(), 1, in_loss=False)),
+        pytest.raises(Interrupted),
+    ):
+        model.forward_backward(2, data_seed=1)
 
 
-def no_sync_held_by_a_traceback() -> bool:
-    """Runs on a rank: whether synchronisation is off in a window while a dead one's exit comes."""
-    from megatron_idempotent.proof.cpu import tiny
+@on_ranks(2)
+def test_between_two_steps_it_changes_no_value_however_often():
+    def values(times: int) -> list[str]:
+        model = built(applied=False, overlap_param_gather=True)
+        for _ in range(2):
+            model.forward_backward(2, data_seed=0)
+            model.step()
+        for _ in range(times):
+            abort(model)
+        states = model.optimizer.chained_optimizers[0].optimizer.state.values()
+        found = [digest(*(value for each in states for value in each.values()), model.parameters())]
+        model.forward_backward(2, data_seed=1)
+        return [*found, digest(model.gradients(), model.parameters())]
 
-    model = tiny.build()
+    assert values(0) == values(1) == values(2)
+
+
+@on_ranks(1)
+def test_a_no_sync_that_a_traceback_holds_is_left_for_good():
+    """Its exit comes in a later window, and turns nothing on."""
+    model = built(applied=False)
     (chunk,) = model.chunks
     held = [chunk.no_sync()]
     held[0].__enter__()  # as the pipeline schedules do, and an exception leaves it like this
     abort(model)
     with chunk.no_sync():
         held.clear()
-        return not any(group.is_last_microbatch for group in chunk.bucket_groups)
+        assert not any(group.is_last_microbatch for group in chunk.bucket_groups)
 
 
-def test_a_no_sync_that_a_traceback_holds_is_left_for_good(megatron_ranks):
-    assert all(megatron_ranks(1, no_sync_held_by_a_traceback))
-
-
-def coalescing_held_by_a_traceback(at: str, after: str) -> tuple[float, int]:
-    """Runs on a rank: a sum over the ranks after a reduction was interrupted as it was put
-    together."""
+@pytest.mark.parametrize("after", ["abort_window", "rebuild_process_groups"])
+@pytest.mark.parametrize("at", ["enter", "exit"])
+@on_ranks(2)
+def test_later_sums_are_not_added_to_an_interrupted_reduction(at, after):
+    """A reduction is interrupted as it is put together; a traceback holds its context."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer
 
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(distributed_optimizer=False)
+    model = built(applied=False, distributed_optimizer=False)
     held = []
 
     class Coalescing:
@@ -97,105 +90,230 @@ def coalescing_held_by_a_traceback(at: str, after: str) -> tuple[float, int]:
     one = torch.ones(1)
     dist.all_reduce(one, group=parallel_state.get_data_parallel_group())
     model.forward_backward(1, data_seed=0)
-    return float(one), len(held)
+    assert (float(one), len(held)) == (2.0, 1)
 
 
-@pytest.mark.parametrize("after", ["abort_window", "rebuild_process_groups"])
-@pytest.mark.parametrize("at", ["enter", "exit"])
-def test_later_sums_are_not_added_to_an_interrupted_reduction(megatron_ranks, at, after):
-    assert megatron_ranks(2, coalescing_held_by_a_traceback, at, after) == [(2.0, 1)] * 2
-
-
-def gathers_in_flight() -> tuple[int, int]:
-    """Runs on a rank: gathers in flight after a forward was interrupted, and after the abort."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(overlap_param_gather=True)
+@on_ranks(2)
+def test_gathers_in_flight_end():
+    model = built(applied=False, overlap_param_gather=True)
     (chunk,) = model.chunks
 
     def interrupt(*_: Any) -> None:
         raise Interrupted
 
+    def flying() -> int:
+        return sum(group.param_gather_handle is not None for group in groups(model))
+
     hook = chunk.module.decoder.layers[0].register_forward_pre_hook(interrupt)
     with pytest.raises(Interrupted):
         model.forward_backward(1, data_seed=0)
     hook.remove()
-
-    def flying() -> int:
-        return sum(group.param_gather_handle is not None for group in chunk.bucket_groups)
-
-    before = flying()
+    assert flying() > 0
     abort(model)
-    after = flying()
+    assert flying() == 0
     chunk.start_param_sync()  # asserts that nothing is under way
-    return before, after
 
 
-def test_gathers_in_flight_end(megatron_ranks):
-    for before, after in megatron_ranks(2, gathers_in_flight):
-        assert before > 0
-        assert after == 0
-
-
-def bad_input(which: str) -> None:
-    """Runs on a rank: a call with something that is no chunk or no optimizer."""
+@on_ranks(1)
+def test_bad_input_is_refused_before_anything_is_changed():
     import torch
 
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build()
-    (chunk,) = model.chunks
-    calls = {
-        "one chunk": (chunk, None),
-        "none": ([], None),
-        "inside": ([chunk, chunk.module], None),
-        "optimizer": ([chunk], torch.optim.SGD(chunk.parameters(), lr=0.1)),
-    }
+    (chunk,) = built(applied=False).chunks
+    sgd = torch.optim.SGD(chunk.parameters(), lr=0.1)
     chunk.bucket_groups[0].is_last_microbatch = False
-    try:
-        megatron_idempotent.abort_window(*calls[which])
-    finally:
-        assert not chunk.bucket_groups[0].is_last_microbatch, "nothing is changed on bad input"
+    for chunks, optimizer, message in (
+        (chunk, None, "got a DistributedDataParallel: pass the list"),
+        ([], None, "got no model chunk"),
+        ([chunk, chunk.module], None, "got a GPTModel, which has no bucket groups"),
+        ([chunk], sgd, "got a SGD as optimizer, which has no step_with_ready_grads"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            megatron_idempotent.abort_window(chunks, optimizer)
+        assert not chunk.bucket_groups[0].is_last_microbatch
 
 
-@pytest.mark.parametrize(
-    ("which", "message"),
-    [
-        ("one chunk", "got a DistributedDataParallel: pass the list"),
-        ("none", "got no model chunk"),
-        ("inside", "got a GPTModel, which has no bucket groups"),
-        ("optimizer", "got a SGD as optimizer, which has no step_with_ready_grads"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_changed(megatron_ranks, which, message):
-    with pytest.raises(RankError, match=message):
-        megatron_ranks(1, bad_input, which)
-
-
-def zeroed_under_a_reduction() -> float:
-    """Runs on a rank: what a reduction leaves in the gradients that a peer starts late."""
+@on_ranks(2)
+def test_zeroing_waits_for_a_reduction_that_a_peer_has_not_started():
     import time
 
     import torch.distributed as dist
 
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
-    megatron_idempotent.apply(only=["reduction-outlives-its-window"])
-    model = tiny.build(distributed_optimizer=False)
+    model = built(["reduction-outlives-its-window"], distributed_optimizer=False)
     (chunk,) = model.chunks
     for buffer in chunk.buffers:
         buffer.grad_data.fill_(1.0)
     if dist.get_rank() == 1:
-        time.sleep(0.5)
+        time.sleep(0.3)
     for group in chunk.bucket_groups:
         group.start_grad_sync()
     chunk.zero_grad_buffer()
     dist.barrier()
-    time.sleep(0.5)  # for what would still be written
-    return float(model.gradients().abs().sum())
+    time.sleep(0.3)  # for what would still be written
+    assert not model.gradients().any()
 
 
-def test_zeroing_waits_for_a_reduction_that_a_peer_has_not_started(megatron_ranks):
-    assert megatron_ranks(2, zeroed_under_a_reduction) == [0.0, 0.0]
+# State beside the gradients.
+
+
+@on_ranks(1)
+def test_timers_of_the_window_stop_and_those_of_the_caller_run_on():
+    from megatron.core.timers import Timers
+
+    model = built(applied=False, overlap_grad_reduce=False)
+    model.config.timers = Timers(2, "minmax")
+    model.config.timers("rollout", log_level=0).start()
+    _aborted(model)
+
+    def running() -> set[str]:
+        return {name for name, timer in model.config.timers._timers.items() if timer._started}
+
+    assert "forward-backward" in running()
+    abort(model)
+    assert running() == {"rollout"}
+    model.forward_backward(2, data_seed=0)
+
+
+@on_ranks(1)
+def test_every_timer_of_megatron_core_is_known():
+    import pathlib
+
+    import megatron.core
+
+    from megatron_idempotent.window.abort import WINDOW_TIMERS
+
+    name = re.compile(r"""timers\(\s*['"]([^'"]+)['"]""")
+    folder = pathlib.Path(megatron.core.__file__).parent
+    found = {each for path in folder.rglob("*.py") for each in name.findall(path.read_text())}
+    assert len(found) > 15
+    assert found <= set(WINDOW_TIMERS)
+
+
+_TRACKER = "get_moe_layer_wise_logging_tracker"
+
+
+@on_ranks(2)
+def test_tokens_and_losses_of_experts_are_forgotten():
+    import sys
+
+    overrides = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    model = built(applied=False, experts=4, overlap_grad_reduce=False, config_overrides=overrides)
+    _aborted(model)
+
+    def counted() -> tuple[float, float]:
+        """Tokens counted, and auxiliary losses logged."""
+        counts = (getattr(m, "local_tokens_per_expert", None) for m in model.chunks[0].modules())
+        tokens = sum(float(each.sum()) for each in counts if each is not None)
+        logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+        if logging is not None:
+            logged = [entry.values for entry in logging.get_moe_metrics_tracker().metrics.values()]
+        else:
+            from megatron.core import parallel_state
+            from megatron.core.transformer.moe import moe_utils
+
+            home = moe_utils if hasattr(moe_utils, _TRACKER) else parallel_state
+            logged = [entry["values"] for entry in getattr(home, _TRACKER)().values()]
+        return tokens, sum(float(values.abs().sum()) for values in logged)
+
+    assert all(value > 0 for value in counted())
+    abort(model)
+    assert counted() == (0.0, 0.0)
+
+
+@on_ranks(1)
+def test_deferred_gradients_and_replayed_routings_are_dropped():
+    import types
+
+    model = built(applied=False)
+    inner = model.chunks[0].module
+    inner.embedding_activation_buffer, inner.grad_output_buffer = ["activation"], ["gradient"]
+    inner.router_replay = types.SimpleNamespace(replay_backward_list=["routing"])
+    lists = [inner.embedding_activation_buffer, inner.grad_output_buffer]
+    abort(model)
+    assert [*lists, inner.router_replay.replay_backward_list] == [[], [], []]
+
+
+@on_ranks(2)
+def test_overlapped_shared_experts_start_over():
+    """A window is right after one that ended between pieces of a layer."""
+    overrides = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
+    model = built(applied=False, experts=4, overlap_grad_reduce=False, config_overrides=overrides)
+    model.forward_backward(1, data_seed=0)
+    expected = model.gradients()
+    shared = model.chunks[0].module.decoder.layers[0].mlp.shared_experts
+
+    def interrupt() -> None:
+        raise Interrupted
+
+    shared.get_output = interrupt
+    with pytest.raises(Interrupted):
+        model.forward_backward(1, data_seed=1)
+    del shared.get_output
+    abort(model)
+    model.forward_backward(1, data_seed=0)
+    assert same(model.gradients(), expected)
+
+
+@on_ranks(1)
+def test_the_state_machine_waits_for_a_step_and_nothing_is_recomputed():
+    from megatron.core import rerun_state_machine
+    from megatron.core.tensor_parallel import random
+
+    model = built(applied=False)
+    abort(model)
+    assert rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE is None
+    machine = rerun_state_machine.get_rerun_state_machine()
+    before = machine.current_iteration
+    assert machine.should_run_forward_backward(None)
+    random.IS_CHECKPOINTING = True
+    abort(model)
+    abort(model)
+    assert (machine.state.name, machine.current_iteration) == ("NOT_RUNNING_YET", before)
+    assert not (hasattr(random, "is_checkpointing") and random.is_checkpointing())
+
+
+# Tokens that the routers counted in an aborted window.
+
+EXPERT_BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+}
+GLOBAL_LOSS = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
+
+
+@pytest.mark.parametrize("recovery", ["patches", "abort_window", "none"])
+@pytest.mark.parametrize("overrides", [EXPERT_BIAS, GLOBAL_LOSS], ids=["bias", "global-loss"])
+@on_ranks(2)
+def test_the_next_window_counts_its_own_tokens_only_but_on_stock(recovery, overrides):
+    import torch
+
+    def window(*, aborted: bool) -> list[str] | None:
+        """Digests of the gradients and of all expert biases; None where there is no such loss."""
+        model = built(
+            applied=recovery == "patches",
+            experts=4,
+            overlap_grad_reduce=False,
+            config_overrides=overrides,
+        )
+        names = ("local_tokens_per_expert", "global_tokens_per_expert")
+        counted = [
+            module
+            for module in model.chunks[0].modules()
+            if any(getattr(module, name, None) is not None for name in names)
+        ]
+        if aborted:
+            _aborted(model)
+            if recovery == "abort_window":
+                abort(model)
+        model.forward_backward(2, data_seed=0)
+        biases = [m.expert_bias for m in counted if getattr(m, "expert_bias", None) is not None]
+        values = (model.gradients(), torch.cat([torch.zeros(1), *biases]))
+        return [digest(value) for value in values] if counted else None
+
+    never, after = window(aborted=False), window(aborted=True)
+    if never is not None and recovery == "none":
+        differs = int(overrides == EXPERT_BIAS)
+        assert never[differs] != after[differs]
+    else:
+        assert never == after

@@ -3,75 +3,66 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
-from layouts import some_of
+from ranks import (
+    VIRTUAL,
+    built,
+    fails,
+    inputs,
+    on_microbatch,
+    on_ranks,
+    same,
+    schedule_call,
+    some_of,
+)
+
+import megatron_idempotent
 
 TOTAL = 4
 
 
 def _calls(model, sizes, *, window=None, forward_step=None, between=None):
     """Zero the gradients, then call the schedule once per size on one stream of microbatches."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from megatron_idempotent.proof.cpu import tiny
 
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     data = [tiny.microbatches(3) for _ in model.chunks]
     forward_step = forward_step or model._forward_step([])
-    with window or contextlib.nullcontext() as opened:
+    with window or contextlib.nullcontext():
         for size in sizes:
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=data if len(data) > 1 else data[0],
-                model=model.chunks,
-                num_microbatches=size,
-                seq_length=tiny.SEQUENCE,
-                micro_batch_size=tiny.BATCH,
-                forward_only=False,
-            )
+            stream = data if len(data) > 1 else data[0]
+            schedule_call(model, stream, size, forward_step=forward_step)
             if between is not None:
-                between(opened)
+                between()
     return model.gradients()
 
 
 def _moe(**options):
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
-    megatron_idempotent.apply()
     overrides = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
     overrides |= options.pop("config_overrides", {})
-    return tiny.build(experts=4, config_overrides=overrides, **options)
+    return built(experts=4, config_overrides=overrides, **options)
 
 
-def compared(splits, how, options) -> list[bool]:
-    """Runs on a rank: per split, whether its gradient is that of one call; the first one twice."""
-    import torch
-
-    from megatron_idempotent.window import accumulation_window
-
+def _compare(splits, how, options):
+    """Each split of a step has the gradient of one call; the first one twice."""
     total = sum(splits[0])
     model = _moe(**options)
     want = _calls(model, [total])
     assert want.abs().max() > 0
-    equal = []
     for sizes in [*splits, splits[0]]:
-        window = accumulation_window(model.chunks, **{how: total} if how else {})
-        equal.append(torch.equal(_calls(model, sizes, window=window), want))
-    equal.append(torch.equal(_calls(model, [total]), want))
-    return equal
+        window = megatron_idempotent.window.accumulation_window(
+            model.chunks, **{how: total} if how else {}
+        )
+        assert same(_calls(model, sizes, window=window), want), sizes
+    assert same(_calls(model, [total]), want)
 
 
 # With two stages, an interleaved schedule that batches its messages mixes them up: upstream's
 # argument parser refuses it, a TransformerConfig does not.
-VPP = {
-    "pp": 2,
-    "vpp": 2,
-    "layers_per_stage": 1,
-    "config_overrides": {"overlap_p2p_comm": True, "batch_p2p_comm": False},
-}
+VPP = {**VIRTUAL, "config_overrides": {"overlap_p2p_comm": True, "batch_p2p_comm": False}}
 SPLITS = [[2, 2], [1, 1, 1, 1], [1, 3], [4]]
 LAYOUTS = {
     "dp2": (2, SPLITS, {}),
@@ -85,79 +76,53 @@ LAYOUTS = {
     "pp2 vpp2 dp2": (4, [[2, 2]], {**VPP, "align": True}),
     "pp2 vpp2 dp2, gathers": (4, [[2, 2]], {**VPP, "overlap_param_gather": True}),
 }
-
-
 ALWAYS = ("dp2, overlap_param_gather", "fp16", "pp2", "pp2 vpp2 dp2")
 
 
 @pytest.mark.parametrize("layout", some_of(LAYOUTS, *ALWAYS))
 def test_any_split_of_a_step_has_the_gradient_of_one_call(megatron_ranks, layout):
     ranks, splits, options = LAYOUTS[layout]
-    for equal in megatron_ranks(ranks, compared, splits, "total_microbatches", options):
-        assert all(equal), equal
+    megatron_ranks(ranks, _compare, splits, "total_microbatches", options)
 
 
-def through_each(options) -> list[bool]:
-    """Runs on a rank: per patch that lets schedules ask windows, whether it does so alone."""
-    import torch
-
-    import megatron_idempotent
+@on_ranks(2)
+def test_any_of_the_patches_that_ask_windows_is_enough():
     from megatron_idempotent.patching.needs import providers
-    from megatron_idempotent.window import accumulation_window
 
-    model = _moe(**options)
+    model = _moe(pp=2)
     want = _calls(model, [4])
     asking = [patch.id for patch in providers("schedules-ask-windows")]
     assert len(asking) > 1, "a window must not stand on one case file, which may be deleted"
-    equal = []
     for name in asking:
         megatron_idempotent.revert()
         megatron_idempotent.apply(exclude=[each for each in asking if each != name])
-        window = accumulation_window(model.chunks, 4)
-        equal.append(torch.equal(_calls(model, [1, 3], window=window), want))
-    return equal
-
-
-def test_any_of_the_patches_that_ask_windows_is_enough(megatron_ranks):
-    for equal in megatron_ranks(2, through_each, {"pp": 2}):
-        assert all(equal), equal
+        window = megatron_idempotent.window.accumulation_window(model.chunks, 4)
+        assert same(_calls(model, [1, 3], window=window), want), name
 
 
 def test_a_total_that_is_no_power_of_two_is_exact_as_well(megatron_ranks):
-    for equal in megatron_ranks(2, compared, [[1, 2, 3], [4, 2]], "total_microbatches", {}):
-        assert all(equal), equal
+    megatron_ranks(2, _compare, [[1, 2, 3], [4, 2]], "total_microbatches", {})
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "pp2 vpp2 dp2",
-        *(
-            pytest.param(layout, marks=pytest.mark.exhaustive)
-            for layout in ("dp2", "dp2, all-reduce", "pp2 dp2")
-        ),
-    ],
-)
+WITHOUT = ("pp2 vpp2 dp2", "dp2", "dp2, all-reduce", "pp2 dp2")
+
+
+@pytest.mark.parametrize("layout", some_of(WITHOUT, WITHOUT[0]))
 def test_without_a_total_the_gradients_are_reduced_at_the_end(megatron_ranks, layout):
     ranks, splits, options = LAYOUTS[layout]
-    for equal in megatron_ranks(ranks, compared, splits, None, options):
-        assert all(equal), equal
+    megatron_ranks(ranks, _compare, splits, None, options)
 
 
-def per_token() -> list[bool]:
-    """Runs on a rank: microbatches of unequal token counts, normalised by the tokens of the
-    step."""
+@on_ranks(2)
+def test_the_tokens_of_all_calls_are_the_denominator():
+    """Microbatches of unequal token counts, normalised by the tokens of the step."""
     import torch
-
-    from megatron_idempotent.proof.cpu import tiny
-    from megatron_idempotent.window import accumulation_window
 
     model = _moe(config_overrides={"calculate_per_token_loss": True})
 
     def forward_step():
         count = iter(range(100))
-        positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
-        hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+        _, positions_BT, hidden = inputs(0)
 
         def step(data_iterator, chunk):
             tokens_BT, kept = next(data_iterator), 5 + 7 * next(count)
@@ -171,32 +136,20 @@ def per_token() -> list[bool]:
         return step
 
     want = _calls(model, [TOTAL], forward_step=forward_step())
-    equal = []
     for sizes in SPLITS:
         for told in ({"total_microbatches": TOTAL}, {}):
-            window = accumulation_window(model.chunks, **told)
+            window = megatron_idempotent.window.accumulation_window(model.chunks, **told)
             got = _calls(model, sizes, window=window, forward_step=forward_step())
-            equal.append(torch.equal(got, want))
-    return equal
+            assert same(got, want), (sizes, told)
 
 
-def test_the_tokens_of_all_calls_are_the_denominator(megatron_ranks):
-    for equal in megatron_ranks(2, per_token):
-        assert all(equal), equal
-
-
-def mtp_scales() -> list[float]:
-    """Runs on a rank: the weights that MTP is given in three calls, and the one left over."""
+@on_ranks(1)
+def test_mtp_is_weighed_by_the_step_and_its_scale_is_put_back():
     import copy
 
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-    from megatron_idempotent.window import accumulation_window
-
-    megatron_idempotent.apply()
-    model = tiny.build()
+    model = built()
     (chunk,) = model.chunks
     chunk.config = copy.copy(model.config)  # which the schedule reads, and the model does not
     chunk.config.mtp_num_layers = 1
@@ -207,35 +160,137 @@ def mtp_scales() -> list[float]:
         set_loss_scale(scale)
 
     MTPLossAutoScaler.set_loss_scale = staticmethod(watch)
-    _calls(model, [1, 1, 2], window=accumulation_window(model.chunks, 4))
-    found.append(float(MTPLossAutoScaler.main_loss_backward_scale))
-    return found
+    window = megatron_idempotent.window.accumulation_window(model.chunks, 4)
+    _calls(model, [1, 1, 2], window=window)
+    assert [*found, float(MTPLossAutoScaler.main_loss_backward_scale)] == [0.25] * 4 + [1.0]
 
 
-def test_mtp_is_weighed_by_the_step_and_its_scale_is_put_back(megatron_ranks):
-    assert megatron_ranks(1, mtp_scales) == [[0.25] * 4 + [1.0]]
-
-
-def passed_through() -> tuple[bool, bool]:
-    """Runs on a rank: forward-only calls and another model's calls in the middle of a step."""
-    import torch
-
-    from megatron_idempotent.window import accumulation_window
-
+@on_ranks(2)
+def test_log_probabilities_and_other_models_do_not_count():
     model, other = _moe(), _moe(seed=7)
     want, want_other = _calls(model, [TOTAL]), _calls(other, [TOTAL])
-    found = []
 
-    def between(_):
+    def between():
         gradients = model.gradients()
         model.forward_backward(2, data_seed=9, forward_only=True)
-        found.append(torch.equal(_calls(other, [TOTAL]), want_other))
-        assert torch.equal(gradients, model.gradients())
+        assert same(_calls(other, [TOTAL]), want_other)
+        assert same(gradients, model.gradients())
 
-    window = accumulation_window(model.chunks, TOTAL)
-    got = _calls(model, [1, 3], window=window, between=between)
-    return torch.equal(got, want), all(found)
+    window = megatron_idempotent.window.accumulation_window(model.chunks, TOTAL)
+    assert same(_calls(model, [1, 3], window=window, between=between), want)
 
 
-def test_log_probabilities_and_other_models_do_not_count(megatron_ranks):
-    assert megatron_ranks(2, passed_through) == [(True, True)] * 2
+# Errors, and the state after a block that raises.
+
+
+def _run(model, microbatches):
+    from megatron_idempotent.proof.cpu import tiny
+
+    schedule_call(model, tiny.microbatches(0), microbatches)
+
+
+def _retried(window, model):
+    with window(model.chunks, 2):
+        with (
+            on_microbatch(model, fails(OSError("no data"))),
+            pytest.raises(OSError, match="no data"),
+        ):
+            _run(model, 1)
+        _run(model, 1)
+
+
+def _nested(window, model):
+    with window(model.chunks, 3), window(model.chunks, 3):
+        pass
+
+
+def _with(total, *calls, chunks=None):
+    """A use of a window that makes these calls."""
+
+    def use(window, model):
+        with window(model.chunks if chunks is None else chunks, *total):
+            for microbatches in calls:
+                _run(model, microbatches)
+
+    return use
+
+
+#: A use, and what it raises; the first one before the patches are applied.
+WRONG = {
+    "unpatched": (
+        _with([2]),
+        r"^RuntimeError: accumulation_window\(\) stands on patches that are not applied: aux-loss-"
+        r"scale-left-set \(disabled: .*\) or timers-left-running \(disabled: .*\), without which "
+        r"each schedule call averages, reduces and finalizes its own microbatches as a whole step. "
+        r"Call megatron_idempotent.apply\(\)",
+    ),
+    "too many": (_with([3], 2, 2), r"^ValueError: .* 3 microbatches, 2 have run, and this call br"),
+    "too few": (
+        _with([3], 2),
+        r"^RuntimeError: .* ends after 2 of 3 microbatches: .* Run the re",
+    ),
+    "empty": (_with([]), r"^RuntimeError: .* ends after 0 of its microbatches"),
+    "no chunk": (_with([3], chunks=[]), r"^ValueError: .* no model chunk"),
+    "no number": (_with([0]), r"^ValueError: .* takes a positive int as total_microbatches, got 0"),
+    "nested": (_nested, r"^RuntimeError: .* is open for these chunks already"),
+    "retried": (
+        _retried,
+        r"^RuntimeError: an earlier schedule call .* raised, so the gradient",
+    ),
+}
+
+
+@on_ranks(1)
+def test_a_wrong_use_is_a_clear_error():
+    for case, (use, message) in WRONG.items():
+        model = built(applied=case != "unpatched")
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            use(megatron_idempotent.window.accumulation_window, model)
+        said = f"{type(raised.value).__name__}: {raised.value}"
+        assert re.search(message, said), (case, said)
+
+
+@on_ranks(2)
+def test_a_window_that_raises_leaves_the_config_as_it_was():
+    window = megatron_idempotent.window.accumulation_window
+    model = built()
+    model.forward_backward(2, data_seed=0)
+    want = model.gradients()
+    names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
+    functions = [getattr(model.config, name) for name in names]
+    for total in (2, 4):  # in the last call, and in one that is held back
+        with (
+            on_microbatch(model, fails(OSError("no data"), 1)),
+            pytest.raises(OSError, match="no data"),
+            window(model.chunks, total),
+        ):
+            _run(model, 2)
+    assert [getattr(model.config, name) for name in names] == functions
+    megatron_idempotent.abort_window(model.chunks)
+    with window(model.chunks, 2):
+        model.forward_backward(2, data_seed=0)
+    assert same(model.gradients(), want)
+
+
+@on_ranks(1)
+def test_a_patch_is_asked_for_without_its_hazard_only_where_it_is_a_door():
+    from megatron_idempotent.patching.catalog import outlines
+    from megatron_idempotent.patching.needs import Need, check_applied, providers
+
+    rows = {row.id: row for row in megatron_idempotent.apply()}
+    asked = {name for patch in outlines().values() for name in patch.provides}
+    only = [providers(name)[0] for name in sorted(asked) if len(providers(name)) == 1]
+    gone = [patch for patch in only if rows[patch.id].status == "unsupported_version"]
+    if gone:  # else this release has every hazard that library code asks about
+        need = Need(gone[0].provides[0], "it hurts")
+        check_applied("f()", [need], [object()])
+        with pytest.raises(RuntimeError) as raised:
+            check_applied("f()", [need._replace(a_door=True)], [object()])
+        assert str(raised.value) == (
+            f"f() stands on patches that are not applied: {gone[0].id} (unsupported_version: "
+            f"{rows[gone[0].id].reason}), without which it hurts. Call "
+            "megatron_idempotent.apply(), and exclude none of them"
+        )
+    check_applied("f()", [Need("a-door", "it hurts")], [object()])
+    with pytest.raises(RuntimeError, match="a-door, which no patch provides, without which it hu"):
+        check_applied("f()", [Need("a-door", "it hurts", a_door=True)], [object()])

@@ -2,67 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
+from ranks import on_ranks
+
+import megatron_idempotent
 
 ID = "replicas-differ-unnoticed"
 ON, OFF = {"overlap_grad_reduce": True}, {"overlap_grad_reduce": False}
 ALL_REDUCE = {"distributed_optimizer": False}
 LAYER = "decoder.layers.1.mlp.linear_fc1.weight"
+NEVER = r"was not reduced on every rank.*by rank \{0: 0, 1: 0\}.*finalize_model_grads_func"
 
 
-def step_on(change: str, options: dict) -> str:
-    """Runs on a rank: three steps; before the last, rank 1 changes one number. What the check
-    says."""
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        ("none", ON, None),
+        ("none", OFF | ALL_REDUCE, None),
+        ("none", {"overlap_param_gather": True}, None),
+        ("never reduced", ON, NEVER),
+        ("never reduced", OFF | ALL_REDUCE, NEVER),
+        *(
+            (
+                change,
+                ON | ALL_REDUCE,
+                rf"{change}s differ between data-parallel ranks.*{LAYER} in bucket group.*"
+                r"ranks \[1\] differ from rank 0$",
+            )
+            for change in ("parameter", "gradient")
+        ),
+    ],
+    ids=["on", "off", "gather", "never-on", "never-off", "parameter", "gradient"],
+)
+@on_ranks(2)
+def test_what_differs_before_a_step_is_named(change, options, said):
+    """Three steps; before the last, rank 1 changes one bit of one number."""
     import torch
 
     os.environ["MEGATRON_IDEMPOTENT_CHECK"] = "1"
-    import megatron_idempotent
     from megatron_idempotent.proof.cpu import tiny
 
     assert megatron_idempotent.apply(strict=True)[ID].status in ("applied", "already_applied")
     model = tiny.build(**options)
     if change == "never reduced":
         model.config.finalize_model_grads_func = None
-    try:
+    error = megatron_idempotent.ReplicaMismatchError
+    with pytest.raises(error, match=said) if said else contextlib.nullcontext():
         for window in range(3):
             model.forward_backward(2, data_seed=window)
-            if window == 2 and torch.distributed.get_rank() == 1 and "reduced" not in change:
+            mine = window == 2 and torch.distributed.get_rank() == 1
+            if mine and change in ("parameter", "gradient"):
                 param = dict(model.chunks[0].module.named_parameters())[LAYER]
                 changed = param.data if change == "parameter" else param.main_grad
                 changed[3, 5] = torch.nextafter(changed[3, 5], torch.tensor(1e9))
             model.step()
-    except megatron_idempotent.ReplicaMismatchError as error:
-        return str(error)
-    return "steps"
 
 
-@pytest.mark.parametrize(
-    "options", [ON, OFF | ALL_REDUCE, {"overlap_param_gather": True}], ids=["on", "off", "gather"]
-)
-def test_three_steps_that_agree_pass(options, megatron_ranks):
-    assert megatron_ranks(2, step_on, "all reduced", options) == ["steps"] * 2
-
-
-@pytest.mark.parametrize("options", [ON, OFF | ALL_REDUCE], ids=["on", "off"])
-def test_gradients_that_were_never_reduced_are_named(options, megatron_ranks):
-    for said in megatron_ranks(2, step_on, "never reduced", options):
-        assert "was not reduced on every rank" in said
-        assert "by rank {0: 0, 1: 0}" in said
-        assert "finalize_model_grads_func" in said
-
-
-@pytest.mark.parametrize("change", ["parameter", "gradient"])
-def test_one_bit_in_one_number_is_named_with_parameter_and_rank(change, megatron_ranks):
-    for said in megatron_ranks(2, step_on, change, ON | ALL_REDUCE):
-        assert f"{change}s differ between data-parallel ranks" in said
-        assert f"{LAYER} in bucket group" in said
-        assert said.endswith("ranks [1] differ from rank 0")
-
-
-def sums() -> None:
-    """Runs on a rank: what the checksum sees."""
+@on_ranks(1)
+def test_the_checksum_sees_order_and_signs_of_zero():
     import torch
 
     from megatron_idempotent.megatron.replica_check import checksum
@@ -78,19 +78,10 @@ def sums() -> None:
         checksum(values[:10].to(dtype))
 
 
-def test_the_checksum_sees_order_and_signs_of_zero(megatron_ranks):
-    megatron_ranks(1, sums)
-
-
-def status_without_the_switch() -> tuple[str, bool]:
-    """Runs on a rank: the row of the check, and whether it stands around any function."""
+@on_ranks(1)
+def test_without_the_switch_nothing_is_wrapped():
     os.environ.pop("MEGATRON_IDEMPOTENT_CHECK", None)
-    import megatron_idempotent
     from megatron_idempotent.patching.install import state
 
-    row = megatron_idempotent.apply(strict=True)[ID]
-    return row.status, any(ID in site.layers for site in state.sites.values())
-
-
-def test_without_the_switch_nothing_is_wrapped(megatron_ranks):
-    assert megatron_ranks(1, status_without_the_switch) == [("disabled", False)]
+    assert megatron_idempotent.apply(strict=True)[ID].status == "disabled"
+    assert not any(ID in site.layers for site in state.sites.values())

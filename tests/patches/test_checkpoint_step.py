@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ranks import built, on_ranks, same
 
 from megatron_idempotent.patching.versions import installed
 
@@ -19,16 +20,11 @@ def _saves_what_torch_has():
         pytest.skip(f"megatron-core {MEGATRON.text} cannot save torch's Adam of today")
 
 
-def continued(folder: str) -> list[bool]:
-    """Runs on a rank: three steps, saved after two; loaded into a model that never stepped, or
-    did."""
+@on_ranks(2)
+def test_a_loaded_run_goes_on_to_the_bit(tmp_path):
+    """Three steps, saved after two; loaded into a model that never stepped, or did."""
     import torch
     from megatron.core import dist_checkpointing
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
-    megatron_idempotent.apply()
 
     def sharded(bench, is_loading):
         model = bench.chunks[0].module.sharded_state_dict()
@@ -40,24 +36,18 @@ def continued(folder: str) -> list[bool]:
         bench.forward_backward(2, data_seed=data_seed)
         bench.step()
 
-    saved = tiny.build(seed=1)
+    saved = built(seed=1)
     advance(saved, 0)
     advance(saved, 1)
-    dist_checkpointing.save(sharded(saved, False), folder)
+    dist_checkpointing.save(sharded(saved, False), str(tmp_path))
     advance(saved, 2)
-    equal = []
     for steps_before in (0, 1):
-        loaded = tiny.build(seed=2)
+        loaded = built(seed=2)
         for data_seed in range(steps_before):
             advance(loaded, data_seed)
-        state = dist_checkpointing.load(sharded(loaded, True), folder)
+        state = dist_checkpointing.load(sharded(loaded, True), str(tmp_path))
         loaded.chunks[0].module.load_state_dict(state["model"])
         with torch.no_grad():  # upstream copies into fp32 parameters in place
             loaded.optimizer.load_state_dict(state["optimizer"])
         advance(loaded, 2)
-        equal.append(torch.equal(saved.parameters(), loaded.parameters()))
-    return equal
-
-
-def test_a_loaded_run_goes_on_to_the_bit(megatron_ranks, tmp_path):
-    assert megatron_ranks(2, continued, str(tmp_path)) == [[True, True]] * 2
+        assert same(saved.parameters(), loaded.parameters())

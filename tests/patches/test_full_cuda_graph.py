@@ -3,26 +3,28 @@ ranks."""
 
 from __future__ import annotations
 
-import pytest
+import gc
+import weakref
 
+import pytest
+from ranks import on_ranks
+
+import megatron_idempotent
 from megatron_idempotent.patching.versions import installed
 
 release = installed("megatron-core")
 if release is None or release.release < (0, 14):
     pytest.skip("full-iteration graphs came with 0.14", allow_module_level=True)
 
-ID = "full-cuda-graph-replayed"
-
 
 class Bench:
-    """Runs on a rank: a model, its schedule, and a new wrapper around it for each window."""
+    """A model, its schedule, and a new wrapper around it for each window."""
 
-    def __init__(self, **layout):
+    def __init__(self, *, applied=True, **layout):
         from megatron_idempotent.patches import full_cuda_graph_replayed as case
 
-        import megatron_idempotent
-
-        megatron_idempotent.apply(only=[ID])
+        if applied:
+            megatron_idempotent.apply(only=["full-cuda-graph-replayed"])
         case.stand_in()
         self.case = case
         self.model = case.build(**layout)
@@ -37,47 +39,43 @@ class Bench:
         losses = self.case.window(wrapper, model or self.model, microbatches, **other)
         return losses, self.case.Graph.replays > replays
 
-
-def new_wrappers(layout: dict) -> list[bool]:
-    bench = Bench(**layout)
-    return [bench.run(2)[1] for _ in range(4)]
+    def replayed(self, microbatches, **how):
+        return self.run(microbatches, **how)[1]
 
 
 @pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
-def test_a_new_wrapper_alone_keeps_the_graph(layout, megatron_ranks):
+@on_ranks(2)
+def test_a_new_wrapper_alone_keeps_the_graph(layout):
+    bench = Bench(**layout)
     # One warm-up; the call that captures replays, too.
-    assert megatron_ranks(2, new_wrappers, layout) == [[False, True, True, True]] * 2
+    assert [bench.replayed(2) for _ in range(4)] == [False, True, True, True]
 
 
-def validation_between_windows() -> list[bool]:
+@on_ranks(1)
+def test_training_and_validation_change_apart():
     bench = Bench()
-    replayed = []
-    for microbatches in (2, 2, 3):
-        replayed.append(bench.run(2)[1])
-        replayed.append(bench.run(microbatches, forward_only=True)[1])
-    return replayed
+    replayed = [
+        bench.replayed(count, forward_only=forward_only)
+        for microbatches in (2, 2, 3)
+        for count, forward_only in ((2, False), (microbatches, True))
+    ]
+    assert replayed == [False, False, True, True, True, False]
 
 
-def test_training_and_validation_change_apart(megatron_ranks):
-    expected = [False, False, True, True, True, False]
-    assert megatron_ranks(1, validation_between_windows) == [expected]
-
-
-def batch_ramp_up() -> list[int]:
+@on_ranks(1)
+def test_one_wrapper_runs_as_many_microbatches_as_it_is_given():
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     bench = Bench()
     wrapper = FullCudaGraphWrapper(get_forward_backward_func())
-    counts = [len(bench.run(n, wrapper=wrapper)[0]) for n in (4, 4, 4, 2, 2, 3)]
-    return [*counts, len(StaticBufferLoader.static_buffers["training"])]
+    counts = (4, 4, 4, 2, 2, 3)
+    assert tuple(len(bench.run(n, wrapper=wrapper)[0]) for n in counts) == counts
+    assert len(StaticBufferLoader.static_buffers["training"]) == 3
 
 
-def test_one_wrapper_runs_as_many_microbatches_as_it_is_given(megatron_ranks):
-    assert megatron_ranks(1, batch_ramp_up) == [[4, 4, 4, 2, 2, 3, 3]]
-
-
-def step_functions() -> list[bool]:
+@on_ranks(1)
+def test_a_method_is_the_same_step_function_each_time_and_another_object_has_another():
     bench = Bench()
 
     class Policy:
@@ -85,20 +83,13 @@ def step_functions() -> list[bool]:
             return bench.case.forward_step(data_iterator, model)
 
     policy, other = Policy(), Policy()
-    same = [bench.run(2, forward_step_func=policy.step)[1] for _ in range(3)]
-    return [*same, bench.run(2, forward_step_func=other.step)[1]]
+    same = [bench.replayed(2, forward_step_func=policy.step) for _ in range(3)]
+    assert same == [False, True, True]
+    assert not bench.replayed(2, forward_step_func=other.step)
 
 
-def test_a_method_is_the_same_step_function_each_time_and_another_object_has_another(
-    megatron_ranks,
-):
-    assert megatron_ranks(1, step_functions) == [[False, True, True, False]]
-
-
-def deleted_model() -> tuple[bool, bool]:
-    import gc
-    import weakref
-
+@on_ranks(1)
+def test_no_model_is_kept_and_none_inherits_the_graph_of_a_deleted_one():
     bench = Bench(overlap_grad_reduce=False)
     for _ in range(2):
         bench.run(2)
@@ -108,20 +99,14 @@ def deleted_model() -> tuple[bool, bool]:
     # What upstream itself keeps of a model, which is not at issue here.
     config.no_sync_func = config.finalize_model_grads_func = None
     gc.collect()
-    replayed = bench.run(2, model=bench.case.build())[1]
-    return gone() is None, replayed
+    replayed = bench.replayed(2, model=bench.case.build())
+    assert (gone() is None, replayed) == (True, False)
 
 
-def test_no_model_is_kept_and_none_inherits_the_graph_of_a_deleted_one(megatron_ranks):
-    assert megatron_ranks(1, deleted_model) == [(True, False)]
-
-
-def failing_capture(named: bool) -> list[object]:
-    bench = Bench()
-    if not named:
-        import megatron_idempotent
-
-        megatron_idempotent.revert()
+@pytest.mark.parametrize("applied", [False, True])
+@on_ranks(1)
+def test_a_capture_that_fails_is_tried_again(applied):
+    bench = Bench(applied=applied)
     calls = iter(range(10))
 
     def forward_step(data_iterator, model):
@@ -132,13 +117,8 @@ def failing_capture(named: bool) -> list[object]:
     results: list[object] = []
     for _ in range(4):
         try:
-            results.append(bench.run(1, forward_step_func=forward_step)[1])
+            results.append(bench.replayed(1, forward_step_func=forward_step))
         except (OSError, AssertionError) as error:
             results.append(type(error).__name__)
-    return results
-
-
-def test_a_capture_that_fails_is_tried_again(megatron_ranks):
     stuck = [False, "OSError", "AssertionError", "AssertionError"]
-    assert megatron_ranks(1, failing_capture, False) == [stuck]
-    assert megatron_ranks(1, failing_capture, True) == [[False, "OSError", False, True]]
+    assert results == ([False, "OSError", False, True] if applied else stuck)

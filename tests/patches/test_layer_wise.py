@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import tempfile
+import warnings
 
 import pytest
+from ranks import VIRTUAL, on_ranks, same
 
+import megatron_idempotent
 from megatron_idempotent.patching import versions
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.source import locate
@@ -27,10 +32,9 @@ pytestmark = pytest.mark.skipif(
 SOURCE = locate("megatron.core.optimizer.layer_wise_optimizer")
 #: A development commit says the release that it leads to.
 TEXT = "" if SOURCE is None else SOURCE.read_text()
-HAS_LAYOUT = "def compute_full_param_layout" in TEXT
 FORGETS_CHUNKS = "self.model_chunks = " not in TEXT
 needs_layout = pytest.mark.skipif(
-    not affects(ERASED) or not HAS_LAYOUT,
+    not affects(ERASED) or "def compute_full_param_layout" not in TEXT,
     reason=f"megatron-core {INSTALLED.text} gathers into memory of its own",
 )
 needs_muon = pytest.mark.skipif(
@@ -39,8 +43,8 @@ needs_muon = pytest.mark.skipif(
 )
 LISTS = {"distributed_optimizer": False}
 EXPERTS = {"experts": 2}
-VIRTUAL = {"pp": 2, "vpp": 2, "layers_per_stage": 1}
 MUON = {"optimizer_overrides": {"optimizer": "muon"}}
+EXHAUSTIVE = pytest.mark.exhaustive
 PLAIN = [
     pytest.param(2, {}, id="layout", marks=needs_layout),
     pytest.param(2, LISTS, id="lists"),
@@ -50,58 +54,70 @@ KINDS = [
     pytest.param(2, {}, id="layout", marks=[needs_layout, pytest.mark.matrix]),
     PLAIN[1],
     pytest.param(2, MUON, id="muon-layout", marks=[needs_layout, needs_muon]),
-    pytest.param(
-        4, EXPERTS | {"ep": 2}, id="layout-ep2", marks=[needs_layout, pytest.mark.exhaustive]
-    ),
-    pytest.param(2, LISTS | EXPERTS, id="lists-experts", marks=pytest.mark.exhaustive),
-    pytest.param(
-        4, VIRTUAL, id="layout-virtual-stages", marks=[needs_layout, pytest.mark.exhaustive]
-    ),
-    pytest.param(2, LISTS | MUON, id="muon-lists", marks=[needs_muon, pytest.mark.exhaustive]),
+    pytest.param(4, EXPERTS | {"ep": 2}, id="layout-ep2", marks=[needs_layout, EXHAUSTIVE]),
+    pytest.param(2, LISTS | EXPERTS, id="lists-experts", marks=EXHAUSTIVE),
+    pytest.param(4, VIRTUAL, id="layout-virtual-stages", marks=[needs_layout, EXHAUSTIVE]),
+    pytest.param(2, LISTS | MUON, id="muon-lists", marks=[needs_muon, EXHAUSTIVE]),
 ]
 
 
 def built(kind: dict, *, overlap: bool = True):
+    """A bench after a window."""
     from megatron_idempotent.proof.cpu import tiny
 
-    return tiny.build(dtype="bf16", layer_wise=True, overlap_param_gather=overlap, **kind)
+    model = tiny.build(dtype="bf16", layer_wise=True, overlap_param_gather=overlap, **kind)
+    model.forward_backward(2, data_seed=0)
+    return model
+
+
+def look(model) -> None:
+    model.forward_backward(2, data_seed=2, forward_only=True)
+
+
+def start(model, overlap: bool) -> None:
+    for chunk in model.chunks if overlap else ():
+        chunk.start_param_sync()
+
+
+def hooks_off(model, overlap: bool, **how) -> None:
+    for chunk in model.chunks if overlap else ():
+        chunk.disable_forward_pre_hook(**how)
+
+
+def synced(model, overlap: bool) -> None:
+    assert (megatron_idempotent.ensure_params_synced(model.chunks) > 0) == overlap
+    assert megatron_idempotent.ensure_params_synced(model.chunks) == 0
+
+
+# Programs after a window; they may read parameters that a step has written elsewhere.
 
 
 def forward_before_the_step(model, overlap: bool) -> None:
     model.forward_backward(2, data_seed=1, forward_only=True)
     model.step()
-    model.forward_backward(2, data_seed=2, forward_only=True)
+    look(model)
 
 
 def hooks_off_and_on_before_the_step(model, overlap: bool) -> None:
+    hooks_off(model, overlap)
     for chunk in model.chunks if overlap else ():
-        chunk.disable_forward_pre_hook()
         chunk.enable_forward_pre_hook()
     model.step()
-    model.forward_backward(2, data_seed=2, forward_only=True)
+    look(model)
 
 
 def synced_before_the_step(model, overlap: bool) -> None:
-    import megatron_idempotent
-
     megatron_idempotent.ensure_params_synced(model.chunks)
     model.step()
-    assert (megatron_idempotent.ensure_params_synced(model.chunks) > 0) == overlap
-    assert megatron_idempotent.ensure_params_synced(model.chunks) == 0
+    synced(model, overlap)
 
 
 def export(model, overlap: bool) -> None:
-    import megatron_idempotent
-
     model.step()
-    assert (megatron_idempotent.ensure_params_synced(model.chunks) > 0) == overlap
-    assert megatron_idempotent.ensure_params_synced(model.chunks) == 0
+    synced(model, overlap)
 
 
 def save(model, overlap: bool) -> None:
-    import contextlib
-    import tempfile
-
     from megatron.core import dist_checkpointing
 
     class Looked(Exception):
@@ -122,65 +138,50 @@ def save(model, overlap: bool) -> None:
 
 def hooks_off_with_an_update_pending(model, overlap: bool) -> None:
     model.step()
-    for chunk in model.chunks if overlap else ():
-        chunk.disable_forward_pre_hook(param_sync=False)
+    hooks_off(model, overlap, param_sync=False)
     model.forward_backward(2, data_seed=1)
     model.step()
-    model.forward_backward(2, data_seed=2, forward_only=True)
+    look(model)
 
 
 def forced_with_a_gather_in_flight(model, overlap: bool) -> None:
     model.step()
-    for chunk in model.chunks if overlap else ():
-        chunk.start_param_sync()
-        chunk.disable_forward_pre_hook()
+    start(model, overlap)
+    hooks_off(model, overlap)
 
 
 def stepped_with_a_gather_in_flight(model, overlap: bool) -> None:
     model.step()
     model.forward_backward(2, data_seed=1)
-    for chunk in model.chunks if overlap else ():
-        chunk.start_param_sync()
+    start(model, overlap)
     model.step()
-    model.forward_backward(2, data_seed=2, forward_only=True)
+    look(model)
 
 
 def zeroed_with_a_gather_in_flight(model, overlap: bool) -> None:
     model.step()
-    for chunk in model.chunks if overlap else ():
-        chunk.start_param_sync()
+    start(model, overlap)
     model.forward_backward(2, data_seed=1)
 
 
-PROGRAMS = [
-    forward_before_the_step,
-    hooks_off_and_on_before_the_step,
-    synced_before_the_step,
-    export,
-    save,
-    hooks_off_with_an_update_pending,
-    forced_with_a_gather_in_flight,
-    stepped_with_a_gather_in_flight,
-    zeroed_with_a_gather_in_flight,
-]
 #: They ask what is pending, which nobody watches on stock.
 OF_THE_HELPER = [synced_before_the_step, export]
+PROGRAMS = [
+    *(forward_before_the_step, hooks_off_and_on_before_the_step, save),
+    *(hooks_off_with_an_update_pending, forced_with_a_gather_in_flight),
+    *(stepped_with_a_gather_in_flight, zeroed_with_a_gather_in_flight),
+]
 #: On stock a program that runs these reads something else than a run without overlap has.
 WRONG_ON_STOCK = {"forward_before_the_step", "save", "hooks_off_with_an_update_pending"}
 
 
 def parameters_after(kind: dict, *, overlap: bool, applied: bool) -> dict[str, list[float]]:
     """Runs on a rank: the parameters that each of the programs leaves."""
-    import megatron_idempotent
-
     if applied:
         megatron_idempotent.apply(strict=True)
     found = {}
-    for program in PROGRAMS:
-        if not applied and program in OF_THE_HELPER:
-            continue
+    for program in [*PROGRAMS, *(OF_THE_HELPER if applied else ())]:
         model = built(kind, overlap=overlap)
-        model.forward_backward(2, data_seed=0)
         program(model, overlap)
         found[program.__name__] = model.parameters().tolist()
     return found
@@ -199,77 +200,52 @@ def test_every_rank_reads_what_a_run_without_overlap_has(ranks, kind, megatron_r
     assert deviating(run(overlap=True, applied=False), want) >= WRONG_ON_STOCK
 
 
-def known_to_others(kind: dict) -> tuple[bool, bool]:
-    """Runs on a rank: agreement after a step and the call, with all patches but these two."""
+@pytest.mark.parametrize(("ranks", "kind"), PLAIN)
+@on_ranks("ranks")
+def test_the_watch_on_another_optimizer_is_not_believed(kind):
+    """Ranks agree after a step and the call, with all patches but these two."""
     from megatron_idempotent.patches import _scenarios
-
-    import megatron_idempotent
 
     megatron_idempotent.apply(exclude=[STALE, ERASED])
     model = built(kind)
-    model.forward_backward(2, data_seed=0)
     model.step()
-    gathered = megatron_idempotent.ensure_params_synced(model.chunks)
-    _scenarios.expect_agreement(model, "after the call")
-    return gathered > 0, megatron_idempotent.ensure_params_synced(model.chunks) > 0
-
-
-@pytest.mark.parametrize(("ranks", "kind"), PLAIN)
-def test_the_watch_on_another_optimizer_is_not_believed(ranks, kind, megatron_ranks):
-    assert megatron_ranks(ranks, known_to_others, kind) == [(True, True)] * ranks
-
-
-def erased_alone() -> list[float]:
-    """Runs on a rank: one of the two patches; what it keeps back, a step has to make up for."""
-    import megatron_idempotent
-
-    megatron_idempotent.apply(only=[ERASED])
-    model = built(LISTS)
-    model.forward_backward(2, data_seed=0)
-    forward_before_the_step(model, overlap=True)
-    return model.parameters().tolist()
-
-
-def without_overlap() -> list[float]:
-    """Runs on a rank: the same on stock."""
-    model = built(LISTS, overlap=False)
-    model.forward_backward(2, data_seed=0)
-    forward_before_the_step(model, overlap=False)
-    return model.parameters().tolist()
+    for _ in range(2):
+        assert megatron_idempotent.ensure_params_synced(model.chunks) > 0
+        _scenarios.expect_agreement(model, "after the call")
 
 
 @needs_layout
-def test_keeping_a_gather_back_leaves_nothing_stale(megatron_ranks):
-    assert megatron_ranks(2, erased_alone) == megatron_ranks(2, without_overlap)
+@on_ranks(2)
+def test_keeping_a_gather_back_leaves_nothing_stale():
+    """One of the two patches alone: what it keeps back, a step has to make up for."""
+    found = []
+    for overlap in (False, True):
+        with megatron_idempotent.patched([ERASED] if overlap else []):
+            model = built(LISTS, overlap=overlap)
+            forward_before_the_step(model, overlap)
+            found.append(model.parameters())
+    assert same(*found)
 
 
-def synced_before_any_gather() -> tuple[int, bool]:
-    """Runs on a rank: bucket groups that the call gathers before the first step, the hooks off."""
-    import torch
-
-    import megatron_idempotent
+@needs_layout
+@on_ranks(2)
+def test_gradients_of_the_first_window_of_all_outlive_the_call():
+    """It gathers nothing before the first step, the hooks off."""
+    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
-    model = built(LISTS)
-    model.chunks[0].disable_forward_pre_hook(param_sync=False)
+    model = tiny.build(dtype="bf16", layer_wise=True, overlap_param_gather=True, **LISTS)
+    hooks_off(model, True, param_sync=False)
     model.forward_backward(2, data_seed=0)
     reduced = model.gradients()
-    gathered = megatron_idempotent.ensure_params_synced(model.chunks)
-    return gathered, torch.equal(model.gradients(), reduced)
+    assert megatron_idempotent.ensure_params_synced(model.chunks) == 0
+    assert same(model.gradients(), reduced)
 
 
-@needs_layout
-def test_gradients_of_the_first_window_of_all_outlive_the_call(megatron_ranks):
-    assert megatron_ranks(2, synced_before_any_gather) == [(0, True)] * 2
-
-
-def late(kind: dict) -> list[str]:
-    """Runs on a rank: the warnings of two steps, with the patches applied after the optimizer."""
-    import warnings
-
-    import megatron_idempotent
-
-    model = built(kind)
+@on_ranks(2)
+def test_an_optimizer_that_forgot_its_chunks_is_named_once():
+    """The patches are applied after it was built."""
+    model = built(LISTS)
     megatron_idempotent.apply(only=[STALE])
     said = []
     for seed in range(2):
@@ -278,9 +254,4 @@ def late(kind: dict) -> list[str]:
             warnings.simplefilter("always")
             model.step()
         said += [str(w.message) for w in caught if "LayerWise" in str(w.message)]
-    return said
-
-
-def test_an_optimizer_that_forgot_its_chunks_is_named_once(megatron_ranks):
-    for said in megatron_ranks(2, late, LISTS):
-        assert len(said) == FORGETS_CHUNKS, said
+    assert len(said) == FORGETS_CHUNKS, said

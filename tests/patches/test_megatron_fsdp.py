@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
+from ranks import abort, built, digest, on_ranks
 
+import megatron_idempotent
 from megatron_idempotent.patching.source import locate, read_body
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -64,25 +66,18 @@ def computed_with(module: Any, site: str) -> Any:
 
 def steps_with_failures(strategy: str, overlap: bool, *, site: str | None, helper: bool) -> Any:
     """Runs on a rank: gradients, norms and parameters of three steps, with failures before two."""
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-    from megatron_idempotent.window.abort import abort_window
-
-    if helper:
-        megatron_idempotent.apply(exclude=("fsdp-backward-aborted",))
-    else:
-        megatron_idempotent.apply()
-    model = tiny.build(fsdp=strategy, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+    exclude = ("fsdp-backward-aborted",) if helper else ()
+    how = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    model = built(exclude=exclude, fsdp=strategy, **how)
     found = []
     for seed in range(3):
         if site is not None and seed != 1:
             interrupt(model, site, microbatch=seed // 2, seed=70 + seed)
             if helper:
-                abort_window(model.chunks, model.optimizer)
+                abort(model)
         model.forward_backward(2, data_seed=seed)
-        found.append(model.gradients().numpy().tobytes())
-        found.append(float(model.step()[1]))
-    return [*found, model.parameters().numpy().tobytes()]
+        found += [digest(model.gradients()), float(model.step()[1])]
+    return [*found, digest(model.parameters())]
 
 
 def some(*chosen: tuple[Any, ...]) -> list[Any]:
@@ -121,58 +116,36 @@ def test_steps_after_failures_under_the_second_version(overlap, megatron_ranks):
         assert failed == sound, f"steps differ after a failure at {site}"
 
 
-def window_in_two_calls(strategy: str, overlap: bool, total: int | None) -> tuple[Any, Any]:
-    """Runs on a rank: the gradients of two microbatches in an accumulation window, and of each
-    alone."""
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-    from megatron_idempotent.window.accumulation import accumulation_window
-
-    megatron_idempotent.apply()
-    model = tiny.build(fsdp=strategy, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
-    alone = []
-    for seed in range(2):
-        model.forward_backward(1, data_seed=seed)
-        alone.append(model.gradients())
-    with accumulation_window(model.chunks, total):
-        for seed in range(2):
-            model.forward_backward(1, data_seed=seed, zero_first=seed == 0)
-    return model.gradients(), alone
-
-
 @pytest.mark.parametrize(
     ("strategy", "overlap", "total"),
     some(("no_shard", True, None), ("optim", True, None), ("optim", False, 2)),
 )
-def test_a_window_in_two_calls_has_the_gradient_of_both(strategy, overlap, total, megatron_ranks):
+@on_ranks(2)
+def test_a_window_in_two_calls_has_the_gradient_of_both(strategy, overlap, total):
+    """Two microbatches in an accumulation window, and each alone."""
     import torch
 
-    for window, alone in megatron_ranks(2, window_in_two_calls, strategy, overlap, total):
-        # Each element is a sum of four float32 gradients, in another order than alone. Of this
-        # model none of the four is above 1, and so no sum of them in between above 4.
-        mean = (alone[0].double() + alone[1].double()) / 2
-        bound = 4 * torch.finfo(torch.float32).eps
-        assert (window.double() - mean).abs().max() <= bound
+    how = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    model = built(fsdp=strategy, **how)
+    alone = []
+    for seed in range(2):
+        model.forward_backward(1, data_seed=seed)
+        alone.append(model.gradients())
+    with megatron_idempotent.window.accumulation_window(model.chunks, total):
+        for seed in range(2):
+            model.forward_backward(1, data_seed=seed, zero_first=seed == 0)
+    # Each element is a sum of four float32 gradients, in another order than alone. Of this
+    # model none of the four is above 1, and so no sum of them in between above 4.
+    mean = (alone[0].double() + alone[1].double()) / 2
+    bound = 4 * torch.finfo(torch.float32).eps
+    assert (model.gradients().double() - mean).abs().max() <= bound
 
 
-def train_step_and_sync(strategy: str) -> list[str]:
-    """Runs on a rank: what refuses a model in Megatron-FSDP says."""
-    from megatron_idempotent import TrainStep
-    from megatron_idempotent.proof.cpu import tiny
-    from megatron_idempotent.window.params import ensure_params_synced
-
-    model = tiny.build(fsdp=strategy)
-    said = []
-    for refused in (
-        lambda: TrainStep(model.chunks, model.optimizer, None),
-        lambda: ensure_params_synced(model.chunks),
-    ):
-        with pytest.raises(ValueError, match="FullyShardedDataParallel") as error:
-            refused()
-        said.append(str(error.value))
-    return said
-
-
-def test_what_does_not_serve_it_says_so(megatron_ranks):
-    for said in megatron_ranks(2, train_step_and_sync, "optim")[0]:
-        assert "DistributedDataParallel" in said
+@on_ranks(2)
+def test_what_does_not_serve_it_says_so():
+    model = built(applied=False, fsdp="optim")
+    said = "FullyShardedDataParallel.*DistributedDataParallel|Distributed.*FullySharded"
+    with pytest.raises(ValueError, match=said):
+        megatron_idempotent.TrainStep(model.chunks, model.optimizer, None)
+    with pytest.raises(ValueError, match=said):
+        megatron_idempotent.ensure_params_synced(model.chunks)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import pytest
+from ranks import built, on_microbatch, on_ranks, same
 
+import megatron_idempotent
 from megatron_idempotent.patching.source import locate, read_body
 
 
@@ -21,61 +22,47 @@ needs_readiness = pytest.mark.skipif(
 )
 
 
-def windows_read_in_between(overlap: bool) -> list[Any]:
-    """Runs on a rank: parameters as a reader finds them at odd moments of three steps."""
+@needs_readiness
+@on_ranks(2)
+def test_a_reader_that_starts_gathers_sees_what_it_would_see_without_overlap():
+    """Parameters as a reader finds them at odd moments of three steps."""
     import torch
     from megatron.core.utils import ensure_params_ready
 
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
+    def read_in_between(overlap: bool) -> list:
+        model = built(overlap_param_gather=overlap)
+        parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+        found = []
 
-    megatron_idempotent.apply()
-    model = tiny.build(overlap_param_gather=overlap)
-    parameters = [p for chunk in model.chunks for p in chunk.parameters()]
-    found: list[Any] = []
+        def read(*_) -> None:
+            ensure_params_ready(parameters)
+            found.append(torch.cat([p.detach().flatten().clone() for p in parameters]))
 
-    def read() -> None:
-        ensure_params_ready(parameters)
-        found.append(torch.cat([p.detach().flatten().clone() for p in parameters]))
-
-    for seed in range(3):
-        read()  # after a step: starts the gathers, and waits for them
-        # In the middle of a window: between two of its microbatches.
-        model.on_microbatch = lambda index, loss: read() if loss is None else None
-        model.forward_backward(2, data_seed=seed)
-        model.on_microbatch = None
-        model.step()
-        if seed == 1:
-            for chunk in model.chunks:
-                if overlap:
+        for seed in range(3):
+            read()  # after a step: starts the gathers, and waits for them
+            # In the middle of a window: between two of its microbatches.
+            with on_microbatch(model, lambda index, loss: read() if loss is None else None):
+                model.forward_backward(2, data_seed=seed)
+            model.step()
+            if seed == 1:
+                for chunk in model.chunks if overlap else ():
                     chunk.start_param_sync()  # in flight
-            read()
-    megatron_idempotent.ensure_params_synced(model.chunks)
-    found.append(model.parameters())
-    return found
+                read()
+        megatron_idempotent.ensure_params_synced(model.chunks)
+        return [*found, model.parameters()]
+
+    plain, overlapped = read_in_between(False), read_in_between(True)
+    assert len(plain) == len(overlapped) == 11
+    assert all(map(same, plain, overlapped))
 
 
 @needs_readiness
-def test_a_reader_that_starts_gathers_sees_what_it_would_see_without_overlap(megatron_ranks):
-    import torch
-
-    plain = megatron_ranks(2, windows_read_in_between, False)
-    overlapped = megatron_ranks(2, windows_read_in_between, True)
-    for one, other in zip(plain, overlapped, strict=True):
-        assert len(one) == len(other) == 11
-        assert all(map(torch.equal, one, other))
-
-
-def read_with_hooks_off() -> bool:
-    """Runs on a rank: a reader where the caller gathers, which must find nothing to start."""
-    import torch
+@on_ranks(2)
+def test_a_reader_changes_nothing_inside_of_reading():
+    """The caller gathers, and so a reader must find nothing to start."""
     from megatron.core.utils import ensure_params_ready
 
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
-    megatron_idempotent.apply()
-    model = tiny.build(overlap_param_gather=True)
+    model = built(overlap_param_gather=True)
     model.forward_backward(2, data_seed=0)
     model.step()
     step = megatron_idempotent.TrainStep(
@@ -84,35 +71,17 @@ def read_with_hooks_off() -> bool:
     with step.reading():
         before = model.parameters()
         ensure_params_ready([p for chunk in model.chunks for p in chunk.parameters()])
-        return torch.equal(before, model.parameters())
+        assert same(before, model.parameters())
 
 
-@needs_readiness
-def test_a_reader_changes_nothing_inside_of_reading(megatron_ranks):
-    assert megatron_ranks(2, read_with_hooks_off) == [True, True]
-
-
-def cycles_with_gathered_weights() -> list[int]:
-    """Runs on a rank: live groups after each cycle whose weights are gathered when used."""
+@on_ranks(2)
+def test_groups_of_weights_that_are_gathered_when_used_go_with_the_others():
     from megatron.core import parallel_state
     from torch.distributed import distributed_c10d
 
-    import megatron_idempotent
-
     megatron_idempotent.apply()
     known = inspect.signature(parallel_state.initialize_model_parallel).parameters
-    if "gtp_remat_size" not in known:
-        return []
-    live = []
-    for _ in range(3):
+    for _ in range(3 if "gtp_remat_size" in known else 0):
         parallel_state.initialize_model_parallel(gtp_remat_size=2, expert_gtp_remat_size=2)
         parallel_state.destroy_model_parallel()
-        live.append(len(distributed_c10d._world.pg_map))
-    return live
-
-
-def test_groups_of_weights_that_are_gathered_when_used_go_with_the_others(megatron_ranks):
-    found = megatron_ranks(2, cycles_with_gathered_weights)
-    if found == [[], []]:
-        pytest.skip("this release has no weight rematerialisation")
-    assert found == [[1, 1, 1]] * 2
+        assert len(distributed_c10d._world.pg_map) == 1

@@ -6,6 +6,7 @@ import copy
 import gc
 
 import pytest
+from ranks import built, fails, on_microbatch, on_ranks, same
 
 
 def armed(chunk) -> set[bool]:
@@ -13,97 +14,74 @@ def armed(chunk) -> set[bool]:
 
 
 def build(**options):
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
-    megatron_idempotent.apply(strict=True)
-    model = tiny.build(distributed_optimizer=False, with_optimizer=False, **options)
+    model = built(distributed_optimizer=False, with_optimizer=False, **options)
     return model, model.chunks[0]
 
 
-def nesting() -> list[set[bool]]:
-    """Runs on a rank: whether synchronisation is on, step by step through nested contexts."""
+@on_ranks(1)
+def test_the_outermost_exit_turns_synchronisation_on():
     _, chunk = build()
     seen = [armed(chunk)]
     with chunk.no_sync():
         with chunk.no_sync():
             seen.append(armed(chunk))
         seen.append(armed(chunk))
-    seen.append(armed(chunk))
-    return seen
+    assert [*seen, armed(chunk)] == [{True}, {False}, {False}, {True}]
 
 
-def test_the_outermost_exit_turns_synchronisation_on(megatron_ranks):
-    for seen in megatron_ranks(1, nesting):
-        assert seen == [{True}, {False}, {False}, {True}]
-
-
-def dispatches_in_a_held_window() -> tuple[list[int], list[int]]:
-    """Runs on a rank: microbatches in which reductions started, without and with an outer
-    no_sync."""
+@on_ranks(2)
+def test_a_schedule_inside_of_no_sync_starts_no_reduction():
     model, chunk = build()
     model.config.finalize_model_grads_func = None
     started: list[int] = []
-    at = -1
-
-    def on_microbatch(index, loss):
-        nonlocal at
-        at = index % 3
-
-    model.on_microbatch = on_microbatch
+    at = [-1]
     for group in chunk.bucket_groups:
         start = group.start_grad_sync
-        group.start_grad_sync = lambda *a, start=start, **k: (started.append(at), start(*a, **k))
-    model.forward_backward(3, data_seed=0)
-    chunk.finish_grad_sync()
-    model.forward_backward(3, data_seed=0)
-    chunk.finish_grad_sync()
-    alone, started[:] = list(started), []
-    chunk.zero_grad_buffer()
-    with chunk.no_sync():
-        model.forward_backward(3, data_seed=1, zero_first=False)
-        held = list(started)
-    return alone, held
+        group.start_grad_sync = lambda *a, start=start, **k: (
+            started.append(at[0]),
+            start(*a, **k),
+        )
+    with on_microbatch(model, lambda index, loss: at.__setitem__(0, index % 3)):
+        for _ in range(2):
+            model.forward_backward(3, data_seed=0)
+            chunk.finish_grad_sync()
+        assert set(started) == {2}
+        started.clear()
+        chunk.zero_grad_buffer()
+        with chunk.no_sync():
+            model.forward_backward(3, data_seed=1, zero_first=False)
+            assert started == []
 
 
-def test_a_schedule_inside_of_no_sync_starts_no_reduction(megatron_ranks):
-    for alone, held in megatron_ranks(2, dispatches_in_a_held_window):
-        assert set(alone) == {2}
-        assert held == []
-
-
-def kept_exception(applied: bool) -> tuple[set[int], str, bool]:
-    """Runs on a rank: microbatches that reduced while an old exception was freed in the second
-    one."""
+@pytest.mark.parametrize("applied", [True, False])
+@on_ranks(2)
+def test_an_exception_freed_in_a_later_window_ends_its_no_sync_on_stock_only(applied):
+    """An old exception is freed in the second microbatch of a window."""
+    from megatron.core import pipeline_parallel
     from megatron.core.pipeline_parallel import schedules
 
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
-    if applied:
-        megatron_idempotent.apply(strict=True)
-
-    def fresh():
-        model = tiny.build(distributed_optimizer=False, with_optimizer=False)
-        # The schedule that enters no_sync by hand, on a pipeline of one stage.
-        model.config.deallocate_pipeline_outputs = False
-        return model
+    chosen = pipeline_parallel.get_forward_backward_func
 
     def window(model, seed):
-        return with_schedule(model, schedules, seed)
+        pipeline_parallel.get_forward_backward_func = lambda *a, **k: (
+            schedules.forward_backward_pipelining_without_interleaving
+        )
+        try:
+            return model.forward_backward(4, data_seed=seed)
+        finally:
+            pipeline_parallel.get_forward_backward_func = chosen
 
-    model = fresh()
-    (chunk,) = model.chunks
+    model, chunk = build(applied=applied)
+    reference, _ = build(applied=applied)
+    for each in (model, reference):
+        # The schedule that enters no_sync by hand, on a pipeline of one stage.
+        each.config.deallocate_pipeline_outputs = False
     for seed in range(2):
         window(model, seed)
     kept = []
-
-    def fail(index, loss):
-        raise ValueError("bad sample")
-
-    model.on_microbatch = fail
     try:
-        window(model, 2)
+        with on_microbatch(model, fails(ValueError("bad sample"))):
+            window(model, 2)
     except ValueError as error:
         kept.append(error)
     seen: set[bool] = set()
@@ -118,46 +96,23 @@ def kept_exception(applied: bool) -> tuple[set[int], str, bool]:
         if at[0] < 4:
             seen.update(armed(chunk))
 
-    model.on_microbatch = release
     outcome = "ok"
-    try:
-        window(model, 3)
-    except AssertionError as error:
-        outcome = str(error)
-    reference = fresh()
+    with on_microbatch(model, release):
+        try:
+            window(model, 3)
+        except AssertionError as error:
+            outcome = str(error)
     window(reference, 3)
-    import torch
-
-    return seen, outcome, torch.equal(model.gradients(), reference.gradients())
-
-
-def with_schedule(model, schedules, seed: int):
-    from megatron.core import pipeline_parallel
-
-    chosen = pipeline_parallel.get_forward_backward_func
-    pipeline_parallel.get_forward_backward_func = lambda *a, **k: (
-        schedules.forward_backward_pipelining_without_interleaving
-    )
-    try:
-        return model.forward_backward(4, data_seed=seed)
-    finally:
-        pipeline_parallel.get_forward_backward_func = chosen
-
-
-def test_an_exception_freed_in_a_later_window_does_not_end_its_no_sync(megatron_ranks):
-    for seen, outcome, right in megatron_ranks(2, kept_exception, True):
-        assert (seen, outcome, right) == ({False}, "ok", True)
-
-
-def test_on_stock_an_exception_freed_in_a_later_window_ends_its_no_sync(megatron_ranks):
-    for seen, outcome, right in megatron_ranks(2, kept_exception, False):
+    if applied:
+        assert (seen, outcome, same(model, reference)) == ({False}, "ok", True)
+    else:
         assert True in seen
-        assert outcome == "Cannot set grad twice" or not right
+        assert outcome == "Cannot set grad twice" or not same(model, reference)
 
 
-def dropped_and_copied() -> list[set[bool]]:
-    """Runs on a rank: a context that is dropped, a config copied with no_sync in it, a
-    decorator."""
+@on_ranks(1)
+def test_a_dropped_context_is_left_and_no_sync_stays_a_bound_method():
+    """A context that is dropped, a config copied with no_sync in it, a decorator."""
     model, chunk = build()
     seen = []
     context = chunk.no_sync()
@@ -175,17 +130,11 @@ def dropped_and_copied() -> list[set[bool]]:
 
     held()
     held()
-    seen.append(armed(chunk))
-    return seen
+    assert [*seen, armed(chunk)] == [{False}, {True}, {False}, {False}, {True}]
 
 
-def test_a_dropped_context_is_left_and_no_sync_stays_a_bound_method(megatron_ranks):
-    for seen in megatron_ranks(1, dropped_and_copied):
-        assert seen == [{False}, {True}, {False}, {False}, {True}]
-
-
-def entered_twice() -> None:
-    """Runs on a rank: one context object, entered again before its exit."""
+@on_ranks(1)
+def test_entering_one_context_twice_raises():
     _, chunk = build()
     context = chunk.no_sync()
     with context, pytest.raises(RuntimeError, match="entered twice"), context:
@@ -193,27 +142,14 @@ def entered_twice() -> None:
     assert armed(chunk) == {True}
 
 
-def test_entering_one_context_twice_raises(megatron_ranks):
-    megatron_ranks(1, entered_twice)
-
-
-def after_forward_only() -> tuple[set[bool], bool]:
-    """Runs on a rank of a pipeline; returns the flag after a forward-only pass, and the next
-    window."""
-    import torch
-
+@on_ranks(2)
+def test_a_forward_only_pass_between_zeroing_and_the_window_changes_nothing():
     model, chunk = build(pp=2)
     model.forward_backward(4, data_seed=0)
     chunk.zero_grad_buffer()
     model.forward_backward(4, data_seed=1, forward_only=True)
-    left = armed(chunk)
+    assert armed(chunk) == {True}
     model.forward_backward(4, data_seed=2, zero_first=False)
     mine = model.gradients()
     model.forward_backward(4, data_seed=2)
-    return left, torch.equal(mine, model.gradients())
-
-
-def test_a_forward_only_pass_between_zeroing_and_the_window_changes_nothing(megatron_ranks):
-    for left, same in megatron_ranks(2, after_forward_only):
-        assert left == {True}
-        assert same
+    assert same(mine, model.gradients())

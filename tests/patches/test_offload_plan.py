@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 
 import pytest
+from ranks import VIRTUAL, built, digest, fails, inputs, on_microbatch
 
+import megatron_idempotent
 from megatron_idempotent.patching.versions import installed
 from megatron_idempotent.proof.cpu import RankError
 
@@ -31,12 +32,13 @@ def run(program: str, patched: bool, offload: bool, layout: dict) -> list[tuple[
     import torch
     from megatron_idempotent.patches import offload_plan_mislearned as case
 
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
     if patched:
         megatron_idempotent.apply(only=[ID])
-    build = case.offloading if offload else lambda **how: tiny.build(with_optimizer=False, **how)
+
+    def build(**how):
+        plain = {"applied": False, "with_optimizer": False, **how}
+        return case.offloading(**how) if offload else built(**plain)
+
     training = []
     with contextlib.redirect_stdout(io.StringIO()):
         model = build(**layout)
@@ -45,17 +47,16 @@ def run(program: str, patched: bool, offload: bool, layout: dict) -> list[tuple[
             before = case.offloaded() if offload else 0
             if kind == "T":
                 model.forward_backward(microbatches, data_seed=1)
-                digest = hashlib.sha256(model.gradients().numpy().tobytes()).hexdigest()
-                training.append((digest, case.offloaded() - before if offload else 0))
+                moved = case.offloaded() - before if offload else 0
+                training.append((digest(model.gradients()), moved))
             elif kind == "A":
-                raise_in_last_loss(model, microbatches)
+                hook = fails(Interrupted(), microbatches - 1, in_loss=True)
+                with on_microbatch(model, hook), pytest.raises(Interrupted):
+                    model.forward_backward(microbatches, data_seed=3)
             elif kind == "N":
-                tokens_BT = next(tiny.microbatches(2))
-                positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
-                mask = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
                 with torch.no_grad():
                     for _ in range(microbatches):
-                        model.chunks[0](tokens_BT, positions_BT, mask)
+                        model.chunks[0](*inputs(2))
             else:
                 other = build(**layout, seed=9) if kind == "R" else model
                 for chunk in other.chunks:
@@ -66,15 +67,12 @@ def run(program: str, patched: bool, offload: bool, layout: dict) -> list[tuple[
     return training
 
 
-def raise_in_last_loss(model, microbatches):
-    def interrupt(index, loss):
-        if index == microbatches - 1 and loss is not None:
-            raise Interrupted
-
-    model.on_microbatch = interrupt
-    with pytest.raises(Interrupted):
-        model.forward_backward(microbatches, data_seed=3)
-    model.on_microbatch = None
+@pytest.fixture(scope="module")
+def alone(megatron_rank_pool):
+    """Return what two training windows offload on stock, with nothing else around them."""
+    (found,) = megatron_rank_pool.run(1, run, "T2 T2", False, True, {})
+    assert all(count for _, count in found)
+    return [found]
 
 
 FIRST = ["E2 T2 T2", "F1 T2 T2", "R2 T2 T2", "N1 T2 T2", "A2 T2 T2"]
@@ -82,24 +80,17 @@ LATER = ["T2 F2 T2", "T2 E1 T2", "T2 N1 T2", "T2 A2 T2"]
 
 
 @pytest.mark.parametrize("program", FIRST + LATER)
-def test_training_windows_offload_as_if_they_were_alone(program, megatron_ranks):
-    alone = megatron_ranks(1, run, "T2 T2", False, True, {})
-    assert all(count for _, count in alone[0])
+def test_training_windows_offload_as_if_they_were_alone(program, alone, megatron_ranks):
     assert megatron_ranks(1, run, program, True, True, {}) == alone
 
 
 @pytest.mark.parametrize("program", FIRST)
-def test_stock_takes_its_plan_from_whatever_is_first(program, megatron_ranks):
-    alone = megatron_ranks(1, run, "T2 T2", False, True, {})
+def test_stock_takes_its_plan_from_whatever_is_first(program, alone, megatron_ranks):
     with contextlib.suppress(RankError):
         assert megatron_ranks(1, run, program, False, True, {}) != alone
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{"pp": 2}, {"pp": 2, "vpp": 2, "layers_per_stage": 1}, {"experts": 2, "ep": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [{"pp": 2}, VIRTUAL, {"experts": 2, "ep": 2}], ids=str)
 @pytest.mark.parametrize(
     "program", ["E2 T4 F2 T4", pytest.param("T4 E4 T4", marks=pytest.mark.exhaustive)]
 )
@@ -107,31 +98,23 @@ def test_gradients_are_those_without_offload_in_every_layout(program, layout, me
     alone = megatron_ranks(2, run, "T4 T4", False, True, layout)
     assert megatron_ranks(2, run, program, True, True, layout) == alone
     plain = megatron_ranks(2, run, "T4 T4", False, False, layout)
-    assert [[digest for digest, _ in rank] for rank in alone] == [
-        [digest for digest, _ in rank] for rank in plain
-    ]
+    without = [[digest for digest, _ in rank] for rank in plain]
+    assert [[digest for digest, _ in rank] for rank in alone] == without
 
 
+WHOLE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+PART = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 RECOMPUTED = {
-    "full": {
-        "offload_modules": ["core_attn"],
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "selective": {
-        "offload_modules": ["attn_norm"],
-        "recompute_granularity": "selective",
-        "recompute_modules": ["core_attn"],
-    },
+    "full": {"offload_modules": ["core_attn"], **WHOLE},
+    "selective": {"offload_modules": ["attn_norm"], **PART},
 }
 
 
-@pytest.mark.parametrize("program", ["E1 T2 T2", "T2 E1 T2"])
 @pytest.mark.parametrize("kind", RECOMPUTED)
-def test_recomputed_layers_offload_as_before(kind, program, megatron_ranks):
+def test_recomputed_layers_offload_as_before(kind, megatron_ranks):
     """Their first forward has no gradients either, but belongs to training."""
     layout = {"config_overrides": RECOMPUTED[kind]}
     alone = megatron_ranks(1, run, "T2 T2", False, True, layout)
     assert all(count for _, count in alone[0])
-    assert megatron_ranks(1, run, program, True, True, layout) == alone
+    for program in ("E1 T2 T2", "T2 E1 T2"):
+        assert megatron_ranks(1, run, program, True, True, layout) == alone

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 
-def delete_models(models: int) -> tuple[list[bool], list[bool], int]:
-    """Runs on a rank: whether each one's embedding is alive, before and after the remedy."""
-    import gc
+from ranks import on_ranks
 
+
+@on_ranks(1)
+def test_clearing_the_cache_frees_the_tables_of_deleted_models():
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron_idempotent.patches.rope_tables_kept import deleted_model
 
-    embeddings = [deleted_model() for _ in range(models)]
-    before = [embedding() is not None for embedding in embeddings]
-    tables = RotaryEmbedding.forward.cache_info().currsize
+    embeddings = [deleted_model() for _ in range(3)]
+    assert [embedding() is not None for embedding in embeddings] == [True] * 3
+    assert RotaryEmbedding.forward.cache_info().currsize == 3
     RotaryEmbedding.forward.cache_clear()
     gc.collect()
-    return before, [embedding() is not None for embedding in embeddings], tables
+    assert [embedding() is not None for embedding in embeddings] == [False] * 3
 
 
-def test_clearing_the_cache_frees_the_tables_of_deleted_models(megatron_ranks):
-    assert megatron_ranks(1, delete_models, 3) == [([True] * 3, [False] * 3, 3)]
-
-
-def lengths_seen() -> tuple[int, int]:
-    """Runs on a rank: tables and bytes that the documented 40 lengths leave."""
+@on_ranks(1)
+def test_the_last_32_lengths_are_kept():
+    """Tables and bytes that the documented 40 lengths leave."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -33,13 +32,8 @@ def lengths_seen() -> tuple[int, int]:
     for length in lengths:
         embedding(length)
     tables = RotaryEmbedding.forward.cache_info().currsize
+    assert tables == 32
     # The kept ones are hits, and the least recently used eight are gone.
     kept = [embedding(length) for length in lengths[-tables:]]
     assert RotaryEmbedding.forward.cache_info().hits == tables
-    return tables, sum(table.nbytes for table in kept)
-
-
-def test_the_last_32_lengths_are_kept(megatron_ranks):
-    ((tables, size),) = megatron_ranks(1, lengths_seen)
-    assert tables == 32
-    assert round(size / 2**20) == 152
+    assert round(sum(table.nbytes for table in kept) / 2**20) == 152

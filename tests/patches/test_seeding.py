@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from ranks import on_ranks
 
-from megatron_idempotent.proof.cpu import RankError
+import megatron_idempotent
 
 
 def handed_on(seeds: tuple[int, ...], *, pp: int, applied: bool = True) -> tuple[int, int]:
@@ -14,8 +15,6 @@ def handed_on(seeds: tuple[int, ...], *, pp: int, applied: bool = True) -> tuple
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    import megatron_idempotent
-
     if applied:
         megatron_idempotent.apply(only=["pipeline-seed-offset"])
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp)
@@ -24,28 +23,23 @@ def handed_on(seeds: tuple[int, ...], *, pp: int, applied: bool = True) -> tuple
     return parallel_state.get_pipeline_model_parallel_rank(), torch.initial_seed()
 
 
-def test_stages_given_one_seed_get_seeds_100_apart(megatron_ranks):
-    results = megatron_ranks(4, handed_on, (42, 42, 42, 42), pp=4)
-    assert results == [(0, 42), (1, 142), (2, 242), (3, 342)]
+APART = [(0, 42), (1, 142), (2, 242), (3, 342)]
 
 
-def test_a_caller_that_offsets_by_itself_is_not_offset_twice(megatron_ranks):
-    results = megatron_ranks(4, handed_on, (42, 142, 242, 342), pp=4)
-    assert results == [(0, 42), (1, 142), (2, 242), (3, 342)]
-
-
-def test_data_parallel_replicas_of_a_stage_get_the_same_seed(megatron_ranks):
-    results = megatron_ranks(4, handed_on, (42, 42, 42, 42), pp=2)
-    assert results == [(0, 42), (0, 42), (1, 142), (1, 142)]
-
-
-def test_without_pipeline_parallelism_the_seed_is_left_alone(megatron_ranks):
-    assert megatron_ranks(2, handed_on, (42, 42), pp=1) == [(0, 42), (0, 42)]
-
-
-def test_stock_megatron_seeds_all_stages_alike(megatron_ranks):
-    results = megatron_ranks(2, handed_on, (42, 42), pp=2, applied=False)
-    assert results == [(0, 42), (1, 42)]
+@pytest.mark.parametrize(
+    ("seeds", "how", "expected"),
+    [
+        pytest.param((42, 42, 42, 42), {"pp": 4}, APART, id="one seed"),
+        pytest.param((42, 142, 242, 342), {"pp": 4}, APART, id="offset by the caller"),
+        pytest.param(
+            (42, 42, 42, 42), {"pp": 2}, [(0, 42), (0, 42), (1, 142), (1, 142)], id="replicas"
+        ),
+        pytest.param((42, 42), {"pp": 1}, [(0, 42), (0, 42)], id="no pipeline"),
+        pytest.param((42, 42), {"pp": 2, "applied": False}, [(0, 42), (1, 42)], id="stock"),
+    ],
+)
+def test_stages_get_seeds_100_apart_once(seeds, how, expected, megatron_ranks):
+    assert megatron_ranks(len(seeds), handed_on, seeds, **how) == expected
 
 
 def seeded_by_seed_all(*, applied: bool) -> tuple[int, int, float, float]:
@@ -56,8 +50,6 @@ def seeded_by_seed_all(*, applied: bool) -> tuple[int, int, float, float]:
     import torch
     from megatron.core import parallel_state
 
-    import megatron_idempotent
-
     if applied:
         megatron_idempotent.apply()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
@@ -67,26 +59,18 @@ def seeded_by_seed_all(*, applied: bool) -> tuple[int, int, float, float]:
 
 def test_seed_all_offsets_once_with_and_without_the_patch(megatron_ranks):
     with_patch = megatron_ranks(2, seeded_by_seed_all, applied=True)
-    without = megatron_ranks(2, seeded_by_seed_all, applied=False)
-    assert with_patch == without
-    assert [rank[:2] for rank in with_patch] == [(42, 42), (142, 142)]
+    assert with_patch == megatron_ranks(2, seeded_by_seed_all, applied=False)
     first, second = with_patch
+    assert (first[:2], second[:2]) == ((42, 42), (142, 142))
     assert first[2:] != second[2:]
 
 
-def seed_all_with(seed: object) -> None:
-    """Runs on a rank: `seed_all` without model parallelism."""
-    import megatron_idempotent
-
-    megatron_idempotent.seed_all(seed)
-
-
-@pytest.mark.parametrize("seed", [-1, 1.5, True, None])
-def test_seed_all_refuses_what_is_no_seed(seed, megatron_ranks):
-    with pytest.raises(RankError, match=rf"takes a non-negative int, got {seed!r}"):
-        megatron_ranks(1, seed_all_with, seed)
-
-
-def test_seed_all_wants_model_parallelism_to_be_up(megatron_ranks):
-    with pytest.raises(RankError, match="initialise model parallelism first"):
-        megatron_ranks(1, seed_all_with, 42)
+@on_ranks(1)
+def test_seed_all_refuses_what_is_no_seed_and_wants_model_parallelism_to_be_up():
+    for seed in (-1, 1.5, True, None):
+        with pytest.raises(
+            (TypeError, ValueError), match=rf"takes a non-negative int, got {seed!r}"
+        ):
+            megatron_idempotent.seed_all(seed)
+    with pytest.raises(RuntimeError, match="initialise model parallelism first"):
+        megatron_idempotent.seed_all(42)

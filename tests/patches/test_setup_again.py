@@ -2,56 +2,36 @@
 
 from __future__ import annotations
 
-import re
+import pytest
+from ranks import on_ranks
 
 BATCHES = {"rampup_batch_size": None, "global_batch_size": 8, "micro_batch_size": 2}
 
 
-def said() -> list[str]:
-    """Runs on a rank: what each of a series of calls returns or raises."""
+@on_ranks(2)
+def test_a_second_set_up_is_compared_with_the_first():
     from megatron.core import parallel_state
 
     from megatron_idempotent.window import ensure_initialized
 
-    heard = []
-
-    def call(**parts):
-        try:
-            heard.append(str(ensure_initialized(**parts)))
-        except (ValueError, TypeError) as error:
-            heard.append(f"{type(error).__name__}: {error}")
+    def refused(match: str, **parts) -> None:
+        with pytest.raises((ValueError, TypeError), match=match):
+            ensure_initialized(**parts)
 
     two = {"tensor_model_parallel_size": 2}
-    call(model_parallel=two)
-    call(model_parallel={**two, "expert_tensor_parallel_size": 2})
-    call(model_parallel={})
-    call(model_parallel={**two, "distributed_timeout_minutes": 5})
-    call(microbatches={"rank": 0, "data_parallel_size": 1, **BATCHES}, model_parallel=two)
-    call(microbatches={"rank": 1, "data_parallel_size": 1, **BATCHES})
-    call(microbatches={"rank": 0, "data_parallel_size": 2, **BATCHES})
+    five = {**two, "distributed_timeout_minutes": 5}
+    first = {"rank": 0, "data_parallel_size": 1, **BATCHES}
+    assert ensure_initialized(model_parallel=two) == ["model_parallel"]
+    assert ensure_initialized(model_parallel={**two, "expert_tensor_parallel_size": 2}) == []
+    size = "tensor_model_parallel_size=1, and model_parallel is up with 2: call"
+    refused(size, model_parallel={})
+    refused("_timeout_minutes=5, and model_parallel is up with 30", model_parallel=five)
+    assert ensure_initialized(microbatches=first, model_parallel=two) == ["microbatches"]
+    assert ensure_initialized(microbatches={**first, "rank": 1}) == []
+    said = "data_parallel_size=2, and microbatches is up with 1: call reconfigure"
+    refused(said, microbatches={**first, "data_parallel_size": 2})
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**two)  # by somebody else
-    call(model_parallel=two)
-    call(model_parallel={**two, "distributed_timeout_minutes": 5})
-    call(model_parallel={"tensor": 2})
-    return heard
-
-
-SAID = (
-    r"^\['model_parallel'\]$",
-    r"^\[\]$",
-    r"^ValueError: .*tensor_model_parallel_size=1, and model_parallel is up with 2: call",
-    r"^ValueError: .*distributed_timeout_minutes=5, and model_parallel is up with 30",
-    r"^\['microbatches'\]$",
-    r"^\[\]$",
-    r"^ValueError: .*data_parallel_size=2, and microbatches is up with 1: call reconfigure",
-    r"^\[\]$",
-    r"^ValueError: .*distributed_timeout_minutes=5, and model_parallel was set up elsewhere",
-    r"^TypeError: .*'tensor'",
-)
-
-
-def test_a_second_set_up_is_compared_with_the_first(megatron_ranks):
-    for heard in megatron_ranks(2, said):
-        for text, pattern in zip(heard, SAID, strict=True):
-            assert re.search(pattern, text), text
+    assert ensure_initialized(model_parallel=two) == []
+    refused("_timeout_minutes=5, and model_parallel was set up elsewhere", model_parallel=five)
+    refused("'tensor'", model_parallel={"tensor": 2})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from ranks import VIRTUAL
 
 from megatron_idempotent.patching import OPEN, versions
 
@@ -13,24 +14,9 @@ assert INSTALLED is not None, "the tests need a Megatron"
 pytestmark = pytest.mark.exhaustive
 
 OPERATIONS = (
-    "window",
-    "window",
-    "forward_only",
-    "forward_only",
-    "step",
-    "step",
-    "step",
-    "zero",
-    "disable_with_sync",
-    "disable_without_sync",
-    "enable",
-    "start",
-    "start_with_force",
-    "ensure",
-    "read",
-    "save",
-    "load",
-    "abort",
+    *("window", "window", "forward_only", "forward_only", "step", "step", "step", "zero"),
+    *("disable_with_sync", "disable_without_sync", "enable", "start", "start_with_force"),
+    *("ensure", "read", "save", "load", "abort"),
 )
 LENGTH = 24
 
@@ -88,25 +74,21 @@ def run_program(operations: list[tuple[str, int]], *, overlap: bool, **layout) -
             handle.remove()
         elif operation == "ensure":
             ensure_params_synced(model.chunks)
-        elif overlap:
+        elif overlap and operation in GATHERS:
             for chunk in model.chunks:
-                gathers(chunk, operation)
+                GATHERS[operation](chunk)
     ensure_params_synced(model.chunks)
     return [*seen, model.parameters()]
 
 
-def gathers(chunk, operation: str) -> None:
-    """List what a program may do to the gathers of one chunk at any time."""
-    if operation == "disable_with_sync":
-        chunk.disable_forward_pre_hook()
-    elif operation == "disable_without_sync":
-        chunk.disable_forward_pre_hook(param_sync=False)
-    elif operation == "enable":
-        chunk.enable_forward_pre_hook()
-    elif operation == "start":
-        chunk.start_param_sync()
-    elif operation == "start_with_force":
-        chunk.start_param_sync(force_sync=True)
+#: What a program may do to the gathers of one chunk at any time.
+GATHERS = {
+    "disable_with_sync": lambda chunk: chunk.disable_forward_pre_hook(),
+    "disable_without_sync": lambda chunk: chunk.disable_forward_pre_hook(param_sync=False),
+    "enable": lambda chunk: chunk.enable_forward_pre_hook(),
+    "start": lambda chunk: chunk.start_param_sync(),
+    "start_with_force": lambda chunk: chunk.start_param_sync(force_sync=True),
+}
 
 
 def draw_program(seed: int) -> list[tuple[str, int]]:
@@ -158,8 +140,8 @@ LAYOUTS = {
     "bf16": (2, {"dtype": "bf16"}, range(10, 14)),
     "experts": (2, {"experts": 2}, range(20, 22)),
     "expert-parallel": (4, {"experts": 2, "ep": 2}, range(30, 32)),
-    "virtual-stages": (4, {"pp": 2, "vpp": 2, "layers_per_stage": 1}, range(40, 43)),
-    "aligned": (4, {"pp": 2, "vpp": 2, "layers_per_stage": 1, "align": True}, range(50, 53)),
+    "virtual-stages": (4, VIRTUAL, range(40, 43)),
+    "aligned": (4, {**VIRTUAL, "align": True}, range(50, 53)),
     **{
         name: (2, {"dtype": "bf16", "layer_wise": True, **options}, seeds)
         for name, options, seeds, since in (

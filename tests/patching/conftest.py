@@ -1,4 +1,4 @@
-"""Shared by the tests of patching/: processes to fork from, copies of Megatron, a toy to patch."""
+"""Shared by the tests of patching/: processes to fork from, a copy of Megatron, a toy to patch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import pytest
 from forks import Forks
 from toys import Toys
 
+import megatron_idempotent
+from megatron_idempotent.patching import catalog
 from megatron_idempotent.patching.source import locate
+
+RANDOM = "megatron/core/tensor_parallel/random.py"
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +67,67 @@ def megatron_files(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder.parent
 
 
+class Copy:
+    """The copy of Megatron, in which a test changes files; afterwards they are as they were."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder)
+        self._folder = folder
+        self._changed: set[Path] = set()
+
+    def change(self, file: str, *, to: str | None) -> None:
+        """Put another text into a file, or take it away."""
+        path = self._folder / file
+        if path not in self._changed:
+            path.rename(path.with_suffix(".kept"))
+            self._changed.add(path)
+        path.unlink(missing_ok=True)
+        if to is not None:
+            path.write_text(to)
+
+    def alter(self, file: str, old: str, new: str) -> None:
+        """Replace a part of a file."""
+        text = (self._folder / file).read_text()
+        assert old in text
+        self.change(file, to=text.replace(old, new))
+
+    def drift(self) -> None:
+        """Change the body of `model_parallel_cuda_manual_seed`, on which a patch relies."""
+        self.alter(RANDOM, "offset = seed + 2718", "offset = seed + 2719")
+
+    def put_back(self) -> None:
+        """Undo all changes."""
+        for path in self._changed:
+            path.unlink(missing_ok=True)
+            path.with_suffix(".kept").rename(path)
+        self._changed.clear()
+
+
 @pytest.fixture
-def megatron_copy(megatron_files: Path, tmp_path: Path) -> Path:
-    """The same, to alter: files are hard links, so replace them instead of writing into them."""
-    shutil.copytree(megatron_files, tmp_path / "copy", copy_function=os.link)
-    return tmp_path / "copy"
+def megatron_copy(megatron_files: Path) -> Iterator[Copy]:
+    """A copy of Megatron to change."""
+    copy = Copy(megatron_files)
+    yield copy
+    copy.put_back()
+
+
+@pytest.fixture
+def drifted(megatron_copy: Copy) -> str:
+    """The path of a copy of Megatron with a body that has drifted."""
+    megatron_copy.drift()
+    return megatron_copy.path
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """The folder of a copy of the package, with the case files in it, as a wheel has them."""
+    folder = tmp_path / "site"
+    leave = shutil.ignore_patterns("__pycache__", "patches")
+    library = Path(megatron_idempotent.__file__).parent
+    shutil.copytree(library, folder / "megatron_idempotent", ignore=leave)
+    cases = Path(sys.modules[catalog.PACKAGE].__file__ or "").parent
+    shutil.copytree(cases, folder / "megatron_idempotent" / "patches", ignore=leave)
+    return folder
 
 
 @pytest.fixture

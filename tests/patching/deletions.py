@@ -11,46 +11,47 @@ import gc
 import importlib
 import io
 import json
-import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from forks import forked, value_of
 
 Seen = dict[str, Any]
 
 
-def each_in_turn(folder: str, names: list[str]) -> dict[str, Seen]:
-    """Delete each file of `names` in turn; what the package says with it, under "", and without.
+def in_turn(folder: str, names: list[str]) -> dict[str, Any]:
+    """Delete each file of `names` in turn, then two of them at once, then all case files.
 
     Args:
-        folder: of a copy of the package with `patches/` inside, which is changed and put back.
+        folder: of a copy of the package with `patches/` inside, which is changed.
         names: of case files, such as `patches/gc_stays_off.py`.
+
+    Returns:
+        What the package says with all files, under "", and without each; what
+        `accumulation_window()` says without the two that it stands on, under "window"; and modules
+        of the library that cannot be imported without any, under "imports".
     """
     _warm(folder)
-    found = {"": _child(_without_it, "")}
+    root = Path(folder, "megatron_idempotent")
+    found = {"": value_of(forked(lambda: _without_it("")))}
     for name in names:
-        with _deleted(Path(folder, "megatron_idempotent", name)):
-            found[name] = _child(_without_it, Path(name).stem.replace("_", "-"))
+        with _deleted(root / name):
+            stem = Path(name).stem.replace("_", "-")
+            found[name] = value_of(forked(lambda stem=stem: _without_it(stem)))
+    for name in WINDOW_STANDS_ON:
+        (root / name).unlink()
+    found["window"] = value_of(forked(_open_a_window))
+    for path in (root / "patches").rglob("*.py"):
+        if path.name != "__init__.py":
+            path.unlink()
+    found["imports"] = value_of(forked(_import_everything))
     return found
 
 
-def all_at_once(folder: str) -> list[str]:
-    """Delete every case file; return modules of the library that cannot be imported then."""
-    _warm(folder)
-    for path in Path(folder, "megatron_idempotent", "patches").rglob("*.py"):
-        if path.name != "__init__.py":
-            path.unlink()
-    return _child(_import_everything)
-
-
-def windowless(folder: str, names: list[str]) -> str:
-    """Delete these case files at once; return what `accumulation_window()` says then."""
-    _warm(folder)
-    for name in names:
-        Path(folder, "megatron_idempotent", name).unlink()
-    return str(_child(_open_a_window))
+WINDOW_STANDS_ON = ("patches/aux_loss_scale_left_set.py", "patches/timers_left_running.py")
 
 
 def _open_a_window() -> str:
@@ -161,26 +162,3 @@ def _import_everything() -> list[str]:
     for name in megatron_idempotent.__all__:
         getattr(megatron_idempotent, name)
     return failed
-
-
-def _child(function: Callable[..., Any], *arguments: Any) -> Any:
-    receive, send = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            answer = {"value": function(*arguments)}
-        except BaseException as error:  # noqa: BLE001 - the parent raises it
-            import traceback
-
-            answer = {"error": f"{error!r}\n{traceback.format_exc()}"}
-        with os.fdopen(send, "w") as pipe:
-            json.dump(answer, pipe)
-        os._exit(0)
-    os.close(send)
-    with os.fdopen(receive) as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    answer = json.loads(text)
-    if "error" in answer:
-        raise RuntimeError(answer["error"])
-    return answer["value"]

@@ -1,11 +1,10 @@
-"""Scenarios in processes of their own; see `forks`. Each returns something JSON can carry."""
+"""Scenarios in processes of their own, see `forks`; and what they ask of a live Megatron."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 SEED = "megatron.core.tensor_parallel.random"
@@ -63,62 +62,6 @@ def outcomes(
     return {row.id: row.as_dict() for row in report}
 
 
-def order(steps: str) -> dict[str, Any]:
-    """Do `steps` in this order: i import, a apply, r revert; then say what stands there."""
-    import megatron_idempotent
-
-    actions = {
-        "i": import_megatron,
-        "a": megatron_idempotent.apply,
-        "r": megatron_idempotent.revert,
-    }
-    seen: dict[str, set[int]] = {}
-    for step in steps:
-        actions[step]()
-        if SEED in sys.modules:
-            for name, value in live().items():
-                if not stock(name):
-                    seen.setdefault(name, set()).add(id(value))
-    return {
-        "stock": [stock(name) for name in live()],
-        "objects": [len(ids) for ids in seen.values()],
-        "statuses": {row.id: row.status for row in megatron_idempotent.report()},
-        "bound early": _bound_early_is(live()["seed"]),
-    }
-
-
-def _bound_early_is(function: Any) -> bool:
-    import megatron.core.tensor_parallel
-
-    return megatron.core.tensor_parallel.model_parallel_cuda_manual_seed is function
-
-
-def copy_is_imported(path: str, **arguments: Any) -> dict[str, Any]:
-    """Import Megatron from `path`, then apply."""
-    sys.path.insert(0, path)
-    import_megatron()
-    assert str(Path(sys.modules[SEED].__file__ or "")).startswith(path)
-    import megatron_idempotent
-
-    report = megatron_idempotent.apply(**arguments)
-    return {row.id: row.as_dict() | {"stock": stock("seed")} for row in report}
-
-
-def fresh_modules() -> dict[str, Any]:
-    """Return the modules that importing the package and `apply()` pull in."""
-    before = set(sys.modules)
-    import megatron_idempotent
-
-    imported = sorted(set(sys.modules) - before)
-    finders = list(sys.meta_path)
-    megatron_idempotent.apply()
-    return {
-        "imported": imported,
-        "applied": sorted(set(sys.modules) - before),
-        "finders added": [type(f).__name__ for f in sys.meta_path if f not in finders],
-    }
-
-
 def source_properties(every: int) -> dict[str, Any]:
     """Cut all top-level functions and classes out of every n-th file of Megatron, and compare."""
     import ast
@@ -157,24 +100,3 @@ def _extent(node: Any) -> tuple[Any, ...]:
         node.end_col_offset,
         len(node.body),
     )
-
-
-def live_outcome(prepare: str, **arguments: Any) -> dict[str, Any]:
-    """Import Megatron, do something to it, apply, and tell everything."""
-    import_megatron()
-    import alterations
-
-    expected = getattr(alterations, prepare)(sys.modules[SEED])
-    import megatron_idempotent
-
-    raised = None
-    try:
-        megatron_idempotent.apply(**arguments)
-    except megatron_idempotent.PatchError as error:
-        raised = str(error)
-    return {
-        "raised": raised,
-        "rows": {row.id: row.as_dict() for row in megatron_idempotent.report()},
-        "untouched": [stock(name) for name in live() if name != "seed"],
-        "seed untouched": expected is live()["seed"],
-    }

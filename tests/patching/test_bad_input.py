@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alterations import alter
+from forks import FEW
 
 from megatron_idempotent import PatchError, UnknownPatchError, apply, report, revert
 from megatron_idempotent.patching import Helper, Limit, Patch, Target, api, settings
@@ -20,7 +20,6 @@ from megatron_idempotent.patching.decide import review
 from megatron_idempotent.patching.source import parse_body
 
 SEED = "pipeline-seed-offset"
-RANDOM = "megatron/core/tensor_parallel/random.py"
 SWITCH = "MEGATRON_IDEMPOTENT"
 
 
@@ -114,7 +113,7 @@ def test_every_variable_in_the_project_is_in_the_table_of_them():
 
 
 def test_a_named_patch_that_cannot_be_applied_raises_and_changes_nothing(cold):
-    result = cold.run("outcomes", bare=True, only=[SEED])
+    result = cold.run("scenarios.outcomes", bare=True, only=[SEED])
     assert result["raised"] == "PatchError"
     assert result["message"].startswith(
         f"{SEED}: not_installed: megatron-core is not installed; drop it from only="
@@ -122,34 +121,26 @@ def test_a_named_patch_that_cannot_be_applied_raises_and_changes_nothing(cold):
     assert set(result["left"].values()) == {"disabled"}
 
 
-def test_a_failed_call_keeps_what_an_earlier_one_asked_for(cold, megatron_copy):
-    alter(megatron_copy, RANDOM, "offset = seed + 2718", "offset = seed + 2719")
-    result = cold.run(
-        "outcomes",
-        path=str(megatron_copy),
-        first=[{"only": ["grad-scale-func"]}],
-        strict=True,
-    )
+def test_a_failed_call_keeps_what_an_earlier_one_asked_for(cold, drifted):
+    first = [{"only": ["grad-scale-func"]}]
+    result = cold.run("scenarios.outcomes", among=FEW, path=drifted, first=first, strict=True)
     assert f"{SEED}: drifted" in result["message"]
     assert result["message"].endswith("exclude= it, or see `megatron-idempotent doctor`")
     assert result["left"]["grad-scale-func"] == "pending_import"
     assert result["left"][SEED] == "disabled"
 
 
-def test_the_strict_switch_is_the_strict_argument(cold, megatron_copy):
-    alter(megatron_copy, RANDOM, "offset = seed + 2718", "offset = seed + 2719")
-    environ = {f"{SWITCH}_STRICT": "1"}
-    assert "raised" in cold.run("outcomes", path=str(megatron_copy), environ=environ)
-    lax = cold.run("outcomes", path=str(megatron_copy), environ=environ, strict=False)
-    assert lax[SEED]["status"] == "pending_import"
+def test_the_strict_switch_is_the_strict_argument(cold, drifted):
+    given = {"among": FEW, "path": drifted, "environ": {f"{SWITCH}_STRICT": "1"}}
+    assert "raised" in cold.run("scenarios.outcomes", **given)
+    assert cold.run("scenarios.outcomes", **given, strict=False)[SEED]["status"] == "pending_import"
 
 
 def test_the_report_is_written_whole_and_follows_what_happens(toys, tmp_path, monkeypatch):
     path = tmp_path / "report-3.json"
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv(f"{SWITCH}_REPORT", str(tmp_path / "report-{rank}.json"))
-    toys.write("toy_up.greet", "def greet(name):\n    return name\n")
-    toys.patch("toy-a", "toy_up.greet:greet")
+    toys.greet()
 
     def written() -> str:
         rows = {row["id"]: row for row in json.loads(path.read_text())}
@@ -179,8 +170,7 @@ def test_a_report_that_cannot_be_written_warns_and_leaves_no_trace(
     if folder == "report":
         path.mkdir()  # a folder stands where the file should go
     monkeypatch.setenv(f"{SWITCH}_REPORT", str(path))
-    toys.write("toy_up.greet", "def greet(name):\n    return name\n")
-    toys.patch("toy-a", "toy_up.greet:greet")
+    toys.greet()
     assert toys.apply()["toy-a"].status == "pending_import"
     assert f"cannot write {SWITCH}_REPORT={path}: " in caplog.text
     assert not [entry for entry in tmp_path.rglob("*.json*") if entry.is_file()]

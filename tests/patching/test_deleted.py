@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from deletions import WINDOW_STANDS_ON
 
-import megatron_idempotent
 from megatron_idempotent.patching import catalog
 from megatron_idempotent.patching.catalog import case_file_of, hazards, outlines
 from megatron_idempotent.patching.report import COVERED
 
 ROOT = Path(__file__).parents[2]
-LIBRARY = Path(megatron_idempotent.__file__).parent
 #: Of a process that deletes them all; about 20 s where nobody else runs.
 DEADLINE_S = 300.0
 
@@ -25,32 +24,25 @@ DEADLINE_S = 300.0
 STOOD_ON = {name: each.provides for name, each in outlines().items() if each.provides}
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """The folder of a copy of the package, with the case files in it, as a wheel has them."""
-    leave = shutil.ignore_patterns("__pycache__", "patches")
-    shutil.copytree(LIBRARY, tmp_path / "megatron_idempotent", ignore=leave)
-    cases = Path(sys.modules[catalog.PACKAGE].__file__ or "").parent
-    shutil.copytree(cases, tmp_path / "megatron_idempotent" / "patches", ignore=leave)
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_deleting_any_case_file_changes_nothing_else_and_what_stands_on_it_names_it(
+    warm, package, every
+):
+    """Delete each in turn, or of those that library code does not stand on each sixteenth."""
     for name in ("patching", "patches"):
-        compileall.compile_dir(tmp_path / "megatron_idempotent" / name, quiet=1)
-    return tmp_path
-
-
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_deleting_any_case_file_changes_nothing_else(warm, package, every):
-    """Delete each in turn, or of those that library code does not stand on each fifth."""
+        compileall.compile_dir(package / "megatron_idempotent" / name, quiet=1)
     rest = [hazard_id for hazard_id in hazards() if hazard_id not in STOOD_ON]
     deleted = [*STOOD_ON, *rest[::every]]
     names = [case_file_of(hazard_id) for hazard_id in deleted]
     found = warm.run(
-        "deletions.each_in_turn",
-        imported=True,
-        folder=str(package),
-        names=names,
-        timeout_s=DEADLINE_S,
+        "deletions.in_turn", imported=True, folder=package, names=names, timeout_s=DEADLINE_S
     )
-    whole = found.pop("")
+    assert found.pop("imports") == [], "the library imports without any case file"
+    told, whole = found.pop("window"), found.pop("")
+    assert "accumulation_window() stands on patches that are not applied: " in told
+    for name in WINDOW_STANDS_ON:
+        hazard_id = Path(name).stem.replace("_", "-")
+        assert f"{hazard_id} (its case file {name} is missing, and the index" in told
     index = catalog.generated(catalog.INDEX)
     assert whole["left"] == []
     assert sum(status in COVERED for status in whole["applied"].values()) > 30
@@ -62,8 +54,7 @@ def test_deleting_any_case_file_changes_nothing_else(warm, package, every):
             assert seen[what] == others, f"{what} without {name}"
         assert (seen["code"], seen["left"]) == (whole["code"], []), name
         assert 0 < seen["changed"] <= whole["changed"], name
-        expected = [line for line in index if line.split(" ")[0] != hazard_id]
-        assert seen["index"] == expected, name
+        assert seen["index"] == [line for line in index if line.split(" ")[0] != hazard_id], name
         assert all(
             f"{hazard_id} (its case file {case_file_of(hazard_id)} is missing" in " ".join(told)
             for told in seen["absent"].values()
@@ -72,30 +63,13 @@ def test_deleting_any_case_file_changes_nothing_else(warm, package, every):
         assert seen["absent"].keys() == {*provided}
 
 
-def test_who_stands_on_deleted_case_files_names_them(warm, package):
-    names = ["patches/aux_loss_scale_left_set.py", "patches/timers_left_running.py"]
-    told = warm.run("deletions.windowless", imported=True, folder=str(package), names=names)
-    assert "accumulation_window() stands on patches that are not applied: " in told
-    for name in names:
-        hazard_id = Path(name).stem.replace("_", "-")
-        assert f"{hazard_id} (its case file {name} is missing, and the index" in told
-
-
-def test_the_library_imports_without_any_case_file(warm, package):
-    assert warm.run("deletions.all_at_once", imported=True, folder=str(package)) == []
-
-
 #: Suites of library code that reaches Megatron through patches; minutes for each deletion.
 SUITES = (
-    *(
-        "patching",
-        "step/test_begun_differently.py",
-        "step/test_division.py",
-        "step/test_failures.py",
-    ),
+    *("patching", "step/test_begun_differently.py", "step/test_division.py"),
+    "step/test_failures.py",
     *("step/test_lifecycle.py", "step/test_ready.py", "step/test_same_gradient.py"),
     *("step/test_left_open.py", "step/test_results.py", "step/test_talk.py", "step/test_uneven.py"),
-    *("patches/test_accumulation.py", "patches/test_accumulation_errors.py"),
+    "patches/test_accumulation.py",
     *("patches/test_abort_window.py", "patches/test_guarded_window.py"),
     *("patches/test_ensure_params_synced.py", "logprobs/test_model.py"),
 )
@@ -126,10 +100,7 @@ def test_the_suites_of_the_library_pass_without_what_it_stands_on(hazard_id, meg
     asked = suites_without(hazard_id)
     assert len(asked) > 20
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    # A bare tree on the path imports the package of its case files, which an install does not.
-    bare = "tests/patching/test_processes.py::test_the_package_and_apply_pull_in_next_to_nothing"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
-    command += ["--deselect", bare, *asked]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *asked]
     run = subprocess.run(
         command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
     )

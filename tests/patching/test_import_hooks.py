@@ -8,11 +8,10 @@ import sys
 from importlib.machinery import ModuleSpec
 
 import pytest
+from toys import GREET
 
 from megatron_idempotent import report
 from megatron_idempotent.patching import import_hooks
-
-GREET = "def greet(name):\n    return f'hello {name}'\n"
 
 
 @pytest.fixture
@@ -24,8 +23,7 @@ def applying(monkeypatch, toys):
 
 
 def test_apply_in_the_middle_of_the_targets_import_lands_with_its_end(toys, applying):
-    toys.write("toy_up.greet", "import toy_apply\n" + GREET)
-    toys.patch("toy-a", "toy_up.greet:greet")
+    toys.greet("import toy_apply\n" + GREET)
     # Nothing is imported after it that could give `apply()` another chance.
     module = importlib.import_module("toy_up.greet")
     assert module.greet("x") == "hello x!"
@@ -36,8 +34,7 @@ def test_apply_in_the_middle_of_the_targets_import_lands_with_its_end(toys, appl
 
 def test_on_a_python_that_nobody_has_read_it_lands_with_the_next_apply(toys, applying, monkeypatch):
     monkeypatch.setattr(import_hooks, "_UNREAD", (3, 10))
-    toys.write("toy_up.greet", "import toy_apply\n" + GREET)
-    toys.patch("toy-a", "toy_up.greet:greet")
+    toys.greet("import toy_apply\n" + GREET)
     module = importlib.import_module("toy_up.greet")
     assert toys.status("toy-a") == "pending_import"
     toys.apply()
@@ -45,9 +42,7 @@ def test_on_a_python_that_nobody_has_read_it_lands_with_the_next_apply(toys, app
 
 
 def test_apply_in_the_middle_of_an_import_that_fails_lands_with_the_next(toys, applying):
-    toys.write("toy_up.greet", "import toy_apply\nraise OSError('disk')\n")
-    toys.patch("toy-a", "toy_up.greet:greet", relies_on="name")
-    toys.write("toy_up.greet", "import toy_apply\nimport toy_flaky\n" + GREET)
+    toys.greet("import toy_apply\nimport toy_flaky\n" + GREET)
     toys.write("toy_flaky", "raise OSError('disk')\n")
     with pytest.raises(OSError, match="disk"):
         importlib.import_module("toy_up.greet")
@@ -57,9 +52,8 @@ def test_apply_in_the_middle_of_an_import_that_fails_lands_with_the_next(toys, a
 
 
 def test_an_import_that_fails_after_apply_is_waited_for_again(toys):
-    toys.write("toy_up.greet", "import toy_flaky\n" + GREET)
+    toys.greet("import toy_flaky\n" + GREET)
     toys.write("toy_flaky", "raise OSError('disk')\n")
-    toys.patch("toy-a", "toy_up.greet:greet")
     toys.apply()
     with pytest.raises(OSError, match="disk"):
         importlib.import_module("toy_up.greet")
@@ -91,8 +85,7 @@ def test_waiting_hides_no_other_finder_from_an_import(toys, monkeypatch):
         def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
             asked.append(fullname)
 
-    toys.write("toy_up.greet", GREET)
-    toys.patch("toy-a", "toy_up.greet:greet")
+    toys.greet()
     importlib.import_module("wrapt")  # its finder is in place, and will not shift the others
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
     toys.apply()
@@ -107,8 +100,7 @@ def test_waiting_hides_no_other_finder_from_an_import(toys, monkeypatch):
 
 
 def test_a_module_that_is_imported_twice_is_patched_twice_by_two_applies(toys):
-    toys.write("toy_up.greet", GREET)
-    toys.patch("toy-a", "toy_up.greet:greet")
+    toys.greet()
     toys.apply()
     first = importlib.import_module("toy_up.greet")
     del sys.modules["toy_up.greet"]
@@ -119,8 +111,7 @@ def test_a_module_that_is_imported_twice_is_patched_twice_by_two_applies(toys):
 
 
 def test_a_lazily_loaded_module_is_not_loaded_by_apply(toys):
-    path = toys.write("toy_up.greet", "import builtins\nbuiltins.toy_loaded = True\n" + GREET)
-    toys.patch("toy-a", "toy_up.greet:greet")
+    path = toys.greet("import builtins\nbuiltins.toy_loaded = True\n" + GREET)
     importlib.import_module("toy_up")
     spec = importlib.util.spec_from_file_location("toy_up.greet", path)
     assert spec is not None
@@ -142,8 +133,6 @@ def test_a_lazily_loaded_module_is_not_loaded_by_apply(toys):
 
 
 def test_finding_a_module_imports_no_parent_and_agrees_with_the_import_system(toys):
-    from megatron_idempotent.patching import import_hooks
-
     toys.write("toy_up.deep.greet", GREET)
     (toys.folder / "toy_names" / "inner").mkdir(parents=True)  # namespace packages, nested
     (toys.folder / "toy_names" / "inner" / "greet.py").write_text(GREET)
@@ -153,8 +142,7 @@ def test_finding_a_module_imports_no_parent_and_agrees_with_the_import_system(to
         import_hooks.find(name) for name in [*names, "toy_absent", "sys", "_json", "json.decoder"]
     ]
     assert not any(name.startswith("toy_") for name in sys.modules)
-    assert found[0] == importlib.util.find_spec(names[0]).origin  # type: ignore[union-attr]
-    assert found[1] == importlib.util.find_spec(names[1]).origin  # type: ignore[union-attr]
-    assert found[2] == importlib.util.find_spec(names[2]).origin  # type: ignore[union-attr]
+    specs = [importlib.util.find_spec(name) for name in names[:3]]
+    assert found[:3] == [spec.origin for spec in specs if spec is not None]
     assert found[3:7] == [None, None, None, None]
     assert found[7] == importlib.import_module("json.decoder").__file__

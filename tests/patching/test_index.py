@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 from megatron_idempotent.patching import catalog
 from megatron_idempotent.patching.catalog import hazards, index_of, patches, read_index
 
-PACKAGE = Path(catalog.__file__).parents[1]
 NEW = '''"""A hazard that the index does not know."""
 from megatron_idempotent.patching import Patch, Target
 def wrap(original, *args, **kwargs):
@@ -24,17 +20,6 @@ PATCH = Patch(
 def reproduce():
     pass
 '''
-
-
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """The folder of a copy of the package, with the case files in it, as a wheel has them."""
-    folder = tmp_path / "site"
-    leave = shutil.ignore_patterns("__pycache__", "patches")
-    shutil.copytree(PACKAGE, folder / "megatron_idempotent", ignore=leave)
-    cases = Path(sys.modules[catalog.PACKAGE].__file__ or "").parent
-    shutil.copytree(cases, folder / "megatron_idempotent" / "patches", ignore=leave)
-    return folder
 
 
 def run(path: Path, program: str, *options: str) -> str:
@@ -73,15 +58,19 @@ def test_the_index_says_what_the_case_files_say():
 def test_apply_imports_no_case_file_and_nothing_from_the_standard_library(package):
     # Without `site`, which imports what it needs for an editable install.
     program = (
-        "import os; sys.path += %r; before = set(sys.modules)\n"
-        "import megatron_idempotent as m; m.apply()\n"
-        "print(*set(sys.modules) - before)"
+        "import os; sys.path += %r; before, finders = set(sys.modules), list(sys.meta_path)\n"
+        "import megatron_idempotent as m; print(*set(sys.modules) - before); m.apply()\n"
+        "print(*set(sys.modules) - before)\n"
+        "print(*[type(f).__name__ for f in sys.meta_path if f not in finders])"
     )
-    found = run(package, program % sys.path, "-S").split()
+    imported, found, added = map(str.split, run(package, program % sys.path, "-S").splitlines())
     assert "megatron_idempotent.patching.api" in found
     others = [name for name in found if not name.startswith("megatron_idempotent")]
     assert others == ["__future__"]
     assert not [name for name in found if ".patches." in name]
+    # Importing changes nothing; applying leaves one finder, which waits for Megatron.
+    assert not [name for name in imported if ".patches" in name]
+    assert added == ["_ImportSentinel"]
 
 
 def test_a_case_file_that_the_index_lacks_is_found(package):

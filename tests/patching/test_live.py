@@ -11,13 +11,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from toys import GREET
 
 from megatron_idempotent import report, revert
 from megatron_idempotent.patching import source as reading
 from megatron_idempotent.patching.source import difference, parse_body
 
 ADDRESS = "toy_up.greet:greet"
-GREET = "def greet(name):\n    return f'hello {name}'\n"
 OTHERS = {
     "a lambda": GREET + "greet = lambda name: 'hi'\n",
     "another definition": GREET + "def other(name):\n    return f'hello {name}'\ngreet = other\n",
@@ -37,8 +37,7 @@ SEEN_IN_SOURCE = {
 @pytest.fixture
 def greet(toys):
     def imported(source: str = GREET):
-        path = toys.write("toy_up.greet", source)
-        toys.patch("toy-a", ADDRESS)
+        path = toys.greet(source)
         return importlib.import_module("toy_up.greet"), path
 
     return imported
@@ -152,10 +151,7 @@ def test_methods_are_compared_in_their_classes(toys):
 
 def test_a_function_without_docstrings_and_assertions_is_still_its_own(toys):
     # As under -OO, where the interpreter compiles what it reads in the same way.
-    path = toys.write(
-        "toy_up.greet", "def greet(name):\n    '''Say.'''\n    assert name\n    return 1\n"
-    )
-    toys.patch("toy-a", ADDRESS)
+    path = toys.greet("def greet(name):\n    '''Say.'''\n    assert name\n    return 1\n")
     spec = importlib.util.spec_from_file_location("toy_up.greet", path)
     module = importlib.util.module_from_spec(spec)
     exec(compile(path.read_text(), path, "exec", optimize=2), vars(module))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 import types
 
 import pytest
-from toys import ask, shout
+from toys import shout
 
 from megatron_idempotent.patching import Target
 from megatron_idempotent.patching.patch_points import (
@@ -119,21 +118,6 @@ def test_uninstalling_deletes_what_was_inherited(module, name, answer):
     assert getattr(module.Base(), name)("x") == "Base x"
     assert uninstall(site)
     assert name not in vars(module.Thing)
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(["a", "b", "c"])))
-def test_layers_come_and_go_in_any_order(module, order):
-    site = site_of("greet")
-    install(site)
-    installed = module.greet
-    wrappers = {"a": shout, "b": ask, "c": shout}
-    for patch_id in order:
-        site.add(patch_id, wrappers[patch_id])
-    assert module.greet("x") == "hello x!?!"
-    for patch_id, left in zip(order, range(2, -1, -1), strict=True):
-        site.remove(patch_id)
-        assert module.greet("x").count("!") + module.greet("x").count("?") == left
-        assert module.greet is installed
 
 
 def test_the_signature_is_upstreams_for_callers_and_for_wrappers(module):

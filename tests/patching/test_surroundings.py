@@ -6,10 +6,8 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from alterations import alter
 from toys import Toys
 
 from megatron_idempotent import VerificationError, report, verify
@@ -89,38 +87,29 @@ def test_a_class_with_slots_takes_nothing_of_ours(source, closed):
     assert has_slots(source, "A") is closed
 
 
-def doctor(root: Path) -> str:
+def doctor(path: str) -> str:
     command = [sys.executable, "-m", "megatron_idempotent", "doctor"]
-    environ = {**os.environ, "PYTHONPATH": str(root)}
+    environ = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        (
-            "grad_reduce_handle",
-            "reduce_handle",
-            "_ParamAndGradBucketGroup defines no `grad_reduce_handle`, which its wrapper reads",
-        ),
-        (
-            "class _ParamAndGradBucketGroup:\n",
-            "class _ParamAndGradBucketGroup:\n    __slots__ = ()\n",
-            "_ParamAndGradBucketGroup has __slots__",
-        ),
+def test_doctor_names_what_is_missing_or_goes_past(megatron_copy):
+    group = "class _ParamAndGradBucketGroup:\n"
+    faster = "class Faster(_ParamAndGradBucketGroup):\n    def start_grad_sync(self):\n"
+    for old, new, said in (
+        ("grad_reduce_handle", "reduce_handle", "defines no `grad_reduce_handle`, which its wr"),
+        (group, f"{group}    __slots__ = ()\n", "_ParamAndGradBucketGroup has __slots__"),
         (
             "class BufferType(",
-            "class Faster(_ParamAndGradBucketGroup):\n    def start_grad_sync(self):\n"
-            "        return None\n\n\nclass BufferType(",
+            f"{faster}        return None\n\n\nclass BufferType(",
             "Faster overrides _ParamAndGradBucketGroup.start_grad_sync, and does not call it",
         ),
-    ],
-)
-def test_doctor_names_what_is_missing_or_goes_past(megatron_copy, old, new, said):
-    alter(megatron_copy, BUFFER, old, new)
-    assert said in doctor(megatron_copy)
+    ):
+        megatron_copy.alter(BUFFER, old, new)
+        assert said in doctor(megatron_copy.path)
+        megatron_copy.put_back()
 
 
 UP = """

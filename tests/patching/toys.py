@@ -15,6 +15,7 @@ from megatron_idempotent.patching import Patch, Target, install
 from megatron_idempotent.patching.catalog import index_of, outlines, patches, read_index
 
 REAL = tuple(patches())
+GREET = "def greet(name):\n    return f'hello {name}'\n"
 
 
 def shout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,6 +77,11 @@ class Toys:
         _, outlined = read_index(index_of([record]))
         self._monkeypatch.setitem(outlines(), patch_id, outlined[patch_id])
         self._ids.append(patch_id)
+
+    def greet(self, source: str = GREET, **fields: Any) -> Path:
+        """Write `toy_up.greet`, and declare the patch toy-a of its `greet`."""
+        self.patch("toy-a", "toy_up.greet:greet", **fields)
+        return self.write("toy_up.greet", source)
 
     def apply(self, *ids: str, **arguments: Any) -> Report:
         """Apply these, by default all toys, as patches that nobody named."""

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import random
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megatron_idempotent.patching import Patch, Target
 
 Definition = ast.FunctionDef
 #: Changes a copy of the function in place, or returns the source by itself.
 Change = Callable[[Definition], "str | None"]
-Sites = Iterator[tuple[str, Change]]
+Sites = Iterable[tuple[str, Change]]
 #: From the function to a node: names of fields and positions in lists.
 Path = tuple["str | int", ...]
 
@@ -95,9 +97,9 @@ def mutants(source: str) -> list[Mutant]:
     """Every mutant of every operator, of a function's source from its first decorator on."""
     tree = _parsed(source)
     return [
-        Mutant(tree.name, operator.__name__.strip("_"), site, tree, change)
-        for operator in OPERATORS
-        for site, change in operator(tree)
+        Mutant(tree.name, name, site, tree, change)
+        for name, sites in OPERATORS.items()
+        for site, change in sites(tree)
     ]
 
 
@@ -146,548 +148,516 @@ def _parsed(source: str) -> Definition:
     return tree
 
 
+OPERATORS: dict[str, Callable[[Definition], Sites]] = {}
+"""Operator → a function that returns sites, each with its label and the change there."""
+
+
+def _operator(
+    sites: Callable[[Definition], Iterable[tuple[str, Any]]],
+) -> Callable[[Callable[..., Any]], None]:
+    """Add an operator: the decorated function changes what it is given of a site, in a tree."""
+
+    def decorated(change: Callable[..., Any]) -> None:
+        OPERATORS[change.__name__.strip("_")] = lambda tree: [
+            (label, functools.partial(change, where)) for label, where in sites(tree)
+        ]
+
+    return decorated
+
+
+def _cases(name: str, changes: dict[str, Change]) -> None:
+    """Add an operator that has the same changes for every function."""
+    OPERATORS[name] = lambda tree: changes.items()
+
+
 # The signature.
 
 
-def _rename_parameter(tree: Definition) -> Sites:
-    for name in _parameters(tree):
-
-        def change(tree: Definition, name: str = name) -> None:
-            for node in ast.walk(tree):
-                if isinstance(node, ast.arg) and node.arg == name:
-                    node.arg = f"{name}_now"
-                elif isinstance(node, ast.Name) and node.id == name:
-                    node.id = f"{name}_now"
-
-        yield name, change
+def _each_parameter(tree: Definition) -> Iterator[tuple[str, str]]:
+    return ((name, name) for name in _parameters(tree))
 
 
-def _parameter_from_kwargs(tree: Definition) -> Sites:
-    for name in _parameters(tree):
-
-        def change(tree: Definition, name: str = name) -> None:
-            _take_out(tree.args, name)
-            tree.args.kwarg = tree.args.kwarg or ast.arg("others")
-            _insert(tree, f"{name} = {tree.args.kwarg.arg}.pop({name!r}, None)")
-
-        yield name, change
+def _each_argument(tree: Definition, label: str = "{}") -> Iterator[tuple[str, int]]:
+    return ((label.format(a.arg), index) for index, a in enumerate(tree.args.args))
 
 
-def _parameter_is_copied(tree: Definition) -> Sites:
+@_operator(_each_parameter)
+def _rename_parameter(name: str, tree: Definition) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.arg == name:
+            node.arg = f"{name}_now"
+        elif isinstance(node, ast.Name) and node.id == name:
+            node.id = f"{name}_now"
+
+
+@_operator(_each_parameter)
+def _parameter_from_kwargs(name: str, tree: Definition) -> None:
+    _take_out(tree.args, name)
+    tree.args.kwarg = tree.args.kwarg or ast.arg("others")
+    _insert(tree, f"{name} = {tree.args.kwarg.arg}.pop({name!r}, None)")
+
+
+@_operator(_each_parameter)
+def _parameter_is_copied(name: str, tree: Definition) -> None:
     # Same name in the signature, another thing in the body.
-    for name in _parameters(tree):
-        yield name, _inserting(f"{name} = __import__('copy').copy({name})")
+    _insert(tree, f"{name} = __import__('copy').copy({name})")
 
 
-def _alias_of_parameter(tree: Definition) -> Sites:
-    for name in _parameters(tree):
-
-        def change(tree: Definition, name: str = name) -> None:
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Name) and node.id == name:
-                    node.id = f"{name}_here"
-            _insert(tree, f"{name}_here = {name}")
-
-        yield name, change
+@_operator(_each_parameter)
+def _alias_of_parameter(name: str, tree: Definition) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == name:
+            node.id = f"{name}_here"
+    _insert(tree, f"{name}_here = {name}")
 
 
-def _add_parameter(tree: Definition) -> Sites:
-    def first(tree: Definition) -> None:
-        tree.args.args.insert(0, ast.arg("fuzz"))
-        tree.args.defaults = [ast.Constant(None)] * len(tree.args.args)
-
-    def last(tree: Definition) -> None:
-        tree.args.args.append(ast.arg("fuzz"))
-        tree.args.defaults.append(ast.Constant(None))
-
-    def keyword(tree: Definition) -> None:
-        tree.args.kwonlyargs.append(ast.arg("fuzz"))
-        tree.args.kw_defaults.append(ast.Constant(None))
-
-    yield from (("first", first), ("last", last), ("keyword", keyword))
+@_operator(lambda tree: [(name, name) for name in ("first", "last", "keyword")])
+def _add_parameter(where: str, tree: Definition) -> None:
+    added, given = ast.arg("fuzz"), tree.args
+    if where == "first":
+        given.args.insert(0, added)
+        given.defaults = [ast.Constant(None)] * len(given.args)
+    elif where == "last":
+        given.args.append(added)
+        given.defaults.append(ast.Constant(None))
+    else:
+        given.kwonlyargs.append(added)
+        given.kw_defaults.append(ast.Constant(None))
 
 
-def _swap_parameters(tree: Definition) -> Sites:
-    for index in range(len(tree.args.args) - 1):
-
-        def change(tree: Definition, index: int = index) -> None:
-            both = tree.args.args
-            both[index], both[index + 1] = both[index + 1], both[index]
-
-        yield f"{index} and {index + 1}", change
+@_operator(lambda tree: [(f"{i} and {i + 1}", i) for i in range(len(tree.args.args) - 1)])
+def _swap_parameters(index: int, tree: Definition) -> None:
+    both = tree.args.args
+    both[index], both[index + 1] = both[index + 1], both[index]
 
 
-def _change_default(tree: Definition) -> Sites:
-    for index, argument in enumerate(tree.args.args):
-
-        def change(tree: Definition, index: int = index) -> None:
-            arguments = tree.args
-            start = len(arguments.args) - len(arguments.defaults)
-            if index < start:  # it may be left out, and so may all after it
-                arguments.defaults[:0] = [ast.Constant(None)] * (start - index)
-                return
-            default = arguments.defaults[index - start]
-            value = default.value if isinstance(default, ast.Constant) else None
-            new = not value if isinstance(value, bool) else None if value else 1
-            arguments.defaults[index - start] = ast.Constant(new)
-
-        yield argument.arg, change
+@_operator(_each_argument)
+def _change_default(index: int, tree: Definition) -> None:
+    arguments = tree.args
+    start = len(arguments.args) - len(arguments.defaults)
+    if index < start:  # it may be left out, and so may all after it
+        arguments.defaults[:0] = [ast.Constant(None)] * (start - index)
+        return
+    default = arguments.defaults[index - start]
+    value = default.value if isinstance(default, ast.Constant) else None
+    new = not value if isinstance(value, bool) else None if value else 1
+    arguments.defaults[index - start] = ast.Constant(new)
 
 
-def _no_default(tree: Definition) -> Sites:
-    def change(tree: Definition) -> None:
-        tree.args.defaults = []
-
-    yield "all", change
+@_operator(lambda tree: [("all", None)])
+def _no_default(_: None, tree: Definition) -> None:
+    tree.args.defaults = []
 
 
-def _keyword_only(tree: Definition) -> Sites:
-    for index, argument in enumerate(tree.args.args):
-
-        def change(tree: Definition, index: int = index) -> None:
-            arguments = tree.args
-            missing = len(arguments.args) - len(arguments.defaults)
-            defaults = [*[None] * missing, *arguments.defaults]
-            arguments.kwonlyargs[:0] = arguments.args[index:]
-            arguments.kw_defaults[:0] = defaults[index:]
-            arguments.args = arguments.args[:index]
-            arguments.defaults = [d for d in defaults[:index] if d is not None]
-
-        yield f"from {argument.arg} on", change
+@_operator(lambda tree: _each_argument(tree, "from {} on"))
+def _keyword_only(index: int, tree: Definition) -> None:
+    arguments = tree.args
+    missing = len(arguments.args) - len(arguments.defaults)
+    defaults = [*[None] * missing, *arguments.defaults]
+    arguments.kwonlyargs[:0] = arguments.args[index:]
+    arguments.kw_defaults[:0] = defaults[index:]
+    arguments.args = arguments.args[:index]
+    arguments.defaults = [d for d in defaults[:index] if d is not None]
 
 
-def _positional_only(tree: Definition) -> Sites:
-    def change(tree: Definition) -> None:
-        tree.args.posonlyargs, tree.args.args = tree.args.args, []
-
-    yield "all", change
+@_operator(lambda tree: [("all", None)])
+def _positional_only(_: None, tree: Definition) -> None:
+    tree.args.posonlyargs, tree.args.args = tree.args.args, []
 
 
-def _any_arguments(tree: Definition) -> Sites:
-    call = "    return _fuzz_inner(*args, **kwargs)\n"
-
-    def beside(tree: Definition) -> str:
-        name, tree.name = tree.name, "_fuzz_inner"
-        return f"{ast.unparse(tree)}\n\ndef {name}(*args, **kwargs):\n{call}"
-
-    def inside(tree: Definition) -> str:
-        name, tree.name = tree.name, "_fuzz_inner"
-        return f"def {name}(*args, **kwargs):\n{textwrap.indent(ast.unparse(tree), '    ')}\n{call}"
-
-    yield from (("beside", beside), ("inside", inside))
+@_operator(lambda tree: [("beside", False), ("inside", True)])
+def _any_arguments(inside: bool, tree: Definition) -> str:
+    name, tree.name = tree.name, "_fuzz_inner"
+    head, text = f"def {name}(*args, **kwargs):\n", ast.unparse(tree)
+    above = head + textwrap.indent(text, "    ") + "\n" if inside else f"{text}\n\n{head}"
+    return f"{above}    return _fuzz_inner(*args, **kwargs)\n"
 
 
 # What kind of function it is.
 
 
-def _another_kind(tree: Definition) -> Sites:
-    def asynchronous(tree: Definition) -> str:
-        return f"async {ast.unparse(tree)}"
-
-    yield "async", asynchronous
-    yield "generator", _inserting("yield")
-    yield "generator that yields nothing", _inserting("yield from ()")
+def _inserting(text: str) -> Change:
+    return lambda tree: _insert(tree, text)
 
 
-def _decorated(tree: Definition) -> Sites:
-    def under(*decorators: str) -> Change:
-        above = "".join(f"@{decorator}\n" for decorator in decorators)
-        return lambda tree: f"{_DECORATORS}{above}{ast.unparse(tree)}"
-
-    yield "staticmethod", under("staticmethod")
-    yield "with wraps", under("_fuzz_polite")
-    yield "without wraps", under("_fuzz_rude")
-    yield "both", under("_fuzz_polite", "_fuzz_rude")
-    yield "lambda", under("(lambda f: lambda *a, **k: f(*a, **k))")
-    yield "partial", under("(lambda f: __import__('functools').partial(f))")
-    yield (
-        "result in a tuple",
-        under("(lambda f: __import__('functools').wraps(f)(lambda *a, **k: (f(*a, **k),)))"),
-    )
-    yield (
-        "context manager",
-        under("__import__('contextlib').nullcontext().__class__ and _fuzz_rude"),
-    )
-    yield "no_grad", under("__import__('torch').no_grad()")
+_cases(
+    "another_kind",
+    {
+        "async": lambda tree: f"async {ast.unparse(tree)}",
+        "generator": _inserting("yield"),
+        "generator that yields nothing": _inserting("yield from ()"),
+    },
+)
 
 
-def _another_function(tree: Definition) -> Sites:
-    # What stands there at run time is not the definition that one reads.
-    def beside(template: str) -> Change:
-        def change(tree: Definition) -> str:
-            name, text = tree.name, ast.unparse(tree)
-            other = copy.deepcopy(tree)
-            other.name = "_fuzz_other"
-            return template.format(
-                name=name,
-                text=text,
-                indented=textwrap.indent(text, "    "),
-                other=ast.unparse(other),
-            )
+def _under(*decorators: str) -> Change:
+    above = "".join(f"@{decorator}\n" for decorator in decorators)
+    return lambda tree: f"{_DECORATORS}{above}{ast.unparse(tree)}"
 
-        return change
 
-    yield "a lambda", beside("{text}\n_fuzz = {name}\n{name} = lambda *a, **k: _fuzz(*a, **k)\n")
-    yield "another def", beside("{text}\n\n{other}\n{name} = _fuzz_other\n")
-    yield "a dead copy behind", beside("{text}\n\nif False:\n{indented}\n")
-    yield "a dead copy before", beside("if False:\n{indented}\n\n{other}\n{name} = _fuzz_other\n")
-    yield "wrapped behind", beside(_DECORATORS + "{text}\n{name} = _fuzz_polite({name})\n")
+_cases(
+    "decorated",
+    {
+        "staticmethod": _under("staticmethod"),
+        "with wraps": _under("_fuzz_polite"),
+        "without wraps": _under("_fuzz_rude"),
+        "both": _under("_fuzz_polite", "_fuzz_rude"),
+        "lambda": _under("(lambda f: lambda *a, **k: f(*a, **k))"),
+        "partial": _under("(lambda f: __import__('functools').partial(f))"),
+        "result in a tuple": _under(
+            "(lambda f: __import__('functools').wraps(f)(lambda *a, **k: (f(*a, **k),)))"
+        ),
+        "context manager": _under(
+            "__import__('contextlib').nullcontext().__class__ and _fuzz_rude"
+        ),
+        "no_grad": _under("__import__('torch').no_grad()"),
+    },
+)
+
+
+def _beside(template: str) -> Change:
+    def change(tree: Definition) -> str:
+        text, other = ast.unparse(tree), copy.deepcopy(tree)
+        other.name = "_fuzz_other"
+        indented = textwrap.indent(text, "    ")
+        return template.format(
+            name=tree.name, text=text, indented=indented, other=ast.unparse(other)
+        )
+
+    return change
+
+
+# What stands there at run time is not the definition that one reads.
+_cases(
+    "another_function",
+    {
+        "a lambda": _beside("{text}\n_fuzz = {name}\n{name} = lambda *a, **k: _fuzz(*a, **k)\n"),
+        "another def": _beside("{text}\n\n{other}\n{name} = _fuzz_other\n"),
+        "a dead copy behind": _beside("{text}\n\nif False:\n{indented}\n"),
+        "a dead copy before": _beside("if False:\n{indented}\n\n{other}\n{name} = _fuzz_other\n"),
+        "wrapped behind": _beside(_DECORATORS + "{text}\n{name} = _fuzz_polite({name})\n"),
+    },
+)
 
 
 # What it returns.
 
-
-def _another_result(tree: Definition) -> Sites:
-    def items(change: Callable[[list[ast.expr]], list[ast.expr]]) -> _ToResult:
-        return lambda value: (
-            ast.Tuple(change(value.elts), ast.Load()) if isinstance(value, ast.Tuple) else None
-        )
-
-    def display(value: ast.expr) -> ast.expr | None:
-        if not isinstance(value, ast.Tuple):
-            return None
-        return ast.Dict([ast.Constant(f"item{i}") for i in range(len(value.elts))], value.elts)
-
-    def named(value: ast.expr) -> ast.expr:
-        parts = value.elts if isinstance(value, ast.Tuple) else [value]
-        names = " ".join(f"item{index}" for index in range(len(parts)))
-        maker = f"__import__('collections').namedtuple('Result', {names!r})"
-        return ast.Call(ast.parse(maker, mode="eval").body, parts, [])
-
-    def called(name: str) -> _ToResult:
-        return lambda value: ast.Call(ast.Name(name, ast.Load()), [value], [])
-
-    changes: dict[str, _ToResult] = {
-        "one item more": items(lambda v: [*v, ast.Constant(None)]),
-        "one item more in front": items(lambda v: [ast.Constant(0), *v]),
-        "one item less": items(lambda v: v[:-1]),
-        "first item less": items(lambda v: v[1:]),
-        "two items swapped": items(lambda v: [v[1], v[0], *v[2:]]),
-        "all items swapped": items(lambda v: v[::-1]),
-        "fourth item moved": items(lambda v: [*v[:3], *v[4:], *v[3:4]]),
-        "dict": display,
-        "named tuple": named,
-        "list": lambda v: ast.List(v.elts, ast.Load()) if isinstance(v, ast.Tuple) else None,
-        "list of it": lambda v: ast.List([v], ast.Load()),
-        "with something": lambda v: ast.Tuple([v, ast.Constant(None)], ast.Load()),
-        "iterator": lambda v: called("iter")(v) if isinstance(v, ast.Tuple) else None,
-        "text": called("repr"),
-        "nothing": lambda v: ast.Constant(None),
-    }
-    for name, change in changes.items():
-        yield name, _returning(change, None)
-    count = sum(isinstance(node, ast.Return) for node in _own(tree))
-    for index in range(count if count > 1 else 0):
-        yield f"one item more in return {index}", _returning(changes["one item more"], index)
-        yield f"nothing in return {index}", _returning(changes["nothing"], index)
-
-
 _ToResult = Callable[[ast.expr], "ast.expr | None"]
 
 
-def _returning(change: _ToResult, only: int | None) -> Change:
-    def changed(tree: Definition) -> str | None:
-        returns = [node for node in _own(tree) if isinstance(node, ast.Return) and node.value]
-        done = False
-        for index, node in enumerate(returns):
-            new = change(node.value) if node.value and only in (None, index) else None
-            if new is not None:
-                node.value, done = new, True
-        return None if done else "not a program"
+def _of_tuple(change: Callable[[list[ast.expr]], ast.expr]) -> _ToResult:
+    return lambda value: change(value.elts) if isinstance(value, ast.Tuple) else None
 
-    return changed
+
+def _items(change: Callable[[list[ast.expr]], list[ast.expr]]) -> _ToResult:
+    return _of_tuple(lambda items: ast.Tuple(change(items), ast.Load()))
+
+
+def _named_tuple(value: ast.expr) -> ast.expr:
+    parts = value.elts if isinstance(value, ast.Tuple) else [value]
+    names = " ".join(f"item{index}" for index in range(len(parts)))
+    maker = f"__import__('collections').namedtuple('Result', {names!r})"
+    return ast.Call(ast.parse(maker, mode="eval").body, parts, [])
+
+
+def _called(name: str, value: ast.expr) -> ast.expr:
+    return ast.Call(ast.Name(name, ast.Load()), [value], [])
+
+
+_RESULTS: dict[str, _ToResult] = {
+    "one item more": _items(lambda v: [*v, ast.Constant(None)]),
+    "one item more in front": _items(lambda v: [ast.Constant(0), *v]),
+    "one item less": _items(lambda v: v[:-1]),
+    "first item less": _items(lambda v: v[1:]),
+    "two items swapped": _items(lambda v: [v[1], v[0], *v[2:]]),
+    "all items swapped": _items(lambda v: v[::-1]),
+    "fourth item moved": _items(lambda v: [*v[:3], *v[4:], *v[3:4]]),
+    "dict": _of_tuple(lambda v: ast.Dict([ast.Constant(f"item{i}") for i in range(len(v))], v)),
+    "named tuple": _named_tuple,
+    "list": _of_tuple(lambda v: ast.List(v, ast.Load())),
+    "list of it": lambda v: ast.List([v], ast.Load()),
+    "with something": lambda v: ast.Tuple([v, ast.Constant(None)], ast.Load()),
+    "iterator": lambda v: _called("iter", v) if isinstance(v, ast.Tuple) else None,
+    "text": lambda v: _called("repr", v),
+    "nothing": lambda v: ast.Constant(None),
+}
+
+
+def _results(tree: Definition) -> Iterator[tuple[str, tuple[str, int | None]]]:
+    yield from ((name, (name, None)) for name in _RESULTS)
+    count = sum(isinstance(node, ast.Return) for node in _own(tree))
+    for index in range(count if count > 1 else 0):
+        for name in ("one item more", "nothing"):
+            yield f"{name} in return {index}", (name, index)
+
+
+@_operator(_results)
+def _another_result(which: tuple[str, int | None], tree: Definition) -> str | None:
+    name, only = which
+    returns = [node for node in _own(tree) if isinstance(node, ast.Return) and node.value]
+    done = False
+    for index, node in enumerate(returns):
+        new = _RESULTS[name](node.value) if node.value and only in (None, index) else None
+        if new is not None:
+            node.value, done = new, True
+    return None if done else "not a program"
 
 
 # The statements.
 
 
-def _delete(tree: Definition) -> Sites:
-    for path, statement in _statements(tree):
-        yield _label(statement), _replacing(path, lambda s: [ast.Pass()])
+def _each_statement(tree: Definition) -> Iterator[tuple[str, Path]]:
+    return ((_label(statement), path) for path, statement in _statements(tree))
 
 
-def _duplicate(tree: Definition) -> Sites:
-    for path, statement in _statements(tree):
-        if not isinstance(statement, (ast.Return, ast.FunctionDef)):
-            yield _label(statement), _replacing(path, lambda s: [s, copy.deepcopy(s)])
+def _on_statements(
+    name: str,
+    change: Callable[[ast.stmt], list[ast.stmt]],
+    only: Callable[[ast.stmt], bool] = lambda s: True,
+) -> None:
+    """Add an operator that puts other statements in the place of one."""
+    OPERATORS[name] = lambda tree: [
+        (_label(s), _replacing(path, change)) for path, s in _statements(tree) if only(s)
+    ]
 
 
-def _move_down(tree: Definition) -> Sites:
-    for path, statement in _statements(tree):
-
-        def change(tree: Definition, path: Path = path) -> str | None:
-            block, index = _block(tree, path)
-            if index + 1 == len(block):
-                return "not a program"
-            block[index], block[index + 1] = block[index + 1], block[index]
-            return None
-
-        yield _label(statement), change
+def _stays(s: ast.stmt) -> bool:
+    return not isinstance(s, (ast.Return, ast.FunctionDef))
 
 
-def _move_to_the_end(tree: Definition) -> Sites:
-    for path, statement in _statements(tree):
-
-        def change(tree: Definition, path: Path = path) -> str | None:
-            block, index = _block(tree, path)
-            if index + 2 >= len(block):
-                return "not a program"
-            block.insert(len(block) - 2, block.pop(index))
-            return None
-
-        yield _label(statement), change
+_on_statements("delete", lambda s: [ast.Pass()])
+_on_statements("duplicate", lambda s: [s, copy.deepcopy(s)], _stays)
 
 
-def _move_to_the_front(tree: Definition) -> Sites:
-    for path, statement in _statements(tree):
-
-        def change(tree: Definition, path: Path = path) -> str | None:
-            block, index = _block(tree, path)
-            tree.body.insert(1, block.pop(index))
-            if not block:
-                block.append(ast.Pass())
-            return None
-
-        yield _label(statement), change
+@_operator(_each_statement)
+def _move_down(path: Path, tree: Definition) -> str | None:
+    block, index = _block(tree, path)
+    if index + 1 == len(block):
+        return "not a program"
+    block[index], block[index + 1] = block[index + 1], block[index]
+    return None
 
 
-def _make_conditional(tree: Definition) -> Sites:
-    for path, statement in _statements(tree):
-        for test in ("not __debug__", "'FUZZ' not in __import__('os').environ"):
-            parsed = ast.parse(test, mode="eval").body
-
-            def under(s: ast.stmt, parsed: ast.expr = parsed) -> list[ast.stmt]:
-                return [ast.If(parsed, [s], [])]
-
-            yield f"{test}: {_label(statement)}", _replacing(path, under)
+@_operator(_each_statement)
+def _move_to_the_end(path: Path, tree: Definition) -> str | None:
+    block, index = _block(tree, path)
+    if index + 2 >= len(block):
+        return "not a program"
+    block.insert(len(block) - 2, block.pop(index))
+    return None
 
 
-def _make_unconditional(tree: Definition) -> Sites:
-    for path, statement in _statements(tree):
-        if isinstance(statement, ast.If):
-            yield _label(statement), _replacing(path, lambda s: s.body)
+@_operator(_each_statement)
+def _move_to_the_front(path: Path, tree: Definition) -> None:
+    block, index = _block(tree, path)
+    tree.body.insert(1, block.pop(index))
+    if not block:
+        block.append(ast.Pass())
 
 
-def _negate(tree: Definition) -> Sites:
-    yield from _tests(tree, lambda test: ast.UnaryOp(ast.Not(), test))
+_CONDITIONS = ("not __debug__", "'FUZZ' not in __import__('os').environ")
 
 
-def _weaken(tree: Definition) -> Sites:
-    yield from _tests(tree, lambda test: ast.BoolOp(ast.Or(), [test, ast.Constant(True)]))
+@_operator(
+    lambda tree: [
+        (f"{test}: {_label(statement)}", (test, path))
+        for path, statement in _statements(tree)
+        for test in _CONDITIONS
+    ]
+)
+def _make_conditional(where: tuple[str, Path], tree: Definition) -> None:
+    parsed = ast.parse(where[0], mode="eval").body
+    _replacing(where[1], lambda s: [ast.If(parsed, [s], [])])(tree)
 
 
-def _strengthen(tree: Definition) -> Sites:
-    yield from _tests(tree, lambda test: ast.BoolOp(ast.And(), [test, ast.Constant(False)]))
+_on_statements("make_unconditional", lambda s: s.body, lambda s: isinstance(s, ast.If))  # type: ignore[attr-defined]
 
 
-def _protect(tree: Definition) -> Sites:
-    def tried(s: ast.stmt) -> list[ast.stmt]:
-        handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [ast.Pass()])
-        return [ast.Try([s], [handler], [], [])]
+def _on_tests(name: str, change: Callable[[ast.expr], ast.expr]) -> None:
+    def changed(s: Any) -> list[ast.stmt]:
+        s.test = change(s.test)
+        return [s]
 
-    for path, statement in _statements(tree):
-        if not isinstance(statement, (ast.Return, ast.FunctionDef)):
-            yield _label(statement), _replacing(path, tried)
+    _on_statements(name, changed, lambda s: isinstance(s, (ast.If, ast.While, ast.Assert)))
 
 
-def _return_early(tree: Definition) -> Sites:
+_on_tests("negate", lambda test: ast.UnaryOp(ast.Not(), test))
+_on_tests("weaken", lambda test: ast.BoolOp(ast.Or(), [test, ast.Constant(True)]))
+_on_tests("strengthen", lambda test: ast.BoolOp(ast.And(), [test, ast.Constant(False)]))
+
+
+def _tried(s: ast.stmt) -> list[ast.stmt]:
+    handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [ast.Pass()])
+    return [ast.Try([s], [handler], [], [])]
+
+
+_on_statements("protect", _tried, _stays)
+
+
+def _early_returns(tree: Definition) -> Iterator[tuple[str, Path | int]]:
+    yield from ((label, path) for label, path in _each_statement(tree) if len(path) == 2)
+    last = tree.body[-1]
+    if isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple):
+        yield "at once", len(last.value.elts)
+
+
+@_operator(_early_returns)
+def _return_early(where: Path | int, tree: Definition) -> None:
+    if isinstance(where, int):
+        _insert(tree, f"return {', '.join('0' * where)}")
+        return
     last = tree.body[-1]
     value = last.value if isinstance(last, ast.Return) else None
+    _replacing(where, lambda s: [ast.Return(copy.deepcopy(value)), s])(tree)
+
+
+def _pieces(tree: Definition) -> Iterator[tuple[str, Path]]:
+    leaves = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.FunctionDef)
     for path, statement in _statements(tree):
-        if len(path) == 2:
-
-            def change(s: ast.stmt) -> list[ast.stmt]:
-                return [ast.Return(copy.deepcopy(value)), s]
-
-            yield _label(statement), _replacing(path, change)
-    if isinstance(value, ast.Tuple):
-        yield "at once", _inserting(f"return {', '.join('0' * len(value.elts))}")
+        if not any(isinstance(node, leaves) for node in ast.walk(statement)):
+            yield _label(statement), path
 
 
-def _outline(tree: Definition) -> Sites:
+@_operator(_pieces)
+def _outline(path: Path, tree: Definition) -> None:
     # A statement becomes a function in the function, called where it stood.
-    for path, statement in _statements(tree):
-        leaves = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.FunctionDef)
-        if any(isinstance(node, leaves) for node in ast.walk(statement)):
-            continue
+    stored = [
+        node.id
+        for node in ast.walk(_node(tree, path))  # type: ignore[arg-type]
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    helper, call = ast.parse("def _fuzz_part():\n    pass\n_fuzz_part()").body
 
-        def change(s: ast.stmt) -> list[ast.stmt]:
-            names = {
-                node.id
-                for node in ast.walk(s)
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            }
-            helper, call = ast.parse("def _fuzz_part():\n    pass\n_fuzz_part()").body
-            assert isinstance(helper, ast.FunctionDef)
-            helper.body = [*([ast.Nonlocal(sorted(names))] if names else []), s]
-            return [helper, call]
+    def outlined(s: ast.stmt) -> list[ast.stmt]:
+        inner = [*([ast.Nonlocal(sorted(set(stored)))] if stored else []), s]
+        helper.body = inner  # type: ignore[attr-defined]
+        return [helper, call]
 
-        # A name that only this statement binds has to be bound outside for `nonlocal`.
-        stored = sorted(
-            node.id
-            for node in ast.walk(statement)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        )
-
-        def outlined(tree: Definition, path: Path = path, stored: list[str] = stored) -> str | None:
-            _replacing(path, change)(tree)
-            known = set(_parameters(tree))
-            for name in dict.fromkeys(stored):
-                if name not in known:
-                    _insert(tree, f"if not __debug__: {name} = None")
-            return None
-
-        yield _label(statement), outlined
+    _replacing(path, outlined)(tree)
+    # A name that only this statement binds has to be bound outside for `nonlocal`.
+    known = set(_parameters(tree))
+    for name in dict.fromkeys(sorted(stored)):
+        if name not in known:
+            _insert(tree, f"if not __debug__: {name} = None")
 
 
-def _in_a_with(tree: Definition) -> Sites:
-    # All of it, with something around.
-    def around(head: str) -> Change:
-        def change(tree: Definition) -> None:
-            (outer,) = ast.parse(f"{head}\n    pass").body
-            outer.body = tree.body  # type: ignore[attr-defined]
-            tree.body = [outer]
+def _around(head: str) -> Change:
+    def change(tree: Definition) -> None:
+        (outer,) = ast.parse(f"{head}\n    pass").body
+        outer.body = tree.body  # type: ignore[attr-defined]
+        tree.body = [outer]
 
-        return change
-
-    yield "nullcontext", around("with __import__('contextlib').nullcontext():")
-    yield "suppress", around("with __import__('contextlib').suppress(ValueError):")
-    yield "while", around("while True:")
-    yield "for", around("for _fuzz in range(1):")
+    return change
 
 
-def _repair(tree: Definition) -> Sites:
+# All of it, with something around.
+_cases(
+    "in_a_with",
+    {
+        "nullcontext": _around("with __import__('contextlib').nullcontext():"),
+        "suppress": _around("with __import__('contextlib').suppress(ValueError):"),
+        "while": _around("while True:"),
+        "for": _around("for _fuzz in range(1):"),
+    },
+)
+
+
+def _repairs(tree: Definition) -> Iterator[tuple[str, tuple[str, Path]]]:
     for patch_id, (function, repair, before) in REPAIRS.items():
         places = [path for path, each in _statements(tree) if ast.unparse(each) == before]
         if tree.name == function and places:
+            yield patch_id, (repair, places[-1])
 
-            def change(s: ast.stmt, repair: str = repair) -> list[ast.stmt]:
-                return [*ast.parse(repair).body, s]
 
-            yield patch_id, _replacing(places[-1], change)
+@_operator(_repairs)
+def _repair(where: tuple[str, Path], tree: Definition) -> None:
+    _replacing(where[1], lambda s: [*ast.parse(where[0]).body, s])(tree)
 
 
 # The expressions.
 
 
-def _change_constant(tree: Definition) -> Sites:
-    def change(node: ast.AST) -> ast.expr | None:
-        value = node.value if isinstance(node, ast.Constant) else ...
-        if isinstance(value, bool) or value is None:
-            return ast.Constant(not value)
-        if isinstance(value, (int, float)):
-            return ast.Constant(value + 1)
-        return ast.Constant(f"{value}_now") if isinstance(value, str) else None
+def _on_expressions(change: Callable[[Any], ast.expr | None]) -> None:
+    """Add an operator that puts another expression in the place of one, or None for no site."""
 
-    yield from _expressions(tree, change)
+    def changed(path: Path, tree: Definition) -> None:
+        new, holder, last = change(_node(tree, path)), _node(tree, path[:-1]), path[-1]
+        if isinstance(last, int):
+            holder[last] = new  # type: ignore[index]
+        else:
+            setattr(holder, last, new)
 
+    def sites(tree: Definition) -> Sites:
+        for path, expression in _expressions(tree, ()):
+            if path[0] == "body" and change(copy.deepcopy(expression)) is not None:
+                label = f"{ast.unparse(expression)[:60]} at {expression.lineno}"
+                yield label, functools.partial(changed, path)
 
-def _rename_call(tree: Definition) -> Sites:
-    def change(node: ast.AST) -> ast.expr | None:
-        if not isinstance(node, ast.Call):
-            return None
-        if isinstance(node.func, ast.Attribute):
-            node.func.attr += "_now"
-        elif isinstance(node.func, ast.Name):
-            node.func.id += "_now"
-        return node
-
-    yield from _expressions(tree, change)
+    OPERATORS[change.__name__.strip("_")] = sites
 
 
-def _stub_call(tree: Definition) -> Sites:
-    yield from _expressions(
-        tree, lambda node: ast.Constant(None) if isinstance(node, ast.Call) else None
-    )
+@_on_expressions
+def _change_constant(node: Any) -> ast.expr | None:
+    value = node.value if isinstance(node, ast.Constant) else ...
+    if isinstance(value, bool) or value is None:
+        return ast.Constant(not value)
+    if isinstance(value, (int, float)):
+        return ast.Constant(value + 1)
+    return ast.Constant(f"{value}_now") if isinstance(value, str) else None
 
 
-def _drop_argument(tree: Definition) -> Sites:
-    def change(node: ast.AST) -> ast.expr | None:
-        if not isinstance(node, ast.Call) or not (node.args or node.keywords):
-            return None
-        (node.keywords or node.args).pop()
-        return node
-
-    yield from _expressions(tree, change)
-
-
-def _rename_attribute(tree: Definition) -> Sites:
-    def change(node: ast.AST) -> ast.expr | None:
-        if not isinstance(node, ast.Attribute):
-            return None
-        node.attr += "_now"
-        return node
-
-    yield from _expressions(tree, change)
+@_on_expressions
+def _rename_call(node: Any) -> ast.expr | None:
+    if not isinstance(node, ast.Call):
+        return None
+    if isinstance(node.func, ast.Attribute):
+        node.func.attr += "_now"
+    elif isinstance(node.func, ast.Name):
+        node.func.id += "_now"
+    return node
 
 
-def _ask_politely(tree: Definition) -> Sites:
+@_on_expressions
+def _stub_call(node: Any) -> ast.expr | None:
+    return ast.Constant(None) if isinstance(node, ast.Call) else None
+
+
+@_on_expressions
+def _drop_argument(node: Any) -> ast.expr | None:
+    if not isinstance(node, ast.Call) or not (node.args or node.keywords):
+        return None
+    (node.keywords or node.args).pop()
+    return node
+
+
+@_on_expressions
+def _rename_attribute(node: Any) -> ast.expr | None:
+    if not isinstance(node, ast.Attribute):
+        return None
+    node.attr += "_now"
+    return node
+
+
+@_on_expressions
+def _ask_politely(node: Any) -> ast.expr | None:
     # The same in another spelling.
-    def change(node: ast.AST) -> ast.expr | None:
-        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
-            return None
-        name, missing = ast.Constant(node.attr), ast.Constant(None)
-        return ast.Call(ast.Name("getattr", ast.Load()), [node.value, name, missing], [])
-
-    yield from _expressions(tree, change)
+    if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+        return None
+    name, missing = ast.Constant(node.attr), ast.Constant(None)
+    return ast.Call(ast.Name("getattr", ast.Load()), [node.value, name, missing], [])
 
 
-def _set_politely(tree: Definition) -> Sites:
-    def change(s: ast.stmt) -> list[ast.stmt]:
-        assert isinstance(s, ast.Assign)
-        (target,) = s.targets
-        assert isinstance(target, ast.Attribute)
-        arguments = [target.value, ast.Constant(target.attr), s.value]
-        return [ast.Expr(ast.Call(ast.Name("setattr", ast.Load()), arguments, []))]
-
-    for path, statement in _statements(tree):
-        if (
-            isinstance(statement, ast.Assign)
-            and len(statement.targets) == 1
-            and isinstance(statement.targets[0], ast.Attribute)
-        ):
-            yield _label(statement), _replacing(path, change)
+def _sets_attribute(s: ast.stmt) -> bool:
+    return isinstance(s, ast.Assign) and [type(t) for t in s.targets] == [ast.Attribute]
 
 
-OPERATORS: tuple[Callable[[Definition], Sites], ...] = (
-    _rename_parameter,
-    _parameter_from_kwargs,
-    _parameter_is_copied,
-    _alias_of_parameter,
-    _add_parameter,
-    _swap_parameters,
-    _change_default,
-    _no_default,
-    _keyword_only,
-    _positional_only,
-    _any_arguments,
-    _another_kind,
-    _decorated,
-    _another_function,
-    _another_result,
-    _delete,
-    _duplicate,
-    _move_down,
-    _move_to_the_end,
-    _move_to_the_front,
-    _make_conditional,
-    _make_unconditional,
-    _negate,
-    _weaken,
-    _strengthen,
-    _protect,
-    _return_early,
-    _outline,
-    _in_a_with,
-    _repair,
-    _change_constant,
-    _rename_call,
-    _stub_call,
-    _drop_argument,
-    _rename_attribute,
-    _ask_politely,
-    _set_politely,
-)
+def _set_politely(s: Any) -> list[ast.stmt]:
+    (target,) = s.targets
+    arguments = [target.value, ast.Constant(target.attr), s.value]
+    return [ast.Expr(ast.Call(ast.Name("setattr", ast.Load()), arguments, []))]
+
+
+_on_statements("set_politely", _set_politely, _sets_attribute)
 
 
 # Walking trees and changing them.
@@ -717,10 +687,6 @@ def _in_function(text: str) -> list[ast.stmt]:
     (function,) = ast.parse(f"def f():\n    {text}").body
     assert isinstance(function, ast.FunctionDef)
     return function.body
-
-
-def _inserting(text: str) -> Change:
-    return lambda tree: _insert(tree, text)
 
 
 def _own(tree: ast.AST) -> Iterator[ast.AST]:
@@ -770,43 +736,18 @@ def _replacing(path: Path, change: Callable[[ast.stmt], list[ast.stmt]]) -> Chan
     return changed
 
 
-def _tests(tree: Definition, change: Callable[[ast.expr], ast.expr]) -> Sites:
-    for path, statement in _statements(tree):
-        if isinstance(statement, (ast.If, ast.While, ast.Assert)):
-
-            def changed(tree: Definition, path: Path = path) -> None:
-                found = _node(tree, path)
-                found.test = change(found.test)  # type: ignore[attr-defined]
-
-            yield _label(statement), changed
-
-
-def _expressions(tree: Definition, change: Callable[[ast.AST], ast.expr | None]) -> Sites:
-    def visit(node: ast.AST, path: Path) -> Iterator[tuple[Path, ast.expr]]:
-        for name, value in ast.iter_fields(node):
-            if isinstance(value, ast.expr):
-                yield (*path, name), value
-                yield from visit(value, (*path, name))
-            elif isinstance(value, ast.AST):
-                yield from visit(value, (*path, name))
-            for index, item in enumerate(value if isinstance(value, list) else ()):
-                if isinstance(item, ast.expr):
-                    yield (*path, name, index), item
-                if isinstance(item, ast.AST):
-                    yield from visit(item, (*path, name, index))
-
-    for path, expression in visit(tree, ()):
-        if path[0] != "body" or change(copy.deepcopy(expression)) is None:
-            continue
-
-        def changed(tree: Definition, path: Path = path) -> None:
-            new, holder, last = change(_node(tree, path)), _node(tree, path[:-1]), path[-1]  # type: ignore[arg-type]
-            if isinstance(last, int):
-                holder[last] = new  # type: ignore[index]
-            else:
-                setattr(holder, last, new)
-
-        yield f"{ast.unparse(expression)[:60]} at {expression.lineno}", changed
+def _expressions(node: ast.AST, path: Path) -> Iterator[tuple[Path, ast.expr]]:
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, ast.expr):
+            yield (*path, name), value
+            yield from _expressions(value, (*path, name))
+        elif isinstance(value, ast.AST):
+            yield from _expressions(value, (*path, name))
+        for index, item in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(item, ast.expr):
+                yield (*path, name, index), item
+            if isinstance(item, ast.AST):
+                yield from _expressions(item, (*path, name, index))
 
 
 def _label(statement: ast.stmt) -> str:

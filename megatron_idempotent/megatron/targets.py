@@ -1,0 +1,62 @@
+"""Names the functions of Megatron that patches wrap, by a short word for the place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Target
+
+_DISTRIBUTED = "megatron.core.distributed"
+_BUFFER = f"{_DISTRIBUTED}.param_and_grad_buffer"
+_FSDP = f"{_DISTRIBUTED}.fsdp.src.megatron_fsdp.megatron_fsdp"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+TRAINING = "megatron.training.training"
+_PLACES = {
+    # A wrapped chunk, its bucket groups (what one collective reduces or gathers) and its buffers,
+    # which are zeroed by `reset` from 0.16 on.
+    "ddp": f"{_DISTRIBUTED}.distributed_data_parallel:DistributedDataParallel.",
+    "group": f"{_BUFFER}:_ParamAndGradBucketGroup.",
+    "buffer": f"{_BUFFER}:_ParamAndGradBuffer.",
+    # The forward of a wrapped chunk, which Megatron-FSDP's wrapper shares.
+    "chunk": f"{_DISTRIBUTED}.data_parallel_base:_BaseDataParallel.",
+    "finalize": f"{_DISTRIBUTED}.finalize_model_grads:",
+    # The first version of Megatron-FSDP.
+    "fsdp": f"{_FSDP}:MegatronFSDP.",
+    "optimizer": "megatron.core.optimizer:",
+    "any": f"{_OPTIMIZER}:MegatronOptimizer.",
+    "mixed": f"{_OPTIMIZER}:MixedPrecisionOptimizer.",
+    "fp32": f"{_OPTIMIZER}:FP32Optimizer.",
+    # The distributed optimizer writes its shard of the parameters in `step_with_ready_grads`, a
+    # layer-wise one in the chain's: 0.17 overrides `step`, and later releases the other.
+    "distributed": "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.",
+    "chained": f"{_OPTIMIZER}:ChainedOptimizer.",
+    "layer_wise": "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.",
+    "schedules": "megatron.core.pipeline_parallel.schedules:",
+    "training": f"{TRAINING}:",
+    "utils": "megatron.core.utils:",
+}
+
+
+def target(place: str, wrapper: Callable[..., Any], *relies_on: str) -> Target:
+    """Return the target for a function, such as `ddp.no_sync` or `training.train`."""
+    owner, _, name = place.partition(".")
+    return Target(f"{_PLACES[owner]}{name}", wrapper, *relies_on)
+
+
+def step_targets(wrapper: Callable[..., Any]) -> tuple[Target, ...]:
+    """Return the targets for `step` of all optimizers; DistributedOptimizer inherits its own."""
+    return tuple(target(f"{kind}.step", wrapper) for kind in ("chained", "mixed", "fp32"))
+
+
+#: The schedules that defer the embedding's gradient.
+PIPELINED = (
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+
+
+def schedule_targets(wrapper: Callable[..., Any], *names: str) -> tuple[Target, ...]:
+    """Return targets for the schedules called `names`, all three by default, with one wrapper."""
+    names = names or ("forward_backward_no_pipelining", *PIPELINED)
+    return tuple(target(f"schedules.{name}", wrapper) for name in names)

@@ -1,0 +1,180 @@
+"""Tests whose body runs on ranks, and what bodies of several files do there."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import megatron_idempotent
+
+#: Two virtual stages on each of two stages.
+VIRTUAL = {"pp": 2, "vpp": 2, "layers_per_stage": 1}
+
+
+def on_ranks(
+    count: int | str, *, timeout_s: float = 60.0, distributed: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a test's body run on ranks, with the test's parameters; it passes if each rank does.
+
+    Args:
+        count: number of ranks, or the name of the parameter that has it.
+        timeout_s: deadline of the ranks.
+        distributed: as for `RankPool.run`.
+    """
+
+    def decorated(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(megatron_ranks: Any, **parameters: Any) -> None:
+            ranks = parameters.pop(count) if isinstance(count, str) else count
+            how = {"timeout_s": timeout_s, "distributed": distributed}
+            megatron_ranks(ranks, _call, test, parameters, **how)
+
+        mine = inspect.signature(test, follow_wrapped=False).parameters["megatron_ranks"]
+        given = [mine, *inspect.signature(body).parameters.values()]
+        if isinstance(count, str):
+            given.append(mine.replace(name=count))
+        # What pytest asks for the names of fixtures and parameters.
+        test.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+        return test
+
+    return decorated
+
+
+def _call(test: Any, parameters: dict[str, Any]) -> None:
+    assert test.__wrapped__(**parameters) is None, "a body asserts, and returns nothing"
+
+
+def built(
+    only: Iterable[str] | None = None,
+    *,
+    exclude: Iterable[str] = (),
+    applied: bool = True,
+    **layout: Any,
+) -> Any:
+    """Return a tiny model, with the patches applied before it is built, or without any."""
+    from megatron_idempotent.proof.cpu import tiny
+
+    if applied:
+        megatron_idempotent.apply(only, exclude)
+    return tiny.build(**layout)
+
+
+def digest(*tensors: Any) -> str:
+    """Return a text that is the same for the same bits."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two models have the same gradients, or two tensors the same bits."""
+    import torch
+
+    both = [each.gradients() if hasattr(each, "gradients") else each for each in (one, other)]
+    return torch.equal(*both)
+
+
+@contextmanager
+def on_microbatch(model: Any, action: Callable[[int, Any], Any]) -> Iterator[None]:
+    """Have the bench call `action` at each microbatch and each loss in the block."""
+    model.on_microbatch = action
+    try:
+        yield
+    finally:
+        model.on_microbatch = None
+
+
+def fails(error: BaseException, at: int | None = None, *, in_loss: bool | None = None) -> Any:
+    """Return a hook of a bench that raises at one microbatch, by default at the first one.
+
+    Args:
+        error: what is raised.
+        at: the microbatch; None for any.
+        in_loss: True for its loss, False for the time before its forward, None for both.
+    """
+
+    def hook(index: int, loss: Any) -> None:
+        if at in (None, index) and in_loss in (None, loss is not None):
+            raise error
+
+    return hook
+
+
+def abort(model: Any) -> None:
+    """Run `abort_window` on the bench's chunks and optimizer."""
+    megatron_idempotent.abort_window(model.chunks, model.optimizer)
+
+
+def agree(model: Any) -> bool:
+    """Return whether the data-parallel ranks hold the same parameters."""
+    from megatron_idempotent.patches import _scenarios
+
+    try:
+        _scenarios.expect_agreement(model, "in the test")
+    except RuntimeError:
+        return False
+    return True
+
+
+def groups(model: Any) -> list[Any]:
+    """Return the bucket groups of all chunks."""
+    from megatron_idempotent.megatron.ddp import bucket_groups
+
+    return [group for chunk in model.chunks for group in bucket_groups(chunk)]
+
+
+def some_of(layouts: Iterable[Any], *always: Any) -> list[Any]:
+    """Test parameters: these `always`, the others with `-m exhaustive`."""
+    return [
+        pytest.param(each, marks=() if each in always else pytest.mark.exhaustive)
+        for each in layouts
+    ]
+
+
+def schedule_call(
+    model: Any, data: Any, microbatches: int, *, forward_step: Any = None, **options: Any
+) -> Any:
+    """Call Megatron's schedule on a bench's chunks, without zeroing; return what it returns."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step or model._forward_step([]),
+        data_iterator=data,
+        model=model.chunks,
+        num_microbatches=microbatches,
+        seq_length=tiny.SEQUENCE,
+        micro_batch_size=tiny.BATCH,
+        **{"forward_only": False, **options},
+    )
+
+
+def inputs(seed: int) -> tuple[Any, Any, Any]:
+    """Return (tokens [B, T], positions [B, T], mask) of one microbatch."""
+    import torch
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    tokens_BT = next(tiny.microbatches(seed))
+    positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
+    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+    return tokens_BT, positions_BT, hidden
+
+
+def loss_of(chunk: Any, seed: int) -> Any:
+    """Return the mean loss of one microbatch, past the schedules."""
+    tokens_BT, positions_BT, hidden = inputs(seed)
+    return chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float().mean()
+
+
+def each_equal(found: Sequence[Any], expected: Any) -> None:
+    """Assert that every rank has found this."""
+    assert list(found) == [expected] * len(found)

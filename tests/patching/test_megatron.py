@@ -1,0 +1,407 @@
+"""Apply, revert and verify on the real Megatron, each in a process of its own.
+
+In every order with the import; beside somebody else's function at the target; in threads and forks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+import scenarios
+from forks import in_child
+from scenarios import import_megatron, live, stock
+
+import megatron_idempotent
+from megatron_idempotent.patching import import_hooks, install
+
+SEED = "pipeline-seed-offset"
+NAME = "model_parallel_cuda_manual_seed"
+#: i imports Megatron, a applies, r reverts.
+ORDERS = ["iaa", "iar", "iara", "ai", "ari", "arai"]
+#: Each imports Megatron again, and is two of the others, or the first import below.
+LONGER = ["aai", "air", "ria", "aira", "aria"]
+
+
+def test_a_fresh_interpreter_gets_the_patches_with_the_import_and_loses_them_with_revert(warm):
+    first = warm.first
+    elsewhere = {"unsupported_version", "not_installed", "disabled", "missing_target"}
+    assert set(first["before"].values()) <= {"pending_import"} | elsewhere
+    named = (SEED, "grad-scale-func", "forward-pre-hook-reentry")
+    assert [first["after"][name] for name in named] == ["applied"] * 3
+    assert first["patched"] == first["reverted"] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "steps", [*ORDERS, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in LONGER)]
+)
+@in_child(imported=lambda steps: steps.startswith("i"))
+def test_the_last_of_apply_and_revert_decides_whenever_megatron_is_imported(steps):
+    actions = {
+        "i": import_megatron,
+        "a": megatron_idempotent.apply,
+        "r": megatron_idempotent.revert,
+    }
+    seen: dict[str, set[int]] = {}
+    for step in steps:
+        actions[step]()
+        for name, value in live().items() if scenarios.SEED in sys.modules else ():
+            if not stock(name):
+                seen.setdefault(name, set()).add(id(value))
+    patched = steps.replace("i", "").endswith("a")
+    assert {stock(name) for name in live()} == {not patched}
+    status = megatron_idempotent.report()[SEED].status
+    assert status in (("applied", "already_applied") if patched else ("disabled",))
+    # Twice applied is once applied, by identity, and also with a revert() in between.
+    assert {len(ids) for ids in seen.values()} <= {1}
+    # The package has bound the function by name, early or late.
+    package = importlib.import_module("megatron.core.tensor_parallel")
+    assert package.model_parallel_cuda_manual_seed is live()["seed"]
+
+
+@pytest.mark.parametrize("rebind", ["", "user_program", "other, user_program"])
+@in_child()
+def test_names_bound_early_are_rebound_in_megatron_and_elsewhere_where_that_was_asked_for(rebind):
+    def bound(name: str, statement: str) -> dict[str, Any]:
+        module = sys.modules[name] = types.ModuleType(name)
+        exec(
+            f"from megatron.core.optimizer import get_megatron_optimizer {statement}", vars(module)
+        )
+        return vars(module)
+
+    import_megatron()
+    user, inside = bound("user_program", "as build"), bound("megatron.plugin", "as early")
+    upstream = live()["optimizer"]
+    os.environ["MEGATRON_IDEMPOTENT_REBIND"] = rebind
+    reason = megatron_idempotent.apply()["grad-scale-func"].reason
+    ours = live()["optimizer"]
+    said = "bound before us and left alone: user_program.build" in reason
+    assert (user["build"] is ours, said) == (bool(rebind), not rebind)
+    assert inside["early"] is ours
+    # Bound while patched, which must not keep the patch alive, nor lose it for good.
+    exec("from megatron.core.optimizer import get_megatron_optimizer as late", inside)
+    megatron_idempotent.revert()
+    assert user["build"] is inside["early"] is inside["late"] is upstream
+    megatron_idempotent.apply()
+    assert inside["late"] is live()["optimizer"] is ours
+
+
+@in_child()
+def test_a_reloaded_module_is_said_to_be_unpatched_and_patched_again_by_apply():
+    import_megatron()
+    megatron_idempotent.apply()
+    module = sys.modules[scenarios.SEED]
+    first = module.model_parallel_cuda_manual_seed
+    package = importlib.import_module("megatron.core.tensor_parallel")
+    importlib.reload(module)
+    assert (megatron_idempotent.report()[SEED].status, stock("seed")) == ("conflict", True)
+    assert megatron_idempotent.apply()[SEED].status == "applied"
+    assert module.model_parallel_cuda_manual_seed is not first
+    assert not stock("seed")
+    megatron_idempotent.revert()
+    assert stock("seed")
+    # The package has bound the function of the module's first life, which must be undone too.
+    assert package.model_parallel_cuda_manual_seed is first.__wrapped__
+
+
+@in_child()
+def test_patched_functions_can_be_copied_pickled_and_inspected_like_upstreams():
+    import_megatron()
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    upstream = {name: inspect.signature(value) for name, value in live().items()}
+    megatron_idempotent.apply()
+    for name, value in live().items():
+        assert pickle.loads(pickle.dumps(value)) is copy.deepcopy(value) is value
+        if importlib.util.find_spec("cloudpickle"):
+            import cloudpickle
+
+            assert pickle.loads(cloudpickle.dumps(value)) is value
+        assert inspect.signature(value) == upstream[name]
+    # A DDP without the process group that building one takes; its methods are not called here.
+    ddp = object.__new__(sys.modules[scenarios.DDP].DistributedDataParallel)
+    torch.nn.Module.__init__(ddp)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    for method in (ddp.no_sync, ddp.disable_forward_pre_hook):
+        config.no_sync_func = method
+        twin = copy.deepcopy(config).no_sync_func
+        assert twin.__func__ is method.__func__
+        assert twin.__self__ is not ddp
+    bound = pickle.loads(pickle.dumps(ddp.disable_forward_pre_hook))
+    assert bound.__func__ is live()["disable"]
+
+
+# Somebody else at the target.
+
+
+def put(kind: str) -> Any:
+    """Replace `model_parallel_cuda_manual_seed` as others do; return what stands there then."""
+    import wrapt
+
+    module = sys.modules[scenarios.SEED]
+    original = getattr(module, NAME)
+
+    @functools.wraps(original)
+    def polite(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    def replacement(seed: int) -> None: ...
+
+    if kind == "recompiled":  # in upstream's own globals, as source patchers do
+        exec(f"def {NAME}(seed):\n    '''Not upstream's.'''\n", vars(module))
+    else:
+        proxy = wrapt.FunctionWrapper(
+            original, lambda f, instance, args, kwargs: f(*args, **kwargs)
+        )
+        new = {"polite": polite, "wrapt": proxy, "replacement": replacement, "removed": None}
+        setattr(module, NAME, new[kind])
+    return getattr(module, NAME)
+
+
+FOREIGN = {
+    "polite": "test_megatron.py",
+    "wrapt": "FunctionWrapper, not upstream's function",
+    "replacement": "test_megatron.py",
+    "recompiled": "from <string>:1",
+    "removed": "a builtins.NoneType, not upstream's function",
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@in_child()
+def test_somebody_elses_function_is_a_conflict_and_stays_untouched(kind):
+    import_megatron()
+    theirs = put(kind)
+    row = megatron_idempotent.apply()[SEED]
+    assert row.status == "conflict"
+    assert row.reason.startswith(f"{scenarios.SEED}:{NAME} is ")
+    assert row.reason.endswith(f"undo that or exclude {SEED}")
+    assert FOREIGN[kind] in row.reason
+    assert getattr(sys.modules[scenarios.SEED], NAME) is theirs
+    # It is no reason to leave the other patches out.
+    assert not live()["optimizer"].__code__.co_filename.endswith("optimizer/__init__.py")
+    assert not stock("disable")
+
+
+@pytest.mark.parametrize("arguments", [{"only": [SEED]}, {"strict": True}])
+@in_child()
+def test_a_conflict_raises_where_it_was_asked_for_and_nothing_is_installed(arguments):
+    import_megatron()
+    theirs = put("polite")
+    with pytest.raises(megatron_idempotent.PatchError, match=f"{SEED}: conflict: "):
+        megatron_idempotent.apply(**arguments)
+    assert live()["seed"] is theirs
+    assert [stock(name) for name in live() if name != "seed"] == [True] * 3
+    rows = megatron_idempotent.report()
+    assert {(row.status, row.reason) for row in rows} == {("disabled", "apply() was not called")}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@in_child(imported=False)
+def test_a_drifted_copy_that_is_imported_is_left_alone_unless_named(drifted, named):
+    sys.path.insert(0, drifted)
+    import_megatron()
+    assert str(sys.modules[scenarios.SEED].__file__).startswith(drifted)
+    rows = megatron_idempotent.apply(**({"only": [SEED]} if named else {}))
+    expected = ("applied", False) if named else ("drifted", True)
+    assert (rows[SEED].status, stock("seed")) == expected
+    if named:
+        assert "accepted by name" in rows[SEED].reason
+    else:
+        assert rows["grad-scale-func"].status == "applied"
+
+
+@in_child()
+def test_a_wrapper_on_top_of_ours_is_fine_and_keeps_an_inert_layer_after_revert():
+    import_megatron()
+    module = sys.modules[scenarios.SEED]
+    upstream = module.model_parallel_cuda_manual_seed
+    megatron_idempotent.apply()
+    ours = module.model_parallel_cuda_manual_seed
+    theirs = put("polite")
+    megatron_idempotent.verify()
+    assert megatron_idempotent.report()[SEED].status == "applied"
+    assert megatron_idempotent.apply()[SEED].status == "already_applied"
+    reverted = megatron_idempotent.revert()[SEED]
+    assert reverted.status == "conflict"
+    assert f"someone wrapped {scenarios.SEED}:" in reverted.reason
+    assert "our layer stays below, doing nothing" in reverted.reason
+    site = install.state.sites[f"{scenarios.SEED}:{NAME}"]
+    assert (site.layers, site._call) == ({}, upstream)
+    assert module.model_parallel_cuda_manual_seed is theirs
+    assert megatron_idempotent.apply()[SEED].status == "applied"
+    assert theirs.__wrapped__ is ours
+    assert list(site.layers) == [SEED]
+    module.model_parallel_cuda_manual_seed = ours
+    assert megatron_idempotent.revert()[SEED].status == "disabled"
+    assert module.model_parallel_cuda_manual_seed is upstream
+
+
+@in_child()
+def test_a_replaced_function_is_found_by_verify_and_by_the_next_apply():
+    import_megatron()
+    megatron_idempotent.apply()
+    module = sys.modules[scenarios.SEED]
+    ours = module.model_parallel_cuda_manual_seed
+    theirs = put("replacement")
+    with pytest.raises(
+        megatron_idempotent.VerificationError,
+        match=rf"^no longer in place: {SEED} \(.*call apply\(\) after whatever replaced them",
+    ):
+        megatron_idempotent.verify()
+    assert megatron_idempotent.apply()[SEED].status == "conflict"
+    assert module.model_parallel_cuda_manual_seed is theirs
+    module.model_parallel_cuda_manual_seed = ours.__wrapped__
+    assert megatron_idempotent.apply()[SEED].status == "applied"
+    megatron_idempotent.verify()
+    assert module.model_parallel_cuda_manual_seed is ours
+
+
+@in_child()
+def test_upstreams_own_refusals_stay_and_leave_nothing_behind():
+    import_megatron()
+    import torch
+
+    megatron_idempotent.apply()
+    ddp = object.__new__(sys.modules[scenarios.DDP].DistributedDataParallel)
+    torch.nn.Module.__init__(ddp)
+    ddp.module = torch.nn.Linear(1, 1)
+    ddp.use_forward_hook = False
+    ddp.remove_forward_pre_hook_handles = {}
+    for switch in (ddp.disable_forward_pre_hook, ddp.enable_forward_pre_hook):
+        with pytest.raises(AssertionError):
+            switch()
+    assert ddp.remove_forward_pre_hook_handles == {}
+
+
+@in_child()
+def test_the_loss_scale_survives_copies_and_leaves_the_optimizer_behind():
+    import_megatron()
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_idempotent.megatron.optimizers import LossScale
+
+    class Optimizer:
+        def scale_loss(self, loss: float) -> float:
+            return 8 * loss
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("the optimizer was copied")
+
+        def __reduce__(self) -> Any:
+            raise AssertionError("the optimizer was pickled")
+
+    optimizer = Optimizer()
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    config.grad_scale_func = LossScale(optimizer)
+    copied = copy.deepcopy(config)
+    assert copied.grad_scale_func(2.0) == 16.0
+    assert pickle.loads(pickle.dumps(config)).grad_scale_func is None
+    del optimizer
+    assert copied.grad_scale_func(2.0) == 2.0
+
+
+# Threads and processes; each has a deadline, after which it counts as hung.
+
+
+@pytest.mark.parametrize("while_importing", [False, True])
+@in_child(imported=lambda while_importing: not while_importing, among=None, timeout_s=60)
+def test_apply_from_many_threads_installs_once(while_importing):
+    if not while_importing:
+        import_megatron()
+    barrier = threading.Barrier(12)
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        barrier.wait()
+        try:
+            if while_importing and number % 4 == 0:
+                import_megatron()
+            for _ in range(5):
+                megatron_idempotent.apply()
+        except Exception as error:  # noqa: BLE001 - a thread's error reaches nobody otherwise
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for value in live().values():  # one layer of ours around upstream's function
+        assert not hasattr(value.__wrapped__, "__wrapped__")
+    assert not any(stock(name) for name in live())
+    layers = [list(site.layers) for site in install.state.sites.values()]
+    assert all(len(each) == len(set(each)) for each in layers)
+    assert {row.status for row in megatron_idempotent.report()} <= {
+        *("applied", "already_applied", "pending_import", "missing_target"),
+        *("unsupported_version", "not_installed", "disabled"),
+    }
+
+
+@pytest.mark.parametrize("hold_the_lock", [False, True])
+@in_child(timeout_s=60)
+def test_a_forked_child_inherits_the_patches_and_can_change_its_own(hold_the_lock):
+    """Fork while a thread of the parent may hold the locks."""
+    import_megatron()
+    megatron_idempotent.apply(only=["grad-scale-func"])
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with install.lock, import_hooks._lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    if hold_the_lock:
+        thread.start()
+        held.wait()
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        inherited = not stock("optimizer")
+        megatron_idempotent.apply()
+        reverted = megatron_idempotent.revert()["grad-scale-func"].status
+        os.write(send, f"{inherited} {reverted} {stock('seed')}".encode())
+        os._exit(0)
+    assert os.read(receive, 1000).decode() == "True disabled True"
+    os.waitpid(child, 0)
+    if hold_the_lock:
+        done.set()
+        thread.join()
+    megatron_idempotent.apply()
+    assert not any(stock(name) for name in live())
+
+
+def in_spawned_child() -> tuple[set[str], list[bool], list[bool]]:
+    """Return whether patches came along, and whether `apply()` works here."""
+    came = {row.reason for row in megatron_idempotent.report()}
+    import_megatron()
+    without = [stock(name) for name in live()]
+    megatron_idempotent.apply()
+    return came, without, [stock(name) for name in live()]
+
+
+# It imports torch and Megatron in two processes.
+@pytest.mark.exhaustive
+@in_child(timeout_s=300)
+def test_a_spawned_child_has_no_patches_until_it_applies_them():
+    import multiprocessing
+
+    import_megatron()
+    megatron_idempotent.apply()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        came, without, patched = pool.apply(in_spawned_child)
+    assert came == {"apply() was not called"}
+    assert (without, patched) == ([True] * 4, [False] * 4)
