@@ -32,7 +32,7 @@ from megatron_idempotent.rl.controller import (
 )
 from megatron_idempotent.rl.controller.samplers import SamplerError
 from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
-from megatron_idempotent.rl.metrics.console import LiveTable, keep_showing, make_table
+from megatron_idempotent.rl.metrics.console import StatusLines, keep_showing, make_table
 from megatron_idempotent.rl.metrics.timeline import Timeline
 from megatron_idempotent.rl.sync import SyncSettings
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet
@@ -205,7 +205,7 @@ async def _controller(
     prompts: PromptSet,
     ranks: RankGroup,
     timeline: Timeline | None,
-    table: LiveTable | None,
+    table: StatusLines | None,
     stack: AsyncExitStack,
 ) -> Controller:
     config = job.config
