@@ -11,7 +11,6 @@ this is the case in which it can only lose: by how much, the ratio says.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks._record import options, tell
 from benchmarks.async_embedded import write_task
 
 SIDES = {
@@ -65,30 +65,20 @@ def speed(arguments: list[str], tokens: int, steps: int, folder: Path) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--tokens", default="8,32,96", help="longest responses")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    asked = parser.parse_args()
     found: dict[int, dict[str, float]] = {}
-    for tokens in (int(each) for each in options.tokens.split(",")):
+    for tokens in (int(each) for each in asked.tokens.split(",")):
         with tempfile.TemporaryDirectory() as name:
-            found[tokens] = {
-                side: speed(arguments, tokens, options.steps, Path(name))
+            row = {
+                side: speed(arguments, tokens, asked.steps, Path(name))
                 for side, arguments in SIDES.items()
             }
-    first = next(iter(SIDES))
-    if options.json:
-        of_sync = {
-            tokens: row | {f"{side} ÷ sync": row[side] / row[first] for side in SIDES}
-            for tokens, row in found.items()
-        }
-        print(json.dumps(of_sync, indent=1))
-        return
-    print(f"tokens  {first} (tokens/s)  " + "  ".join(f"{side} ÷ sync" for side in SIDES))
-    for tokens, row in found.items():
-        ratios = "  ".join(f"{row[side] / row[first]:6.2f}" for side in SIDES)
-        print(f"{tokens:6d}  {row[first]:10.0f}  {ratios}")
+        first = next(iter(row.values()))
+        found[tokens] = row | {f"{side} ÷ sync": row[side] / first for side in SIDES}
+    tell(found, asked.json)
 
 
 if __name__ == "__main__":

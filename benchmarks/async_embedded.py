@@ -13,7 +13,6 @@ coroutine measures how late the event loop wakes it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import json
@@ -24,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks._record import options, tell
 from megatron_idempotent.rl.controller import (
     Controller,
     Fleet,
@@ -214,27 +214,19 @@ def _settings(tokens: int, folder: Path) -> list[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32, help="longest responses")
     parser.add_argument("--slots", default="256,8,4", help="requests that the engine runs at once")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    asked = parser.parse_args()
     found = {}
-    for slots in (int(each) for each in options.slots.split(",")):
+    for slots in (int(each) for each in asked.slots.split(",")):
         with tempfile.TemporaryDirectory() as name:
             found[slots] = asyncio.run(
-                measure(options.tokens, slots, options.steps, options.rounds, Path(name))
+                measure(asked.tokens, slots, asked.steps, asked.rounds, Path(name))
             )
-    if options.json:
-        print(json.dumps(found, indent=1))
-        return
-    names = list(next(iter(found.values())))
-    print(" slots  " + "  ".join(names))
-    for slots, row in found.items():
-        cells = [f"{row[name]:{max(len(name), 5)}.3f}" for name in names]
-        print(f"{slots:6d}  " + "  ".join(cells))
+    tell(found, asked.json)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ As a third side, the alternative that was not chosen: a TorchFunctionMode around
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
 MICROBATCHES = 8
@@ -91,17 +90,12 @@ def measure(rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    [median_ms] = cpu.run_ranks(1, measure, options.rounds, timeout_s=300.0)
+    asked = parser.parse_args()
+    [median_ms] = cpu.run_ranks(1, measure, asked.rounds, timeout_s=300.0)
     ratios = {name: value / median_ms["plain"] for name, value in median_ms.items()}
-    if options.json:
-        print(json.dumps({"median_ms": median_ms, "ratio": ratios}))
-        return
-    for name, value in median_ms.items():
-        print(f"{name:14} {value:8.2f} ms per window   {ratios[name]:.3f}x of plain torch")
+    tell({"median_ms": median_ms, "ratio": ratios}, asked.json)
 
 
 if __name__ == "__main__":
