@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from megatron_idempotent.patching import Target
-from megatron_idempotent.patching.per_process import PerProcessList
+from megatron_idempotent.patching.base import PerProcessList
 
 #: A key of `patching.record.PROVIDED`.
 ASKS_WINDOWS = "schedules-ask-windows"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "curves.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]

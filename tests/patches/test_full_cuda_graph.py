@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 
 release = installed("megatron-core")
 if release is None or release.release < (0, 14):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.proof.cpu import RankError
 
 release = installed("megatron-core")

@@ -8,7 +8,7 @@ import io
 
 import pytest
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.proof.cpu import RankError
 
 release = installed("megatron-core")

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megatron_idempotent.patching.versions import place
+from megatron_idempotent.patching.decide import place
 
 from .checks import CHECKS
 from .layouts import layout as named

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_idempotent.patching.per_process import PerProcess, PerProcessDict
+from megatron_idempotent.patching.base import PerProcess, PerProcessDict
 
 from . import placement
 from .errors import PlacementError

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.patching.per_process import PerProcess
+from megatron_idempotent.patching.base import PerProcess
 
 from . import refusals, streams
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree
 
-from megatron_idempotent.patching.per_process import PerProcess
+from megatron_idempotent.patching.base import PerProcess
 
 from . import placement
 

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from megatron_idempotent.patching.per_process import PerProcess
+from megatron_idempotent.patching.base import PerProcess
 
 from .errors import NotEmulatedError
 

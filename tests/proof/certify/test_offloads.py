@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.proof.certify import CHECKS, layout, run
 
 OWN = "megatron_idempotent.proof.certify.adapters"

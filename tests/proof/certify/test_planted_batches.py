@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.proof.certify import CHECKS, certify, layout, run
 
 VERSION = found.release if (found := installed("megatron-core")) else ()
