@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks._record import options, tell
-from benchmarks.async_embedded import write_task
 
 SIDES = {
     "sync, 2 ranks": ["--ranks", "2", "--set", "rollout.prompts=16"],
@@ -27,6 +27,19 @@ SIDES = {
     "async, 2 ranks + engine": ["--async", "--ranks", "2"],
 }
 SKIPPED = 4
+
+
+def write_task(tokens: int, folder: Path) -> Path:
+    """A task whose answers are as long as responses may be."""
+    rng = random.Random(0)
+    rows = []
+    for number in range(200):
+        answer = " ".join(rng.choice("abcdefghij") for _ in range(tokens - 1))
+        split = "held_out" if number % 8 == 0 else "train"
+        rows.append({"prompt": f"say {answer}", "answer": answer, "split": split})
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return data
 
 
 def speed(arguments: list[str], tokens: int, steps: int, folder: Path) -> float:

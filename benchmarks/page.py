@@ -36,7 +36,6 @@ RATIOS = {
     "weight_transports": r", of_a_copy$",
     "workers": r"÷ empty call$",
     "async_against_sync": r"÷ sync$",
-    "async_embedded": r", efficiency$",
     "async_simulated": r"^ratios, |, (efficiency|useful|wasted)$",
 }
 
