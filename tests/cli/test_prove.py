@@ -16,7 +16,20 @@ from megatron_idempotent.proof import prove as proof
 from megatron_idempotent.proof.prove import Finding
 
 
-def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys):
+@pytest.fixture
+def shared(mocker, megatron_rank_pool):
+    """The session's ranks in the place of those that the command would start."""
+
+    class Shared:
+        run = staticmethod(megatron_rank_pool.run)
+
+        def close(self):
+            """They outlive the command."""
+
+    mocker.patch.object(proof, "RankPool", return_value=Shared())
+
+
+def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys, shared):
     assert main(["prove", "pipeline-seed-offset", "--json"]) == 0
     (finding,) = json.loads(capsys.readouterr().out)
     assert finding["verdict"] == "proven"
@@ -34,21 +47,12 @@ def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys):
     ],
 )
 def test_prove_fails_where_release_and_case_file_disagree(
-    stock, patched, verdict, capsys, mocker, megatron_rank_pool
+    stock, patched, verdict, capsys, mocker, shared
 ):
-    class Shared:
-        """The session's ranks, which outlive the command."""
-
-        run = staticmethod(megatron_rank_pool.run)
-
-        def close(self):
-            pass
-
     def outcome(run, patch_id, *, applied, repaired=False):
         return patched if list(applied) else stock
 
     mocker.patch.object(proof, "outcome", outcome)
-    mocker.patch.object(proof, "RankPool", return_value=Shared())
     assert main(["prove", "pipeline-seed-offset", "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)
     assert finding["verdict"] == verdict
