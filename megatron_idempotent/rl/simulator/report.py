@@ -115,10 +115,6 @@ class SimulationReport:
         derived = (name for name, each in vars(type(self)).items() if isinstance(each, property))
         return found | {name: getattr(self, name) for name in derived}
 
-    def without_cpu(self) -> SimulationReport:
-        """Return the report with a `cpu_s` of 0: what is the same in every run of one scenario."""
-        return dataclasses.replace(self, cpu_s=0.0)
-
 
 ROWS: tuple[tuple[str, Callable[[SimulationReport], str]], ...] = (
     ("optimizer steps", lambda r: str(r.steps)),
