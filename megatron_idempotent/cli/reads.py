@@ -180,8 +180,8 @@ class _Definition:
         # Names of attributes are somewhere, if a call asks for one by a variable.
         dynamic = any(self._asks(node) == "" for node in nodes)
         # Of `a.b.c`, the whole counts; annotations, and defaults of a function, tell nothing.
-        passed_by = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)
-                     and isinstance(n.value, ast.Attribute)}  # fmt: skip
+        chains = (n.value for n in nodes if isinstance(n, ast.Attribute))
+        passed_by = {id(each) for each in chains if isinstance(each, ast.Attribute)}
         passed_by |= _under(part for node in nodes for part in _of_types(node))
         coped = _under(
             each for n in nodes if isinstance(n, ast.Try) and n.handlers for each in n.body
