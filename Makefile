@@ -7,6 +7,8 @@ VENV ?= .venv
 ARGS ?=
 # Tests run side by side in so many processes, each with ranks of its own that wait for each other.
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Minutes that all tests may take on an idle machine with two cores; a run that takes longer says so.
+BUDGET ?= 8
 
 # Compiling torch and Megatron again in every process would cost each of them ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -62,7 +64,8 @@ train: $(STAMP)
 	$(BIN)/megatron-idempotent train $(if $(ASYNC),--async) $(ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+	  $(or $(ARGS),--durations=40 --budget=$(BUDGET))
 
 # For a machine with an NVIDIA GPU, which brings its own torch and may reach no network: PYTHON is the
 # one that holds torch, and nothing but build/wheels is installed. Neither target sets anything else up.

@@ -1,12 +1,13 @@
 """Gives the package index a README whose links lead to the repository at the tag of the version.
 
-On the index no other file lies beside it. All else that a build takes is in pyproject.toml.
+On the index no other file lies beside it. It lists the packages, too: `patches/` lies beside the
+others, and goes inside. All else that a build takes is in pyproject.toml.
 """
 
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 REPOSITORY = "https://github.com/megatron-idempotent/megatron-idempotent"
@@ -21,6 +22,10 @@ def absolute(link: re.Match[str]) -> str:
 
 
 setup(
+    packages=[
+        *find_packages(HERE, include=["megatron_idempotent*"]),
+        *(f"megatron_idempotent.{name}" for name in find_packages(HERE, include=["patches*"])),
+    ],
     long_description=re.sub(
         r"(!?\[[^\]]*\])\((?!https?:|#)([^)\s]+)\)",
         absolute,

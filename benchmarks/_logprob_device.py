@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +25,7 @@ from benchmarks._gpu import (
 )
 from benchmarks._logprob_cases import Case, Inputs, Side
 from benchmarks._logprob_rounds import _errors, _step, _words
+from benchmarks._record import tell
 
 COLUMNS, FEATURES = 62080, 2048
 #: The first tokens, which float64 is computed of.
@@ -201,56 +201,20 @@ def aims(found: list[dict[str, Any]]) -> dict[str, Any]:
     return held
 
 
-def show(row: dict[str, Any]) -> None:
-    """One line of a table."""
-    if "refused" in row:
-        print(f"  {row['side']:18} {row['refused']}", flush=True)
-        return
-    forward, both = row["forward"], row["both"]
-    entropy = row["entropy_error"]
-    print(
-        f"  {row['side']:18}{forward['ms']:9.2f} {forward['share']:6.0%} {both['ms']:9.2f} "
-        f"{both['share']:6.0%} {both['beside_gb']:8.2f} "
-        f"{row['inputs_gb'] + both['beside_gb']:7.2f} "
-        f"{row['logprob_error']:9.1e} {'' if entropy is None else format(entropy, '.1e'):>9} "
-        f"{row['gradient_error']:9.1e}",
-        flush=True,
-    )
-
-
-def main(options: Any) -> None:
-    """Print one table per case, or with `--json` everything as one object."""
-    told = about()
+def main(asked: Any) -> None:
+    """Print each case as it is measured, or with `--json` everything as one object."""
     copied, multiplied = copied_bytes_per_s(), multiplied_flops_per_s()
-    told |= {"copied_bytes_per_s": copied, "multiplied_flops_per_s": multiplied}
-    quiet = options.json
-    if not quiet:
-        print(", ".join(f"{name} {value}" for name, value in told.items()))
+    told = about() | {"copied_bytes_per_s": copied, "multiplied_flops_per_s": multiplied}
     results: dict[str, Any] = {"about": told, "published_gb_and_s": PUBLISHED}
-    if options.tune:
-        results["shapes"] = []
-        for row in tuned(options.rounds, copied):
-            results["shapes"].append(row)
-            if not quiet:
-                name = f"{row['kernel']}, {row['dtype']}, entropy {row['entropy']}"
-                print(
-                    f"{name:40} {row['ms']:8.3f} ms {row['share']:5.0%} {row['shape']}", flush=True
-                )
+    if asked.tune:
+        results["shapes"] = [*tuned(asked.rounds, copied)]
     else:
         results["cases"] = []
-        for case in cases(options):
-            if not all(word in str(case) for word in options.only):
-                continue
-            if not quiet:
-                print(f"\n{case}")
-                print(
-                    f"  {'':18}{'forward':>9} {'share':>6} {'and back':>9} {'share':>6} "
-                    f"{'GB more':>8} {'GB':>7} {'log-prob':>9} {'entropy':>9} {'gradient':>9}"
-                )
-            for row in rows(case, options.rounds, copied, multiplied):
-                results["cases"].append({**dataclasses.asdict(case), **row})
-                if not quiet:
-                    show(row)
+        for case in cases(asked):
+            if all(word in str(case) for word in asked.only):
+                found = [*rows(case, asked.rounds, copied, multiplied)]
+                results["cases"] += [{**dataclasses.asdict(case), **row} for row in found]
+                if not asked.json:
+                    tell({str(case): found})
         results["aims"] = aims(results["cases"])
-    if quiet:
-        print(json.dumps(results))
+    tell(results if asked.json else {**results, "cases": []}, asked.json)

@@ -1,7 +1,8 @@
-"""Writes down what a benchmark found, on which machine, and when. Free of torch."""
+"""Reads a benchmark's options, and tells what it found, on a screen or in a file. Free of torch."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import io
@@ -9,13 +10,45 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 _CPUS = Path("/proc/cpuinfo")
 _STAT = Path("/proc/stat")
+
+
+def options(doc: str) -> argparse.ArgumentParser:
+    """Make a parser that describes a benchmark by the first line of its docstring."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def tell(found: Any, as_json: bool = False) -> None:
+    """Print what was found: a line for each number and each refusal, or one JSON object."""
+    if as_json:
+        print(json.dumps(found))
+        return
+    for name, value in leaves("", found):
+        print(f"{name:70} {value if isinstance(value, str) else format(value, '.4g')}", flush=True)
+
+
+def leaves(at: str, found: Any) -> Iterator[tuple[str, float | str]]:
+    """Yield each number and text with the names on the way to it; a list's row has its words."""
+    if isinstance(found, (int, float, str)):
+        yield at, found
+    elif isinstance(found, Mapping):
+        for key, value in found.items():
+            yield from leaves(f"{at}, {key}" if at else str(key), value)
+    elif isinstance(found, Sequence):
+        for index, each in enumerate(found):
+            held = each if isinstance(each, Mapping) else {}
+            words = [value for value in held.values() if isinstance(value, str)]
+            step = ", ".join(words) or str(index)
+            rest = {key: value for key, value in held.items() if not isinstance(value, str)}
+            yield from leaves(f"{at}, {step}" if at else step, rest if held else each)
 
 
 def machine(*, busy: bool = False) -> dict[str, Any]:

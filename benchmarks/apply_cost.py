@@ -12,14 +12,14 @@ package: pytest, or torch, is imported before the clock starts.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from importlib.metadata import distribution
+
+from benchmarks._record import options, tell
 
 ROUNDS = 20
 PROGRAMS = {
@@ -71,25 +71,14 @@ def _measure(environ: dict[str, str]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Print median and minimum per program, and the ratio to the yardstick."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    asked = options(__doc__).parse_args()
     found = {"with compiled files": _measure({"PYTHONDONTWRITEBYTECODE": ""})}
     with tempfile.TemporaryDirectory() as empty:
         # Looked for there, of this package and of the standard library alike.
         found["without compiled files"] = _measure(
             {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": empty},
         )
-    if options.json:
-        print(json.dumps(found))
-        return
-    for heading, programs in found.items():
-        print(heading)
-        for name, its in programs.items():
-            print(
-                f"  {name:40} median {its['median_ms']:6.1f} ms, min {its['min_ms']:6.1f} ms, "
-                f"{its['of import asyncio']:5.2f} x import asyncio"
-            )
+    tell(found, asked.json)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ this is the case in which it can only lose: by how much, the ratio says.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.async_embedded import write_task
+from benchmarks._record import options, tell
 
 SIDES = {
     "sync, 2 ranks": ["--ranks", "2", "--set", "rollout.prompts=16"],
@@ -27,6 +27,19 @@ SIDES = {
     "async, 2 ranks + engine": ["--async", "--ranks", "2"],
 }
 SKIPPED = 4
+
+
+def write_task(tokens: int, folder: Path) -> Path:
+    """A task whose answers are as long as responses may be."""
+    rng = random.Random(0)
+    rows = []
+    for number in range(200):
+        answer = " ".join(rng.choice("abcdefghij") for _ in range(tokens - 1))
+        split = "held_out" if number % 8 == 0 else "train"
+        rows.append({"prompt": f"say {answer}", "answer": answer, "split": split})
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return data
 
 
 def speed(arguments: list[str], tokens: int, steps: int, folder: Path) -> float:
@@ -65,30 +78,20 @@ def speed(arguments: list[str], tokens: int, steps: int, folder: Path) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--tokens", default="8,32,96", help="longest responses")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    asked = parser.parse_args()
     found: dict[int, dict[str, float]] = {}
-    for tokens in (int(each) for each in options.tokens.split(",")):
+    for tokens in (int(each) for each in asked.tokens.split(",")):
         with tempfile.TemporaryDirectory() as name:
-            found[tokens] = {
-                side: speed(arguments, tokens, options.steps, Path(name))
+            row = {
+                side: speed(arguments, tokens, asked.steps, Path(name))
                 for side, arguments in SIDES.items()
             }
-    first = next(iter(SIDES))
-    if options.json:
-        of_sync = {
-            tokens: row | {f"{side} ÷ sync": row[side] / row[first] for side in SIDES}
-            for tokens, row in found.items()
-        }
-        print(json.dumps(of_sync, indent=1))
-        return
-    print(f"tokens  {first} (tokens/s)  " + "  ".join(f"{side} ÷ sync" for side in SIDES))
-    for tokens, row in found.items():
-        ratios = "  ".join(f"{row[side] / row[first]:6.2f}" for side in SIDES)
-        print(f"{tokens:6d}  {row[first]:10.0f}  {ratios}")
+        first = next(iter(row.values()))
+        found[tokens] = row | {f"{side} ÷ sync": row[side] / first for side in SIDES}
+    tell(found, asked.json)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,12 @@ The real controller, pool and weight sync; engines and trainer take virtual time
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks._record import options, tell
 from megatron_idempotent.rl.simulator.faults import Fault
 from megatron_idempotent.rl.simulator.latency import LogNormal
 from megatron_idempotent.rl.simulator.scenario import Limits, Scenario
@@ -184,61 +182,27 @@ def recovery(steps: int) -> dict[str, float]:
     return found
 
 
-def _show_overlap(found: dict[str, Any]) -> None:
-    print("overlap: max(generation, training + pauses) / measured; responses with p99 10 x median")
-    print(f"  {'':55} all   useful  wasted staleness (most)")
-    for name, row in found.items():
-        print(
-            f"  {name:55} {row['efficiency']:.3f} {row['useful']:.3f}  {row['wasted']:6.1%} "
-            f"{row['staleness']:5.2f} ({row['most']})"
-        )
-
-
-def _show_ratios(found: dict[str, float]) -> None:
-    print("async / sync: tokens trained per second on 16 devices (engines+trainer)")
-    rows: dict[str, list[str]] = {}
-    for name, value in found.items():
-        row, _, split = name.rpartition(", ")
-        rows.setdefault(row, []).append(f"{split} {value:.2f}")
-    for row, cells in rows.items():
-        print(f"  {row:45} {'   '.join(cells)}")
-
-
-def _show_overhead(found: dict[str, float]) -> None:
-    print("overhead: processor time of controller and clock, per group")
-    for count, value in found.items():
-        print(f"  {int(count):7d} groups {value:.3f} ms")
-
-
-def _show_recovery(found: dict[str, float]) -> None:
-    print("recovery: virtual seconds more than the same run without the fault")
-    for name, value in found.items():
-        print(f"  {name:40} {value:7.1f} s")
-
-
 def main() -> None:
     """Print all sections, or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each run")
     parser.add_argument("--groups", default="1000,10000,100000", help="of the overhead's runs")
     parser.add_argument("--only", help="one of overlap, ratios, overhead, recovery")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    sections: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-        "overlap": (lambda: overlap(options.steps), _show_overlap),
-        "overhead": (lambda: overhead(list(map(int, options.groups.split(",")))), _show_overhead),
-        "recovery": (lambda: recovery(options.steps), _show_recovery),
-        "ratios": (lambda: against_sync(max(options.steps // 3, 8)), _show_ratios),
+    asked = parser.parse_args()
+    sections: dict[str, Callable[[], Any]] = {
+        "overlap": lambda: overlap(asked.steps),
+        "overhead": lambda: overhead(list(map(int, asked.groups.split(",")))),
+        "recovery": lambda: recovery(asked.steps),
+        "ratios": lambda: against_sync(max(asked.steps // 3, 8)),
     }
     results = {}
-    for name, (measure, show) in sections.items():
-        if options.only in (None, name):
+    for name, measure in sections.items():
+        if asked.only in (None, name):
             results[name] = measure()
-            if not options.json:
-                show(results[name])
-                sys.stdout.flush()
-    if options.json:
-        print(json.dumps(results))
+            if not asked.json:
+                tell({name: results[name]})
+    if asked.json:
+        tell(results, True)
 
 
 if __name__ == "__main__":

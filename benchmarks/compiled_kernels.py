@@ -10,15 +10,15 @@ Triton, whose wheel has the assembler, and no GPU.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks._record import options, tell
 
 #: Registers and threads of a multiprocessor, from compute capability 8.0 on.
 _REGISTERS, _THREADS = 65536, 2048
@@ -217,21 +217,12 @@ def compiled(*, every_shape: bool = False, capability: int = 90) -> Iterator[Com
 
 def main() -> None:
     """Print one line per kernel."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--capability", type=int, default=90)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    found = list(compiled(every_shape=options.all, capability=options.capability))
-    if options.json:
-        print(json.dumps([dataclasses.asdict(each) for each in found]))
-        return
-    print(f"{'':60}{'regs':>5} {'spilled':>8} {'threads':>8} {'load':>5} {'store':>6}")
-    for each in found:
-        print(
-            f"{each.name:60}{each.registers:5} {each.spilled_bytes:8} {each.threads:8} "
-            f"{each.widest_load_bits:5} {each.widest_store_bits:6}"
-        )
+    asked = parser.parse_args()
+    found = compiled(every_shape=asked.all, capability=asked.capability)
+    tell([dataclasses.asdict(each) for each in found], asked.json)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,17 @@ device is torch's own again, so that nothing stands between Megatron and torch; 
 into `torch.cuda`, which no CPU can run without an answer, stay answered, and the functions that
 make tensors on the device drop it. Rounds alternate between the sides and the medians are compared,
 so a busy machine slows both down.
-
-As a third side, the alternative that was not chosen: a TorchFunctionMode around every call.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
 MICROBATCHES = 8
@@ -56,28 +53,12 @@ def _without_device(original: Any) -> Any:
     return make
 
 
-@contextlib.contextmanager
-def function_mode() -> Iterator[None]:
-    """The rejected mechanism on top of `bare`: every torch call passes a Python function."""
-    from torch.overrides import TorchFunctionMode
-
-    class OnCpu(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            kwargs = kwargs or {}
-            if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
-                kwargs["device"] = "cpu"
-            return func(*args, **kwargs)
-
-    with bare(), OnCpu():
-        yield
-
-
 def measure(rounds: int) -> dict[str, float]:
     """Median milliseconds of one window per side; runs inside a rank."""
     from megatron_idempotent.proof.cpu import tiny
 
     bench = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
-    sides = {"plain": bare, "runtime": contextlib.nullcontext, "function mode": function_mode}
+    sides = {"plain": bare, "runtime": contextlib.nullcontext}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for round_number in range(rounds + 2):
         for name, side in sides.items():
@@ -91,17 +72,12 @@ def measure(rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    [median_ms] = cpu.run_ranks(1, measure, options.rounds, timeout_s=300.0)
+    asked = parser.parse_args()
+    [median_ms] = cpu.run_ranks(1, measure, asked.rounds, timeout_s=300.0)
     ratios = {name: value / median_ms["plain"] for name, value in median_ms.items()}
-    if options.json:
-        print(json.dumps({"median_ms": median_ms, "ratio": ratios}))
-        return
-    for name, value in median_ms.items():
-        print(f"{name:14} {value:8.2f} ms per window   {ratios[name]:.3f}x of plain torch")
+    tell({"median_ms": median_ms, "ratio": ratios}, asked.json)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ turns.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
 import os
 import statistics
 import time
@@ -25,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from benchmarks._logprob_cases import as_output
+from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
 _K = 64
@@ -169,39 +168,25 @@ def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -
 
 def main() -> None:
     """Print a table, or the rows as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="*", default=[], help="what a computation's name contains")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    asked = parser.parse_args()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    rows: list[Row] = []
-    if not options.json:
-        names = f"{'seconds':>8}{'time':>6}{'memory':>8}{'error':>9}{'gradient':>9}"
-        print(f"{'':22}{'':10}{'':9}{names}")
+    rows: list[dict[str, Any]] = []
     with cpu.RankPool(1) as pool:
-        for dtype, what in itertools.product(options.dtypes, WHAT):
-            if all(word in what for word in options.only):
-                arguments = (what, dtype, options.tokens, options.vocabulary, options.rounds)
-                rows += pool.run(1, measured, *arguments, timeout_s=1200.0)[0]
-                if not options.json:
-                    show(rows[-3:] if what != "top-k" else rows[-2:])
-    if options.json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows]))
-
-
-def show(rows: list[Row]) -> None:
-    """Print a line for each side."""
-    for row in rows:
-        of_gradient = "" if row.gradient_error is None else format(row.gradient_error, ".1e")
-        print(
-            f"{row.what:22}{row.dtype:10}{row.side:9}{row.seconds:8.3f}{row.time:6.1f}"
-            f"{row.memory:8.2f}{row.error:9.1e}{of_gradient:>9}",
-            flush=True,
-        )
+        for dtype, what in itertools.product(asked.dtypes, WHAT):
+            if all(word in what for word in asked.only):
+                arguments = (what, dtype, asked.tokens, asked.vocabulary, asked.rounds)
+                (found,) = pool.run(1, measured, *arguments, timeout_s=1200.0)
+                rows += [dataclasses.asdict(row) for row in found]
+                if not asked.json:
+                    tell(rows[-len(found) :])
+    if asked.json:
+        tell(rows, True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ process's CPU time.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -32,6 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._packing_peers import Packer, peers
+from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 from megatron_idempotent.step import bin_sequences
 
@@ -183,7 +183,7 @@ def steps(hidden: int, rounds: int, rows: int) -> dict[str, float]:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=512)
@@ -191,32 +191,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--only-bins", action="store_true")
-    arguments = parser.parse_args()
-    found: dict[str, Any] = {"bins": bins(arguments)}
-    if not arguments.only_bins:
-        options = arguments.hidden, arguments.rounds, arguments.rows
-        found["step"] = cpu.run_ranks(1, steps, *options, timeout_s=1200.0)[0]
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-        return
-    for name, values in found["bins"].items():
-        if isinstance(values, str):
-            print(f"{name:44} {values}")
-            continue
-        print(
-            f"{name:44} {values['microbatches']:6.1f} microbatches, above {values['above']:.3f}, "
-            f"padding {values['padding']:.3%}, waiting {values['waiting']:.3%}, "
-            f"by work {values['by work']:.3%}, {values['ms']:.1f} ms"
-            + (f", given {values['given']:.3%}" if "given" in values else "")
-        )
-    if "step" in found:
-        print(
-            f"packed ÷ padded step: time {found['step']['time']:.3f}, tokens "
-            f"{found['step']['tokens']:.3f}, time ÷ tokens {found['step']['time by tokens']:.3f} "
-            "(aim: 1.1)"
-        )
+    asked = parser.parse_args()
+    found: dict[str, Any] = {"bins": bins(asked)}
+    if not asked.only_bins:
+        sizes = asked.hidden, asked.rounds, asked.rows
+        found["step"] = cpu.run_ranks(1, steps, *sizes, timeout_s=1200.0)[0]
+    tell(found, asked.json)
 
 
 if __name__ == "__main__":

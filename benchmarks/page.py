@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks._record import leaves
+
 FOUND = Path("docs", "benchmarks.json")
 PAGE = Path("docs", "benchmarks.md")
 #: Use per core before a run from which on another process had a good part of a core.
@@ -34,7 +36,6 @@ RATIOS = {
     "weight_transports": r", of_a_copy$",
     "workers": r"÷ empty call$",
     "async_against_sync": r"÷ sync$",
-    "async_embedded": r", efficiency$",
     "async_simulated": r"^ratios, |, (efficiency|useful|wasted)$",
 }
 
@@ -85,24 +86,9 @@ def read(folder: Path) -> Runs:
 
 def ratios(name: str, found: Any) -> Iterator[tuple[str, float]]:
     """Yield the ratios among what a benchmark found, with their names."""
-    for label, value in _numbers("", found):
-        if re.search(RATIOS[name], label):
-            yield label, value
-
-
-def _numbers(at: str, found: Any) -> Iterator[tuple[str, float]]:
-    """Yield each number with the names on the way to it; an item of a list has its words."""
-    if isinstance(found, (int, float)) and not isinstance(found, bool):
-        yield at, float(found)
-        return
-    if isinstance(found, Mapping):
-        for key, value in found.items():
-            yield from _numbers(f"{at}, {key}" if at else str(key), value)
-    elif isinstance(found, Sequence) and not isinstance(found, str):
-        for index, each in enumerate(found):
-            held = each.values() if isinstance(each, Mapping) else ()
-            step = ", ".join(word for word in held if isinstance(word, str)) or str(index)
-            yield from _numbers(f"{at}, {step}" if at else step, each)
+    for label, value in leaves("", found):
+        if not isinstance(value, (str, bool)) and re.search(RATIOS[name], label):
+            yield label, float(value)
 
 
 def page(runs: Runs, summaries: Mapping[str, str]) -> str:

@@ -20,14 +20,13 @@ of 4096 tokens), and a round waits for the device before each of its readings of
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from typing import Any
 
 import megatron_idempotent
 from benchmarks._device import add_device, aim, fast_kernels, real_sizes
+from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 from megatron_idempotent.proof.cpu.probes import activity
 
@@ -103,22 +102,21 @@ def _step(bench: Any) -> None:
 
 def main() -> None:
     """Print the median step of both sides and the median ratio."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, help="size of the hidden layers")
-    parser.add_argument("--json", action="store_true")
     add_device(parser)
-    options = parser.parse_args()
-    real = options.device == "cuda"
+    asked = parser.parse_args()
+    real = asked.device == "cuda"
     seconds, counts = cpu.run_ranks(
-        1 if real else options.ranks,
+        1 if real else asked.ranks,
         measure,
-        options.rounds,
-        options.hidden or (4096 if real else 256),
+        asked.rounds,
+        asked.hidden or (4096 if real else 256),
         real,
         timeout_s=600.0,
-        device=options.device,
+        device=asked.device,
     )[0]
     results: dict[str, Any] = {"counts": counts}
     for clock, kind in enumerate(("wall", "CPU")):
@@ -137,20 +135,7 @@ def main() -> None:
         results["wall"]["ratio"] = aim(results["wall"]["ratio"], AIM)
         added = counts["patched"].items()
         results["added"] = {name: aim(n - counts["stock"][name], 0) for name, n in added}
-    if options.json:
-        print(json.dumps(results))
-        return
-    print(f"one step: {counts}")
-    for kind in ("wall", "CPU"):
-        found = results[kind]
-        if real and kind == "wall":
-            found = {**found, "ratio": found["ratio"]["value"]}
-        low, high = found["quartiles"]
-        print(
-            f"{kind:4} stock {found['stock_ms']:7.2f} ms, patched {found['patched_ms']:7.2f} ms "
-            f"per step, ratio {found['ratio']:.3f} (quartiles {low:.3f} to {high:.3f}), "
-            f"of lower quartiles {found['of_lower_quartiles']:.3f}"
-        )
+    tell(results, asked.json)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ group, carrying the result and ending. The first call imports torch and Megatron
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 
+from benchmarks._record import options, tell
 from megatron_idempotent.proof.cpu import RankPool
 
 CALLS = 10
@@ -29,9 +28,7 @@ def rank_sum() -> float:
 
 def main() -> None:
     """Print the first call's time, the median of the later ones, and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    asked = options(__doc__).parse_args()
     seconds = []
     with RankPool(2) as pool:
         for _ in range(CALLS + 1):
@@ -39,11 +36,7 @@ def main() -> None:
             assert pool.run(2, rank_sum) == [1.0, 1.0]
             seconds.append(time.perf_counter() - started)
     first, later = seconds[0], statistics.median(seconds[1:])
-    if options.json:
-        print(json.dumps({"first_s": first, "later_s": later, "ratio": later / first}))
-        return
-    print(f"first call {first:.2f} s, later calls {later:.3f} s (median of {CALLS})")
-    print(f"ratio {later / first:.4f}")
+    tell({"first_s": first, "later_s": later, "ratio": later / first}, asked.json)
 
 
 if __name__ == "__main__":

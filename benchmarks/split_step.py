@@ -23,13 +23,13 @@ both out, and so does `--device cuda`, which takes one rank, a model in bf16 at 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks._device import add_device, aim, fast_kernels, real_sizes
+from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
 CHUNKS = 8
@@ -146,88 +146,61 @@ def memory(hidden: int) -> dict[str, float]:
 
 def main() -> None:
     """Print ratios of times, exposed communication, and memory."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--hidden", type=int, help="size of the hidden layers")
     parser.add_argument("--only-steps", action="store_true", help="no network, no memory")
     add_device(parser)
     parser.add_argument("--latency-ms", type=float, default=2.0)
     parser.add_argument("--gigabytes-per-s", type=float, default=0.2)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    if options.device == "cuda":
-        _on_device(options)
-        return
-    options.hidden = options.hidden or 256
+    asked = parser.parse_args()
     results: dict[str, Any] = {}
+    for found in _on_device(asked) if asked.device == "cuda" else _on_ranks(asked):
+        results |= found
+        if not asked.json:
+            tell(found)
+    if asked.json:
+        tell(results, True)
 
-    def show(name: str, found: Any, text: str) -> None:
-        results[name] = found
-        if not options.json:
-            print(text, flush=True)
 
+def _on_ranks(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    hidden = asked.hidden or 256
     for layout, (ranks, microbatches, model) in LAYOUTS.items():
-        arguments = (options.rounds, options.hidden, microbatches, model)
+        arguments = (asked.rounds, hidden, microbatches, model)
         seconds = cpu.run_ranks(ranks, times, *arguments, timeout_s=1200.0)[0]
         for clock, kind in enumerate(("wall", "CPU", "call")):
-            found = _ratios(seconds, clock, PAIRS if clock < 2 else CALLS)
-            plain_ms = 1e3 * statistics.median(each[clock] for each in seconds["plain"])
-            text = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
-            show(
-                f"{layout}, {kind}", found, f"{layout:12} {kind:4} plain {plain_ms:6.1f} ms; {text}"
-            )
+            yield {f"{layout}, {kind}": _ratios(seconds, clock, PAIRS if clock < 2 else CALLS)}
         stages = model.get("pp", 1)
         if stages > 1:
             slots = (microbatches + CHUNKS * (stages - 1)) / (microbatches + stages - 1)
-            show(f"{layout}, bubbles", slots, f"{layout:12} bubbles alone: eight/one {slots:.3f}")
-    if options.only_steps:
-        if options.json:
-            print(json.dumps(results))
+            yield {f"{layout}, bubbles": slots}
+    if asked.only_steps:
         return
-    network = (options.latency_ms / 1e3, options.gigabytes_per_s * 1e9)
+    network = (asked.latency_ms / 1e3, asked.gigabytes_per_s * 1e9)
     (mine, size), (theirs, _) = cpu.run_ranks(
-        2, exposed, options.rounds, options.hidden, *network, timeout_s=1200.0
+        2, exposed, asked.rounds, hidden, *network, timeout_s=1200.0
     )
-    wire_ms = 1e3 * size / network[1]
-    show("wire_ms", wire_ms, f"network: {size / 1e6:.1f} MB of gradients, {wire_ms:.1f} ms on it")
+    yield {"wire_ms": 1e3 * size / network[1]}
     for name in mine:
-        wall_ms = 1e3 * statistics.median(wall for wall, _ in mine[name])
         # The rank that all wait for; it may be another one in each round.
         both = zip(mine[name], theirs[name], strict=True)
-        exposed_ms = 1e3 * statistics.median(max(a[1], b[1]) for a, b in both)
-        text = f"{name:12} step {wall_ms:6.1f} ms, of which exposed {exposed_ms:5.2f} ms"
-        show(f"network, {name}", {"wall_ms": wall_ms, "exposed_ms": exposed_ms}, text)
+        found = {
+            "wall_ms": 1e3 * statistics.median(wall for wall, _ in mine[name]),
+            "exposed_ms": 1e3 * statistics.median(max(a[1], b[1]) for a, b in both),
+        }
+        yield {f"network, {name}": found}
     pairs = [("one, last", "one"), ("eight, last", "eight")]
-    found = _ratios(mine, 0, pairs)
-    text = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
-    show("network, ratios", found, f"network, wall: {text}")
-    held = cpu.run_ranks(2, memory, options.hidden, timeout_s=600.0)[0]
-    text = ", ".join(f"{name} {value:.3f}" for name, value in held.items())
-    show("memory", held, f"memory at most, in gradient buffers: {text}")
-    if options.json:
-        print(json.dumps(results))
+    yield {"network, ratios": _ratios(mine, 0, pairs)}
+    yield {"memory": cpu.run_ranks(2, memory, hidden, timeout_s=600.0)[0]}
 
 
-def _on_device(options: argparse.Namespace) -> None:
-    seconds = cpu.run_ranks(
-        1,
-        times_on_device,
-        options.rounds,
-        options.hidden or 2048,
-        timeout_s=600.0,
-        device=options.device,
-    )[0]
+def _on_device(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    arguments = (asked.rounds, asked.hidden or 2048)
+    seconds = cpu.run_ranks(1, times_on_device, *arguments, timeout_s=600.0, device=asked.device)[0]
     pairs = [*PAIRS, ("eight, last", "plain"), ("eight", "plain")]
-    found = _ratios(seconds, 0, pairs)
-    results: dict[str, Any] = {
-        "plain_ms": 1e3 * statistics.median(wall for wall, _ in seconds["plain"]),
-        **{name: aim(v, AIMS[name]) if name in AIMS else v for name, v in found.items()},
-    }
-    if options.json:
-        print(json.dumps(results))
-        return
-    text = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
-    print(f"one GPU, wall: plain {results['plain_ms']:.1f} ms; {text}")
+    yield {"plain_ms": 1e3 * statistics.median(wall for wall, _ in seconds["plain"])}
+    for name, value in _ratios(seconds, 0, pairs).items():
+        yield {name: aim(value, AIMS[name]) if name in AIMS else value}
 
 
 def _ratios(seconds: Seconds, clock: int, pairs: Sequence[tuple[str, str]]) -> dict[str, float]:

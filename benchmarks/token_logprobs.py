@@ -35,7 +35,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import os
 import statistics
 from collections.abc import Iterator
@@ -44,6 +43,7 @@ from typing import Any
 from benchmarks import _gpu, _logprob_device, _logprob_peers
 from benchmarks._logprob_cases import Case, Entropy
 from benchmarks._logprob_rounds import Found, Measured, measured
+from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
 _ENTROPIES: tuple[Entropy, ...] = ("none", "metric", "grad")
@@ -83,30 +83,9 @@ def rows(case: Case, found: Found) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def show(case: Case, found: Found) -> None:
-    """A table of a case."""
-    print(f"\n{case}")
-    first, second = (f"÷ {name.removeprefix('logits, ')}" for name in case.references)
-    print(
-        f"  {'':18}{'seconds':>8} {first:>9} {second:>9} {'memory':>7} {'coll.':>5} "
-        f"{'log-prob':>9} {'entropy':>9} {'gradient':>9}"
-    )
-    for row in rows(case, found):
-        if "refused" in row:
-            print(f"  {row['side']:18}{row['refused']}")
-            continue
-        entropy = row["entropy_error"]
-        print(
-            f"  {row['side']:18}{row['seconds']:8.3f} {row['time'][0]:9.2f} {row['time'][1]:9.2f} "
-            f"{row['memory']:7.2f} {row['collectives']:5} {row['logprob_error']:9.1e} "
-            f"{'' if entropy is None else format(entropy, '.1e'):>9} {row['gradient_error']:9.1e}",
-            flush=True,
-        )
-
-
 def main() -> None:
     """Print one table per case."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32768)
@@ -115,30 +94,30 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--peers", nargs="*", choices=list(_logprob_peers.SIDES))
     parser.add_argument("--only", nargs="*", default=[], help="what a case's line is to contain")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--device-tokens", type=int, nargs="+", default=[8192, 65536, 262144])
     parser.add_argument("--tune", action="store_true", help="on a GPU: every shape of the kernels")
-    options = parser.parse_args()
-    if options.device == "cuda":
+    asked = parser.parse_args()
+    if asked.device == "cuda":
         _gpu.require_cuda("benchmarks.token_logprobs")
-        _logprob_device.main(options)
+        _logprob_device.main(asked)
         return
-    if options.peers == []:
-        options.peers = list(_logprob_peers.SIDES)
+    if asked.peers == []:
+        asked.peers = list(_logprob_peers.SIDES)
     # Quiet about logits that were there before their memory was watched, and are freed in it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    chosen = [case for case in cases(options) if all(word in str(case) for word in options.only)]
     results = []
     with cpu.RankPool(2) as pool:
-        for case in chosen:
-            arguments = (case, options.rounds, options.peers or ())
-            found = pool.run(case.ranks, measured, *arguments, timeout_s=1200.0)[0]
-            results += [{**dataclasses.asdict(case), **row} for row in rows(case, found)]
-            if not options.json:
-                show(case, found)
-    if options.json:
-        print(json.dumps(results))
+        for case in cases(asked):
+            if not all(word in str(case) for word in asked.only):
+                continue
+            arguments = (case, asked.rounds, asked.peers or ())
+            found = [*rows(case, pool.run(case.ranks, measured, *arguments, timeout_s=1200.0)[0])]
+            results += [{**dataclasses.asdict(case), **row} for row in found]
+            if not asked.json:
+                tell({str(case): found})
+    if asked.json:
+        tell(results, True)
 
 
 if __name__ == "__main__":

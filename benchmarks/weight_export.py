@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import tempfile
 import time
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _device, _gpu
+from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
 WARM_UP = 1
@@ -137,7 +137,7 @@ def measure(
     return seconds, size, held / (bucket_bytes + max(info.nbytes for info in infos))
 
 
-def quantized(options: argparse.Namespace) -> None:
+def quantized(asked: argparse.Namespace) -> None:
     """Print what quantising weights costs on this GPU."""
     import torch
 
@@ -163,42 +163,33 @@ def quantized(options: argparse.Namespace) -> None:
                 call = _gpu.measured(
                     lambda weight=weight: weight,
                     lambda given, more=arguments: quantize_blockwise(given, **more),
-                    options.rounds,
+                    asked.rounds,
                 )
                 row = {"shape": shape, "scales": scales, "same_bytes": same, "ms": call.ms}
                 row |= {"by": f"Triton, {warps} warps" if warps else "torch"}
                 row |= {"share": least_ms / call.ms, "beside_gb": call.beside_gb}
                 found.append(row)
     triton_blockwise.launch_quantize = usual
-    if options.json:
-        best = max(row["share"] for row in found if row["by"] != "torch")
-        held = {"share of the copy": _device.aim(best, at_least=0.7)}
-        print(json.dumps({"about": told, "quantized": found, "aims": held}))
-        return
-    print(", ".join(f"{name} {value}" for name, value in told.items()))
-    for row in found:
-        print(
-            f"{row['shape']!s:20} {row['scales']:8} {row['by']:18} {row['ms']:8.3f} ms "
-            f"{row['share']:5.0%} of a copy, {'the' if row['same_bytes'] else 'OTHER'} bytes"
-        )
+    best = max(row["share"] for row in found if row["by"] != "torch")
+    held = {"share of the copy": _device.aim(best, at_least=0.7)}
+    tell({"about": told, "quantized": found, "aims": held}, asked.json)
 
 
 def main() -> None:
     """Print bandwidths, their ratios, and memory."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=128)
     parser.add_argument("--bucket-megabytes", type=int, default=16)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options = parser.parse_args()
-    if options.device == "cuda":
+    asked = parser.parse_args()
+    if asked.device == "cuda":
         _gpu.require_cuda("benchmarks.weight_export")
-        quantized(options)
+        quantized(asked)
         return
     results: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
-        arguments = (options.rounds, options.megabytes, options.bucket_megabytes << 20, layout)
+        arguments = (asked.rounds, asked.megabytes, asked.bucket_megabytes << 20, layout)
         (seconds, size, memory), (_, _, others) = cpu.run_ranks(
             2, measure, *arguments, timeout_s=900.0
         )
@@ -215,18 +206,10 @@ def main() -> None:
             "bandwidth_to_save_file": ratios,
             "memory": {"rank 0": memory, "rank 1": others},
         }
-        if not options.json:
-            told = ", ".join(f"{side} {rate:.0f} MB/s" for side, rate in rates.items())
-            print(f"{name:15} {size / 1e6:.0f} MB: {told}")
-            told = ", ".join(f"{side} {ratio:.2f}" for side, ratio in ratios.items())
-            print(f"{name:15} bandwidth ÷ that of save_file: {told}")
-            print(
-                f"{name:15} memory in (bucket + largest tensor): rank 0 {memory:.2f}, "
-                f"rank 1 {others:.2f}",
-                flush=True,
-            )
-    if options.json:
-        print(json.dumps(results))
+        if not asked.json:
+            tell({name: results[name]})
+    if asked.json:
+        tell(results, True)
 
 
 if __name__ == "__main__":

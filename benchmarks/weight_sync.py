@@ -15,10 +15,8 @@ is put beside that of a copy within the device's memory of as many bytes.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import statistics
 import tempfile
 import time
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._device import add_device, aim, fast_kernels
+from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
 TOKENS = 64
@@ -189,12 +188,11 @@ def _train(chunks: list[Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--vllm-python", default="", help="of an environment with vLLM")
-    parser.add_argument("--json", action="store_true")
     add_device(parser)
     asked = parser.parse_args()
     hidden = asked.hidden or (4096 if asked.device == "cuda" else 768)
@@ -210,18 +208,7 @@ def main() -> None:
     found["pause/sync"] = aim(share, AIM) if asked.device == "cuda" else share
     rate = found["mb"] / 1e3 / statistics.median(found["totals"]["staged"])
     found["sync_gb_per_s"] = rate
-    if asked.json:
-        print(json.dumps(found))
-        return
-    print(f"{found['mb']:.0f} MB, {asked.streams} streams")
-    for side in ("inline", "staged"):
-        pause = statistics.median(found["pauses"][side])
-        total = statistics.median(found["totals"][side])
-        print(f"{side}: pause {pause:.3f} s of {total:.3f} s, {pause / total:.3f}")
-    beside = f", a copy in memory {found['copy_gb_per_s']:.0f}" if asked.device == "cuda" else ""
-    print(f"a staged sync: {rate:.2f} GB/s{beside}")
-    given = found["tokens"]
-    print(f"tokens: {given[1]} of {given[0]}; {found['versions_in_one_response']} versions in one")
+    tell(found, asked.json)
 
 
 if __name__ == "__main__":

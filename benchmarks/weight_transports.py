@@ -9,15 +9,14 @@ is among the transports; the others end in the host's memory. Medians; checksums
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks._device import add_device
+from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
 
@@ -98,10 +97,9 @@ def _sender(name: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=64, help="of a bucket")
-    parser.add_argument("--json", action="store_true")
     add_device(parser)
     asked = parser.parse_args()
     names = ["shared_memory", "gloo", *(["cuda_ipc"] if asked.device == "cuda" else [])]
@@ -113,12 +111,7 @@ def main() -> None:
             rates, _ = pool.run(2, measure, name, asked.rounds, asked.megabytes, timeout_s=300.0)
             rate = statistics.median(rates)
             found[name] = {"gb_per_s": rate, "of_a_copy": rate / copy}
-    if asked.json:
-        print(json.dumps(found))
-        return
-    print(f"buckets of {asked.megabytes} MiB; a copy in memory: {copy:.1f} GB/s")
-    for name in names:
-        print(f"{name}: {found[name]['gb_per_s']:.2f} GB/s, {found[name]['of_a_copy']:.2f} of it")
+    tell(found, asked.json)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ ranks after that. Medians of one run; a bucket ÷ an empty call is what a weight
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -20,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from benchmarks._record import options, tell
 from megatron_idempotent.rl.workers import EmbeddedRanks, RanksLost, WorkerSpec
 
 RANKS = 2
@@ -99,20 +98,14 @@ async def _median(times: int, call: Callable[[], Awaitable[Any]]) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--megabytes", type=int, default=64)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    found = asyncio.run(measure(options.calls, options.rounds, options.megabytes))
-    if options.json:
-        per_call = {f"{name} ÷ empty call": ms / found["empty call"] for name, ms in found.items()}
-        print(json.dumps(found | per_call, indent=1))
-        return
-    for name, milliseconds in found.items():
-        ratio = milliseconds / found["empty call"]
-        print(f"{name:26s} {milliseconds:9.2f} ms  {ratio:8.1f} empty calls")
+    asked = parser.parse_args()
+    found = asyncio.run(measure(asked.calls, asked.rounds, asked.megabytes))
+    per_call = {f"{name} ÷ empty call": ms / found["empty call"] for name, ms in found.items()}
+    tell(found | per_call, asked.json)
 
 
 if __name__ == "__main__":

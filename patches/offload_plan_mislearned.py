@@ -114,7 +114,7 @@ def _no_backward() -> bool:
 
 
 def offloading(**layout: Any) -> Any:
-    """Runs on a rank; returns a bench that offloads what attention and its norm save for backward.
+    """Build, on a rank, a bench that offloads what attention and its norm save for backward.
 
     Stands in for Transformer Engine's flag, and for the device that 0.19 wants tensors to be on.
     """

@@ -35,7 +35,7 @@ from megatron_idempotent.patching import Limit
 
 
 def moved(frozen: str, unfrozen: str) -> tuple[bool, bool]:
-    """Runs on a rank; returns whether parameters with these in their names moved after the change.
+    """Return, on a rank, whether parameters with these in their names moved after the change.
 
     Everything but the unfrozen ones is trained for two steps, then both are changed for a third.
     """

@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import OPEN, Patch
-from megatron_idempotent.patching.per_process import PerProcessDict
+from megatron_idempotent.patching.base import PerProcessDict
 
 #: Under "handle" the one that was shut down last.
 _ended: dict[str, Any] = PerProcessDict(__name__, "_ended")

@@ -1,14 +1,40 @@
-"""Temporary files of libraries go where pytest puts its own."""
+"""Temporary files go where pytest puts its own, and a run that outlives its budget says so."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+_STARTED_S = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--budget", type=float, metavar="MINUTES", help="say so if it takes longer")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say so at the end, below the slowest tests, if all took longer than they may; none fails."""
+    minutes, budget = (time.monotonic() - _STARTED_S) / 60, config.getoption("--budget")
+    if budget is None or minutes <= budget:
+        return
+    told = (
+        f"The tests took {minutes:.1f} minutes. Their budget is {budget:g} on an idle machine with "
+        f"two cores; this one has {os.cpu_count()}, and a load of {os.getloadavg()[2]:.1f}. "
+        "The slowest are above (make test BUDGET=… for another budget)."
+    )
+    terminalreporter.section("SLOWER THAN THE BUDGET", sep="!", red=True, bold=True)
+    terminalreporter.write_line(told, red=True)
+    if "GITHUB_ACTIONS" in os.environ:  # shown on the page of the run
+        terminalreporter.write_line(f"::warning title=Slower than the budget::{told}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,13 +13,12 @@ from pathlib import Path
 
 from megatron_idempotent.patching.catalog import MEGATRON, patches
 from megatron_idempotent.patching.contract import unmet
-from megatron_idempotent.patching.decide import in_range, part_of, review
+from megatron_idempotent.patching.decide import Installed, in_range, numbers, part_of, review
 from megatron_idempotent.patching.record import FILE, Patch, Reviewed, Target
 from megatron_idempotent.patching.source import Body
 from megatron_idempotent.patching.statements import ACCEPTED, accepted_lines
 from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
 from megatron_idempotent.patching.trees import SourceTree
-from megatron_idempotent.patching.versions import Installed, numbers
 
 from .generated import FOLDER, content, write
 from .reads import renewed

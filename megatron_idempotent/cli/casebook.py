@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_idempotent.patching.catalog import INDEX, MEGATRON, PACKAGE, hazards, index_of
+from megatron_idempotent.patching.decide import place
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
-from megatron_idempotent.patching.versions import place
 
 from .drift import drift
 from .generated import content, write

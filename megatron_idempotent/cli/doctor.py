@@ -20,12 +20,11 @@ from megatron_idempotent.patching.catalog import (
     untried,
     without_case_file,
 )
-from megatron_idempotent.patching.decide import OFF_BY_DEFAULT
+from megatron_idempotent.patching.decide import OFF_BY_DEFAULT, installed, supported
 from megatron_idempotent.patching.report import COVERED, PROBLEMS, Report, Row
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.table import render, terminal_width, wrapped
 from megatron_idempotent.patching.trees import contents
-from megatron_idempotent.patching.versions import installed, supported
 
 # The most problems that the first line names.
 _NAMED = 4

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_idempotent.patching.catalog import MEGATRON, patches
-from megatron_idempotent.patching.decide import in_range, judge, review
+from megatron_idempotent.patching.decide import UNKNOWN, in_range, judge, review, supported
 from megatron_idempotent.patching.record import Patch, Target
 from megatron_idempotent.patching.settings import check_ids
 from megatron_idempotent.patching.source import Body
 from megatron_idempotent.patching.statements import change
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.patching.trees import SourceTree
-from megatron_idempotent.patching.versions import UNKNOWN, supported
 
 from .reads import installed_trees
 

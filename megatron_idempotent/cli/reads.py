@@ -158,30 +158,55 @@ class _Definition:
     """Reads one function, class or constant."""
 
     def __init__(self, source: _Module, root: ast.AST, of_class: bool) -> None:
-        self._source = source
+        self._source, self._of_class = source, of_class
         self.found: set[Read] = set()
         self.uses: set[tuple[str, str]] = set()
         self.keeps = False
+        nodes = [*ast.walk(root)]
         self.own: set[str] = set()
         if isinstance(root, ast.ClassDef):
             self.own = {
-                n.attr
-                for n in ast.walk(root)
-                if isinstance(n, ast.Attribute) and _is_self(n) and _is_set(n)
+                n.attr for n in nodes if isinstance(n, ast.Attribute) and _is_set_on_self(n)
             }
             self.own |= {n.name for n in root.body if isinstance(n, ast.FunctionDef)}
-        self._of_class = of_class
         self._imported = dict(source.imported)
-        self._local: set[str] = set()
-        for node in ast.walk(root):
+        for node in nodes:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 self._imported.update(imports(node, source.module))
-            elif isinstance(node, ast.arg):
-                self._local.add(node.arg)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self._local.add(node.id)
-        self._dynamic = any(self._asks(node) == "" for node in ast.walk(root))
-        self._visit(root, False)
+        self._local = {n.arg for n in nodes if isinstance(n, ast.arg)}
+        self._local |= {
+            n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
+        # Names of attributes are somewhere, if a call asks for one by a variable.
+        dynamic = any(self._asks(node) == "" for node in nodes)
+        # Of `a.b.c`, the whole counts; annotations, and defaults of a function, tell nothing.
+        chains = (n.value for n in nodes if isinstance(n, ast.Attribute))
+        passed_by = {id(each) for each in chains if isinstance(each, ast.Attribute)}
+        passed_by |= _under(part for node in nodes for part in _of_types(node))
+        coped = _under(
+            each for n in nodes if isinstance(n, ast.Try) and n.handlers for each in n.body
+        )
+        for node in nodes:
+            if id(node) in passed_by:
+                continue
+            guarded = id(node) in coped
+            if isinstance(node, ast.Attribute):
+                self._attribute(node, guarded)
+            elif isinstance(node, ast.ImportFrom):
+                for _, (module, name) in imports(node, source.module):
+                    if module.startswith("megatron."):
+                        self.found.add(Read(name=name, module=module, guarded=guarded))
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                self._name(node.id)
+            elif isinstance(node, ast.Call) and (asked := self._asks(node)):
+                # A `getattr` with a default, `hasattr` and `vars` cope with its absence.
+                called = node.func.id if isinstance(node.func, ast.Name) else ""
+                strict = called in ("setattr", "delattr") or (
+                    called == "getattr" and len(node.args) == 2
+                )
+                self._add(asked, guarded or not strict, node.args[0])
+            elif dynamic and (text := self._constant(node)).isidentifier():
+                self._add(text, True, None)
 
     def _asks(self, node: ast.AST) -> str | None:
         """Return the attribute that a call asks for by its name; "" if it is a variable."""
@@ -196,89 +221,39 @@ class _Definition:
                 return self._constant(node.args[0])
         return None
 
-    def _constant(self, node: ast.expr) -> str:
+    def _constant(self, node: ast.AST | None) -> str:
         if isinstance(node, ast.Name):
-            found = self._source.definitions.get(node.id)
-            if isinstance(found, ast.Constant):
-                return str(found.value)
-            if node.id in self._imported and self._imported[node.id][0].startswith(_PACKAGE):
-                module, name = self._imported[node.id]
-                inner = _source(module).definitions.get(name) if name else None
-                if isinstance(inner, ast.Constant):
-                    return str(inner.value)
+            module, name = self._imported.get(node.id, ("", ""))
+            ours = module.startswith(_PACKAGE) and name
+            node = self._source.definitions.get(node.id) or (
+                _source(module).definitions.get(name) if ours else None
+            )
+            return str(node.value) if isinstance(node, ast.Constant) else ""
         return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-
-    def _visit(self, node: ast.AST, guarded: bool) -> None:
-        if isinstance(node, ast.Attribute):
-            self._attribute(node, guarded)
-            return
-        asked = self._asks(node)
-        if asked and isinstance(node, ast.Call):
-            strict = isinstance(node.func, ast.Name) and (
-                node.func.id in ("setattr", "delattr") or len(node.args) == 2
-            ) and node.func.id != "hasattr"  # fmt: skip
-            self._add(asked, guarded or not strict, node.args[0])
-        if isinstance(node, ast.ImportFrom):
-            for _, (module, name) in imports(node, self._source.module):
-                if module.startswith("megatron."):
-                    self._import(module, name, guarded)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            self._name(node.id)
-        text = node.value if isinstance(node, ast.Constant) else None
-        if self._dynamic and isinstance(text, str) and text.isidentifier():
-            self._add(text, True, None)
-        if isinstance(node, ast.Try):
-            for each in node.body:
-                self._visit(each, guarded or bool(node.handlers))
-            rest: list[Any] = [*node.handlers, *node.orelse, *node.finalbody]
-            for each in rest:
-                self._visit(each, guarded)
-            return
-        if isinstance(node, (ast.FunctionDef, ast.arg)):
-            parts: list[Any] = getattr(node, "body", [])  # no annotations
-            parts = [*parts, *node.decorator_list] if isinstance(node, ast.FunctionDef) else []
-            for each in parts:
-                self._visit(each, guarded)
-            return
-        if isinstance(node, ast.AnnAssign):
-            for one in (node.target, node.value):
-                if one is not None:
-                    self._visit(one, guarded)
-            return
-        for child in ast.iter_child_nodes(node):
-            self._visit(child, guarded)
 
     def _attribute(self, node: ast.Attribute, guarded: bool) -> None:
         names = [node.attr]
         root: ast.expr = node.value
         while isinstance(root, ast.Attribute):
-            names.append(root.attr)
+            names.insert(0, root.attr)
             root = root.value
-        names.reverse()
-        if not isinstance(root, ast.Name):
-            self._visit(root, guarded)
-            for name in names:
-                self._add(name, guarded, None)
-            return
-        if root.id in _DECLARED:
-            return
-        self._name(root.id)
-        module, inner = self._imported.get(root.id, ("", ""))
-        if root.id in self._local or not module:
-            for index, name in enumerate(names):
-                self._add(name, guarded, root if index == 0 else None)
-        elif module.startswith(_PACKAGE):
+        of: ast.expr | None = None
+        if isinstance(root, ast.Name):
+            if root.id in _DECLARED:
+                return
+            module, inner = self._imported.get(root.id, ("", ""))
             whole = f"{module}.{inner}" if inner else module
-            if _is_module(whole):
-                self.uses.add((whole, names[0]))
-                names = names[1:]
-            for name in names:
-                self._add(name, guarded, None)
-        elif module.startswith("megatron."):
-            whole = f"{module}.{inner}" if inner else module
-            self._import(whole, names[0], guarded)
-            for name in names[1:]:
-                self._add(name, guarded, None)
+            if root.id in self._local or not module:
+                of = root
+            elif module.startswith(_PACKAGE) and _is_module(whole):
+                self.uses.add((whole, names.pop(0)))
+            elif module.startswith("megatron."):
+                self.found.add(Read(name=names.pop(0), module=whole, guarded=guarded))
+            elif not module.startswith(_PACKAGE):
+                return
+        for name in names:
+            self._add(name, guarded, of)
+            of = None
 
     def _name(self, name: str) -> None:
         if name in _DECLARED:
@@ -293,9 +268,6 @@ class _Definition:
             if module.startswith(_PACKAGE) and inner and not _is_module(f"{module}.{inner}"):
                 self.uses.add((module, inner))
 
-    def _import(self, module: str, name: str, guarded: bool) -> None:
-        self.found.add(Read(name=name, module=module, guarded=guarded))
-
     def _add(self, name: str, guarded: bool, of: ast.expr | None) -> None:
         is_self = isinstance(of, ast.Name) and of.id == "self"
         self.keeps = self.keeps or _PACKAGE in name
@@ -304,16 +276,22 @@ class _Definition:
         self.found.add(Read(name=name, of_self=is_self and self._of_class, guarded=guarded))
 
 
-def _is_self(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
+def _under(nodes: Iterable[ast.AST]) -> set[int]:
+    return {id(each) for node in nodes for each in ast.walk(node)}
 
 
-def _is_set(node: Any) -> bool:
-    return isinstance(node.ctx, ast.Store)
+def _of_types(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what stands in a node for its type, and the arguments of a function."""
+    if isinstance(node, ast.FunctionDef):
+        yield node.args
+    for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+        if part is not None:
+            yield part
+
+
+def _is_set_on_self(node: ast.Attribute) -> bool:
+    of = node.value.id if isinstance(node.value, ast.Name) else ""
+    return isinstance(node.ctx, ast.Store) and of == "self"
 
 
 #: Names of ours that say that a wrapper keeps something about an object of upstream's.

@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from megatron_idempotent.patching.install import state
-from megatron_idempotent.patching.per_process import PerProcessList
+from megatron_idempotent.patching.base import PerProcessList
 from megatron_idempotent.patching.verify import verify_at_start
 
 #: A key of `patching.record.PROVIDED`.

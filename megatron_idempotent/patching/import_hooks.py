@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from .per_process import PerProcessDict, PerProcessLock, PerProcessSet
+from .base import PerProcessDict, PerProcessLock, PerProcessSet
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:

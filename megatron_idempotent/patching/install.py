@@ -10,9 +10,8 @@ import os
 from _thread import RLock
 
 from . import decide, import_hooks
-from .base import NOTHING, Conflict
+from .base import NOTHING, Conflict, PerProcess, PerProcessLock
 from .catalog import load, outlines
-from .per_process import PerProcess, PerProcessLock
 from .report import Row
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves

@@ -154,13 +154,7 @@ def read_body(path: Path, qualname: str) -> Body | None:
         SyntaxError: this Python cannot parse the file.
         OSError: the file cannot be read.
     """
-    return _read_body(path, _state(path), qualname)
-
-
-# A dozen patches stand around the same few functions, and training.py is long.
-@lru_cache(maxsize=128)
-def _read_body(path: Path, state: tuple[int, int], qualname: str) -> Body | None:
-    return parse_body(_read_text(path, state), qualname)
+    return parse_body(read_text(path), qualname)
 
 
 def read_text(path: Path) -> str:
@@ -183,6 +177,8 @@ def _read_text(path: Path, state: tuple[int, int]) -> str:
     return path.read_text(encoding="utf-8")
 
 
+# A dozen patches stand around the same few functions, and releases share most of them.
+@lru_cache(maxsize=256)
 def parse_body(text: str, qualname: str) -> Body | None:
     """Return the body of `qualname` in a module's source, or None where that does not define it.
 

@@ -26,8 +26,8 @@ from .import_hooks import find
 from .source import read_text
 
 if TYPE_CHECKING:
+    from .decide import Installed
     from .record import Patch, Target
-    from .versions import Installed
 
 READS = "reads.txt"
 _PRE = "rc"

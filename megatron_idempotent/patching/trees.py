@@ -11,9 +11,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from . import versions
 from .catalog import MEGATRON
-from .decide import check_bodies, in_range, package_of
+from .decide import (
+    UNKNOWN,
+    Installed,
+    check_bodies,
+    from_metadata_text,
+    from_package_info,
+    in_range,
+    installed,
+    numbers,
+    package_of,
+)
 from .record import Patch
 from .source import Body, computed, parse_body, read_text
 from .surroundings import modules_in
@@ -52,7 +61,7 @@ class SourceTree:
             names = {package_of(target.module) for target in patch.targets}
             packages.setdefault(patch.distribution, set()).update(names)
         packages[MEGATRON] = {INFO}
-        self.versions: dict[str, versions.Installed] = {
+        self.versions: dict[str, Installed] = {
             distribution: self._version(distribution)
             for distribution, names in sorted(packages.items())
             if any(self.text(name) is not None for name in names)
@@ -115,12 +124,12 @@ class SourceTree:
     def _files(self) -> frozenset[str]:
         return frozenset() if self._wheel is None else frozenset(self._wheel.namelist())
 
-    def _version(self, distribution: str) -> versions.Installed:
+    def _version(self, distribution: str) -> Installed:
         if distribution != MEGATRON:
-            said = (versions.from_metadata_text(text, distribution) for text in self._metadata)
-            return next((version for version in said if version is not None), versions.UNKNOWN)
+            said = (from_metadata_text(text, distribution) for text in self._metadata)
+            return next((version for version in said if version is not None), UNKNOWN)
         info = self.text(INFO)
-        version = None if info is None else versions.from_package_info(info.splitlines())
+        version = None if info is None else from_package_info(info.splitlines())
         if version is None:
             raise ValueError(f"{self.path} says no version in {INFO}: is it Megatron's?")
         return version
@@ -151,7 +160,7 @@ def contents(patches: Iterable[Patch]) -> Contents | None:
     Returns:
         The counts; None if no Megatron is installed.
     """
-    version = versions.installed(MEGATRON)
+    version = installed(MEGATRON)
     if version is None:
         return None
     its_own: dict[str, bool] = {}
@@ -168,9 +177,9 @@ def contents(patches: Iterable[Patch]) -> Contents | None:
     return Contents(version.text, len(its_own), sum(not own for own in its_own.values()))
 
 
-def _holds(label: str, version: versions.Installed) -> bool:
+def _holds(label: str, version: Installed) -> bool:
     """Tell if a body's label, such as `0.12.0 to 0.15.3`, has the version."""
     first, _, last = label.partition(" to ")
-    since, until = versions.numbers(first), versions.numbers(last or first)
+    since, until = numbers(first), numbers(last or first)
     # A later patch release of a line has what the last one that was read has.
     return () < since <= version.release and version.release[:2] <= until[:2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from .per_process import PerProcess
+from .base import PerProcess
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")

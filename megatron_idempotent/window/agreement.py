@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_idempotent.patching.per_process import PerProcess, PerProcessDict
+from megatron_idempotent.patching.base import PerProcess, PerProcessDict
 
 DEADLINE_S = 600.0
 """Seconds that a rank waits for the slowest one; ranks of one window differ by less."""

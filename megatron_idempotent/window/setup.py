@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from megatron_idempotent.megatron.optimizers import LossScale
 from megatron_idempotent.megatron.training import STAGE_OFFSET
-from megatron_idempotent.patching.per_process import PerProcessDict
+from megatron_idempotent.patching.base import PerProcessDict
 
 from .accumulation import configs_of
 

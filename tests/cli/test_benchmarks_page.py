@@ -26,8 +26,12 @@ def test_every_benchmark_is_on_the_page_or_measures_no_ratio():
     assert set(page.RATIOS) <= names
 
 
-def left(folder, name, found, *, use=0.0, busy=False):
-    its = _record.machine(busy=busy) | {"use_per_core": use}
+@pytest.fixture(scope="module")
+def machine():
+    return _record.machine() | {"use_per_core": 0.0}
+
+
+def left(folder, name, its, found):
     _record.record(folder, name, its, ["--json"], found)
     return folder
 
@@ -39,10 +43,11 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def test_only_ratios_are_shown_and_a_new_run_replaces_the_old_one(checkout):
+def test_only_ratios_are_shown_and_a_new_run_replaces_the_old_one(checkout, machine):
     found = {"first_s": 3.0, "later_s": 0.75, "ratio": 0.25}
-    page.main([str(left(checkout / "a", "rank_calls", found))], checkout)
-    page.main([str(left(checkout / "b", "rank_calls", found | {"ratio": 0.125}))], checkout)
+    for folder, ratio in (("a", 0.25), ("b", 0.125)):
+        left(checkout / folder, "rank_calls", machine, found | {"ratio": ratio})
+        page.main([str(checkout / folder)], checkout)
     text = (checkout / page.PAGE).read_text("utf-8")
     own = text.partition("## rank_calls")[2].partition("\n## ")[0]
     assert [line for line in own.splitlines() if line.startswith("| ")] == [
@@ -50,22 +55,21 @@ def test_only_ratios_are_shown_and_a_new_run_replaces_the_old_one(checkout):
         "| --- | --- |",
         "| ratio | 0.125 |",
     ]
-    its = _record.machine()
-    assert f"{its['cpu']}, {its['cores']} cores" in own
+    assert f"{machine['cpu']}, {machine['cores']} cores" in own
     assert "- `patched_step`: " in text.partition("## Not run yet")[2]
 
 
-def test_the_use_of_a_core_is_measured():
-    script = "import time\nend = time.time() + 5\nwhile time.time() < end: pass"
-    with subprocess.Popen([sys.executable, "-c", script]) as other:
+def test_the_use_of_a_core_is_measured(machine):
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         found = _record.machine()["use_per_core"]
         other.kill()
-    assert found is None or found > 0.5 / _record.machine()["cores"]
+    assert found is None or found > 0.5 / machine["cores"]
 
 
-@pytest.mark.parametrize("how", [{"busy": True}, {"use": 0.5}])
-def test_a_run_on_a_busy_machine_is_marked(checkout, how):
-    page.main([str(left(checkout / "a", "rank_calls", {"ratio": 0.25}, **how))], checkout)
+@pytest.mark.parametrize("how", [{"busy": True}, {"use_per_core": 0.5}])
+def test_a_run_on_a_busy_machine_is_marked(checkout, machine, how):
+    left(checkout / "a", "rank_calls", machine | how, {"ratio": 0.25})
+    page.main([str(checkout / "a")], checkout)
     assert "**The machine was busy**" in (checkout / page.PAGE).read_text("utf-8")
 
 
@@ -90,9 +94,9 @@ def test_results_that_cannot_be_read_are_refused(tmp_path, name, content, said):
         page.read(tmp_path)
 
 
-def test_a_result_without_a_ratio_is_refused(tmp_path):
+def test_a_result_without_a_ratio_is_refused(tmp_path, machine):
     with pytest.raises(ValueError, match="has no ratio named like"):
-        page.read(left(tmp_path, "rank_calls", {"first_s": 3.0}))
+        page.read(left(tmp_path, "rank_calls", machine, {"first_s": 3.0}))
 
 
 def test_what_a_benchmark_prints_beside_its_json_is_refused():

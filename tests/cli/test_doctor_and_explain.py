@@ -20,9 +20,9 @@ from megatron_idempotent.cli.doctor import overview
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.patching.api import apply
 from megatron_idempotent.patching.catalog import hazards, patches
+from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.patching.report import Report, Row
 from megatron_idempotent.patching.source import locate
-from megatron_idempotent.patching.versions import installed
 
 PROBE = (
     "import sys; from megatron_idempotent.cli.main import main; code = main(sys.argv[1:]); "

@@ -25,6 +25,36 @@ _EQUAL_SHARES = MappingProxyType(
 )
 
 
+def _failing(fail: bool) -> None:
+    """Raise where the check asks for a loss that fails."""
+    if fail:
+        raise Planted("the loss fails, as the check asks")
+
+
+def _adapter(name: str, adapted: bool) -> Any:
+    """Load `examples/NAME.py`, if the worker is to have it."""
+    from adapters import adapter
+
+    return adapter(name) if adapted else None
+
+
+class _WholeStep:
+    """Collects the rows of a step, for a loop that has no call that only adds."""
+
+    cannot = _EQUAL_SHARES
+    subject: Subject
+
+    def begin(self) -> None:
+        self.rows: list[Any] = []
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.rows += microbatches(self.subject, rows)
+        self.fail = fail
+
+    def abort(self) -> None:
+        self.rows, self.fail = [], False
+
+
 class NemoRL:
     """NeMo-RL's policy worker: `begin_train_step`, `train_microbatch`, `finish_train_step`."""
 
@@ -37,16 +67,12 @@ class NemoRL:
 
         self.subject = subject
         import_nemo_rl(os.environ["NEMO_RL_SOURCE"])
-        adapter = None
-        if self.adapted:
-            from adapters import adapter as load
-
-            adapter = load("nemo_rl").SplitStepWorker
+        adapter = _adapter("nemo_rl", self.adapted)
         wire_train_config(subject.chunks, subject.optimizer)  # as Megatron-Bridge does
         ddp = subject.chunks[0].ddp_config
         ddp.check_for_nan_in_grad = True  # as its setup has it
         self.nemo = NemoWorker(
-            adapter,
+            adapter and adapter.SplitStepWorker,
             tp=subject.config.tensor_model_parallel_size,
             pp=subject.config.pipeline_model_parallel_size,
             sequence_parallel=subject.config.sequence_parallel,
@@ -116,8 +142,7 @@ def _of_tokens() -> Any:
 
     class Loss(NLLLossFn):  # type: ignore[misc, valid-type]
         def __call__(self, *, data: Any, **others: Any) -> Any:
-            if self.fail:
-                raise Planted("the loss fails, as the check asks")
+            _failing(self.fail)
             scaled = dict(data)
             scaled["token_mask"] = data["token_mask"] * data["scale"][:, None]
             return super().__call__(data=scaled, **others)
@@ -131,8 +156,7 @@ def _of_sequences() -> Any:
 
     class Loss(ClippedPGLossFn):  # type: ignore[misc, valid-type]
         def __call__(self, next_token_logprobs: Any, data: Any, **others: Any) -> Any:
-            if self.fail:
-                raise Planted("the loss fails, as the check asks")
+            _failing(self.fail)
             known_BT = torch.zeros_like(data["token_mask"])
             policy = {
                 "advantages": data["scale"][:, None].expand_as(known_BT),
@@ -151,10 +175,9 @@ class NemoRLOnTrainStep(NemoRL):
     adapted = True
 
 
-class Verl:
+class Verl(_WholeStep):
     """verl's engine: `train_batch` over all rows so far, since it has no call that only adds."""
 
-    cannot = _EQUAL_SHARES
     config_overrides = {  # noqa: RUF012
         "calculate_per_token_loss": False,
         "moe_token_dispatcher_type": "alltoall",
@@ -172,18 +195,9 @@ class Verl:
     def build(self, subject: Subject) -> None:
         from verl_worker import VerlWorker
 
-        adapter = None
-        if self.adapted:
-            from adapters import adapter as load
-            from verl_worker import modules
-
-            modules(os.environ["VERL_SOURCE"])
-            adapter = load("verl")
+        adapter = _adapter("verl", self.adapted)
         self.verl = VerlWorker(os.environ["VERL_SOURCE"], adapter, subject=subject)
         self.fail = False
-
-    def begin(self) -> None:
-        self.rows: list[Any] = []
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         self.rows.append(rows)
@@ -203,13 +217,9 @@ class Verl:
         return Finished(grad_norm=None if norm is None else float(norm))
 
     def loss(self, model_output: Any, data: Any, dp_group: Any) -> Any:
-        if self.fail:
-            raise Planted("the loss fails, as the check asks")
+        _failing(self.fail)
         scaled = {"log_probs": model_output["log_probs"] * data["scale"][:, None]}
         return self.verl.loss(scaled, data, dp_group)
-
-    def abort(self) -> None:
-        self.rows, self.fail = [], False
 
     def offload(self) -> None:
         self.verl.wiring.offload_megatron_model_to_cpu(self.verl.engine.module)
@@ -255,12 +265,7 @@ class SkyRL:
 
         source = os.environ["SKYRL_SOURCE"]
         modules(source)
-        adapter = None
-        if self.adapted:
-            from adapters import adapter as load
-
-            adapter = load("skyrl")
-        self.sky = SkyWorker(source, adapter, subject=subject)
+        self.sky = SkyWorker(source, _adapter("skyrl", self.adapted), subject=subject)
         self.chunks = subject.chunks
         self.sky.model.cfg.algorithm.policy_loss_type = "cross_entropy"
         self.sky.model.policy_loss_fn = self.loss
@@ -284,8 +289,7 @@ class SkyRL:
         )
 
     def loss(self, *args: Any, **kwargs: Any) -> Any:
-        if self.fail:
-            raise Planted("the loss fails, as the check asks")
+        _failing(self.fail)
         return self.sky.losses.get("cross_entropy")(*args, **kwargs)
 
     def finish(self) -> Finished:
@@ -326,10 +330,8 @@ class SkyRLOnTrainStep(SkyRL):
         self.sky.model.schedule.abort()
 
 
-class Slime:
+class Slime(_WholeStep):
     """slime's `train`: a rollout of one step over all rows so far."""
-
-    cannot = _EQUAL_SHARES
 
     def __init__(self) -> None:
         """Import slime before Megatron, as its program does."""
@@ -344,16 +346,8 @@ class Slime:
         subject.chunks[0].ddp_config.check_for_nan_in_grad = True  # as Megatron's arguments have it
         self.slime = SlimeWorker(os.environ["SLIME_SOURCE"], subject, self.loss)
 
-    def begin(self) -> None:
-        self.rows: list[Any] = []
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        self.rows += microbatches(self.subject, rows)
-        self.fail = fail
-
     def loss(self, sft: Any, args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
-        if self.fail:
-            raise Planted("the loss fails, as the check asks")
+        _failing(self.fail)
         lengths = torch.tensor(batch["response_lengths"])
         scale = batch["scale"].repeat_interleave(lengths)
         return sft(args, batch, logits, lambda each: sum_of_sample_mean(each * scale))
@@ -369,14 +363,9 @@ class Slime:
         )
         return Finished(grad_norm=found.get("train/grad_norm"), loss=found.get("train/loss"))
 
-    def abort(self) -> None:
-        self.rows, self.fail = [], False
 
-
-class Bridge:
+class Bridge(_WholeStep):
     """Megatron-Bridge's `train_step` over all rows so far."""
-
-    cannot = _EQUAL_SHARES
 
     def __init__(self) -> None:
         """Import Megatron-Bridge before Megatron, as its program does."""
@@ -391,21 +380,13 @@ class Bridge:
         subject.chunks[0].ddp_config.check_for_nan_in_grad = True  # as its recipes have it
         self.bridge = BridgeWorker(os.environ["BRIDGE_SOURCE"], subject, self.forward_step)
 
-    def begin(self) -> None:
-        self.rows: list[Any] = []
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        self.rows += microbatches(self.subject, rows)
-        self.fail = fail
-
     def forward_step(self, data: Any, chunk: Any) -> Any:
         from megatron_idempotent.proof.certify.oracle import counted
 
         rows = next(data)
 
         def loss(output: Any) -> Any:
-            if self.fail:
-                raise Planted("the loss fails, as the check asks")
+            _failing(self.fail)
             scaled_BT = output * rows["scale"][:, None]
             return self.bridge.losses.masked_next_token_loss(counted(rows), scaled_BT)
 
@@ -419,6 +400,3 @@ class Bridge:
             grad_norm=None if norm is None else float(norm),
             loss=None if loss is None else float(loss),
         )
-
-    def abort(self) -> None:
-        self.rows, self.fail = [], False

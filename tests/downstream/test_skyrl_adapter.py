@@ -1,5 +1,8 @@
 """`examples/skyrl.py` beside SkyRL's own window, with its losses and log-probs.
 
+Whether a window is the right one, also after a call that raised, certify tells
+(test_certified.py, `SkyRLOnTrainStep`): here the bits are SkyRL's.
+
 `SKYRL_SOURCE` names a checkout of SkyRL, as of August 2026.
 """
 
@@ -49,44 +52,7 @@ def compared() -> dict[str, bool]:
         "experts": windows(True, policy, layout=experts) == windows(False, policy, layout=experts),
         "overlap": windows(True, policy, layout=overlap)[0]
         == windows(False, policy, layout=large)[0],
-        "failed": failed() == theirs,
-        "between": between() == theirs[0],
     }
-
-
-def failed() -> Any:
-    """A window fails between two others; the step says so, and nothing is left of it."""
-    sky = worker(True)
-    found = [sky.step(0, (2, 4))]
-    sky.forward_backward(77, 2)
-    sky.model.policy_loss_fn, kept = _broken, sky.model.policy_loss_fn
-    with pytest.raises(ZeroDivisionError):
-        sky.forward_backward(78, 2)
-    sky.model.policy_loss_fn = kept
-    with pytest.raises(RuntimeError, match="has failed"):
-        sky.worker.optim_step()
-    found.append(sky.step(1, (2, 4)))
-    return sky.parameters(), found
-
-
-def between() -> bytes:
-    """Forward-only calls inside of windows, as for log-probs."""
-    import torch
-
-    sky = worker(True)
-    for seed in range(2):
-        sky.model.train()
-        sky.forward_backward(10 * seed, 2)
-        with torch.no_grad():
-            sky.forward_backward(99, 2, forward_only=True)
-        sky.forward_backward(10 * seed + 1, 4)
-        sky.worker.optim_step()
-    found: bytes = sky.parameters()
-    return found
-
-
-def _broken(*_: Any, **__: Any) -> Any:
-    return 1 / 0
 
 
 def test_windows_of_several_calls_have_the_bits_of_skyrls(megatron_ranks):

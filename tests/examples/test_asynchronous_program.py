@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 
 pytest.importorskip("transformers")
 pytest.importorskip("pydantic")

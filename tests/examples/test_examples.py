@@ -139,7 +139,6 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
         "patching/api.py": {},
         "patching/scoped.py": {"train": lambda _: None},
         "patching/base.py": {},
-        "patching/per_process.py": {},
         "patching/record.py": {"train": print},
         "patching/report.py": {},
         "patching/source.py": {"Path": tmp_path.joinpath},

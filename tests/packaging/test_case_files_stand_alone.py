@@ -24,17 +24,13 @@ BELOW = ("megatron_idempotent.patching", "megatron_idempotent.megatron")
 def imported(path: Path, *, at_import: bool = False) -> Iterator[str]:
     """The modules that a file imports, by their absolute names; with names from packages."""
     tree = ast.parse(path.read_text("utf-8"))
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
     parts = path.relative_to(ROOT).with_suffix("").parts
     package = [*NAME.split("."), *parts[1:-1]] if parts[0] == "patches" else list(parts[:-1])
-    for node in ast.walk(tree):
-        if at_import and id(node) in inside:
-            continue
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop(0)
+        if not (at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         if isinstance(node, ast.ImportFrom):

@@ -34,14 +34,7 @@ def of_flow(name: str, folder: str) -> list[str]:
     return flow(folder) if name in ("sampled", "published") else flow()
 
 
-@pytest.mark.parametrize(
-    "name",
-    # It counts bodies that others have read before; a run of this test alone reads them itself.
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name == "applied" else ())
-        for name in LIMITS
-    ],
-)
+@pytest.mark.parametrize("name", LIMITS)
 def test_a_main_flow_passes_few_files(megatron_ranks, folder, name):
     (found,) = megatron_ranks(1, of_flow, name, folder, timeout_s=240)
     assert len(found) <= LIMITS[name], f"{len(found)} files: {', '.join(found)}"

@@ -61,10 +61,3 @@ def test_nothing_in_it_is_of_one_machine():
     text = LOCK.read_text("utf-8")
     assert not re.findall(r"^-|file:|https?:|@ ", text, re.MULTILINE)
     assert "/" not in text.replace("(pyproject.toml", "")
-
-
-def test_the_makefile_writes_it_and_takes_it():
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    assert re.findall(r"^LOCK := (.+)$", makefile, re.MULTILINE) == ["requirements/dev.lock"]
-    assert "--output-file $(LOCK)" in makefile
-    assert "$(if $(LOCKED),--constraints $(LOCK))" in makefile

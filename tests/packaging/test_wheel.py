@@ -99,16 +99,6 @@ def contents(wheel: Path) -> dict[str, bytes]:
         }
 
 
-def test_the_packages_in_pyproject_are_the_packages_on_disk():
-    on_disk = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for room in ("megatron_idempotent", "patches")
-        for path in (ROOT / room).rglob("__init__.py")
-    }
-    installed = {re.sub("^patches", "megatron_idempotent.patches", name) for name in on_disk}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == installed
-
-
 def test_the_sdist_is_what_git_tracks(sdist):
     with tarfile.open(sdist) as archive:
         names = {entry.name.partition("/")[2] for entry in archive if entry.isfile()}

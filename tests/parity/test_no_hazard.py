@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.patching import OPEN, versions
+from megatron_idempotent.patching import OPEN, decide
 from megatron_idempotent.patching.source import locate
 
 WINDOWS = 3
@@ -31,7 +31,7 @@ OFF = {"overlap_grad_reduce": False}
 GATHER = {"overlap_param_gather": True}
 ALL_REDUCE = {"distributed_optimizer": False}
 LAYER_WISE = GATHER | {"dtype": "bf16", "layer_wise": True}
-INSTALLED = versions.installed("megatron-core")
+INSTALLED = decide.installed("megatron-core")
 assert INSTALLED is not None, "the tests need a Megatron"
 LAYOUTS = [
     Layout("plain", 2, OFF | ALL_REDUCE),
@@ -50,7 +50,7 @@ LAYOUTS = [
             ("layer-wise-no-gather-overlap", {"overlap_param_gather": False}, "0.18"),
             ("layer-wise-lists", ALL_REDUCE, "0.17"),
         )
-        if versions.supported(INSTALLED, since, OPEN)
+        if decide.supported(INSTALLED, since, OPEN)
     ),
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import built, on_ranks, same
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 
 pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
 

@@ -10,7 +10,7 @@ import pytest
 from ranks import on_ranks
 
 import megatron_idempotent
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 
 release = installed("megatron-core")
 if release is None or release.release < (0, 14):

@@ -12,18 +12,18 @@ import pytest
 from ranks import VIRTUAL, on_ranks, same
 
 import megatron_idempotent
-from megatron_idempotent.patching import versions
+from megatron_idempotent.patching import decide
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.source import locate
 
 STALE, ERASED = "layerwise-params-stale-after-step", "layerwise-gather-erases-gradients"
-INSTALLED = versions.installed("megatron-core")
+INSTALLED = decide.installed("megatron-core")
 assert INSTALLED is not None, "the tests need a Megatron"
 
 
 def affects(patch_id: str) -> bool:
     patch = patches()[patch_id]
-    return versions.supported(INSTALLED, patch.since, patch.before)
+    return decide.supported(INSTALLED, patch.since, patch.before)
 
 
 pytestmark = pytest.mark.skipif(

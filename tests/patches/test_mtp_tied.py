@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 
 found = installed("megatron-core")
 if found is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import built, digest, fails, on_microbatch, on_ranks
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 
 release = installed("megatron-core")
 if release is None or release.release < (0, 16):

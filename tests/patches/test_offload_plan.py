@@ -9,7 +9,7 @@ import pytest
 from ranks import VIRTUAL, built, digest, fails, inputs, on_microbatch
 
 import megatron_idempotent
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.proof.cpu import RankError
 
 release = installed("megatron-core")

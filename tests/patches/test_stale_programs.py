@@ -7,9 +7,9 @@ import random
 import pytest
 from ranks import VIRTUAL
 
-from megatron_idempotent.patching import OPEN, versions
+from megatron_idempotent.patching import OPEN, decide
 
-INSTALLED = versions.installed("megatron-core")
+INSTALLED = decide.installed("megatron-core")
 assert INSTALLED is not None, "the tests need a Megatron"
 pytestmark = pytest.mark.exhaustive
 
@@ -148,7 +148,7 @@ LAYOUTS = {
             ("layer-wise", {}, range(60, 64), "0.18"),
             ("layer-wise-lists", {"distributed_optimizer": False}, range(70, 78), "0.17"),
         )
-        if versions.supported(INSTALLED, since, OPEN)
+        if decide.supported(INSTALLED, since, OPEN)
     },
 }
 

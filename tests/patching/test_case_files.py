@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from megatron_idempotent.lazy import homes
-from megatron_idempotent.patching import catalog, source, versions
+from megatron_idempotent.patching import catalog, decide, source
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.record import SECTIONS, Helper
 
 TARGETS = [(patch, target) for patch in patches().values() for target in patch.targets]
 # Frameworks that carry copies of Megatron's code are not installed here: see tests/downstream.
 OF_MEGATRON = [both for both in TARGETS if both[0].distribution == "megatron-core"]
-INSTALLED = versions.installed("megatron-core")
+INSTALLED = decide.installed("megatron-core")
 
 
 def module_of(patch_id: str) -> object:
@@ -72,7 +72,7 @@ def test_every_file_in_the_folder_is_a_case_file():
 )
 def test_a_target_is_in_the_installed_megatron_and_its_body_is_known(patch, target, megatron):
     assert INSTALLED is not None
-    if not versions.supported(INSTALLED, patch.since, patch.before):
+    if not decide.supported(INSTALLED, patch.since, patch.before):
         pytest.skip(f"megatron-core {INSTALLED.text} is not in {patch.versions}")
     path = source.locate(target.module)
     if path is None:

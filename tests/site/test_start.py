@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_idempotent.patching.catalog import untried
-from megatron_idempotent.patching.versions import installed, supported
+from megatron_idempotent.patching.decide import installed, supported
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("index.md", "use.md")

@@ -280,7 +280,7 @@ def _refuses_packs_with_mtp() -> bool:
 
 
 def facts(adapter: str) -> Facts | str:
-    """Runs on a rank: say what an adapter offers, or why it cannot be taken."""
+    """Run on a rank: say what an adapter offers, or why it cannot be taken."""
     try:
         kind = load(adapter)
     except ValueError as error:
@@ -339,7 +339,7 @@ def outcome_of(
 
 
 def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, float, str]:
-    """Runs on a rank: make one check; return what is wrong, the least number if it is the cause.
+    """Run on a rank: make one check; return what is wrong, the least number if it is the cause.
 
     After that come the largest error of a step, as a part of its bound, and the digest of bits.
 

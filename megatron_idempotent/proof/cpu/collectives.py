@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils import _pytree
 
-from megatron_idempotent.patching.per_process import PerProcess
+from megatron_idempotent.patching.base import PerProcess
 
 GROUP_MAKERS = (
     "init_process_group",

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch.cuda import graphs, memory, nvtx, profiler, random, streams
 
-from megatron_idempotent.patching.per_process import PerProcess
+from megatron_idempotent.patching.base import PerProcess
 
 from . import table
 from .errors import NotEmulatedError

@@ -29,7 +29,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_idempotent.patching.per_process import PerProcess, PerProcessDict
+from megatron_idempotent.patching.base import PerProcess, PerProcessDict
 
 from . import table
 from .errors import NotEmulatedError, PlacementError

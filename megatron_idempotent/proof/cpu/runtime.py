@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.patching.per_process import PerProcess, PerProcessLock
+from megatron_idempotent.patching.base import PerProcess, PerProcessLock
 
 _MISSING = object()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -10,9 +11,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, cast
 
 
@@ -140,18 +140,29 @@ class Loggers:
 
     def _build(self) -> None:
         for given in self._given:
-            with _DroppedIfItRaises(given, self._loggers):
+            with self._dropping(given):
                 self._loggers.append(_made(given))
 
     def _log(self, metrics: Mapping[str, float], step: int) -> None:
         for logger in self.working:
-            with _DroppedIfItRaises(logger, self._loggers):
+            with self._dropping(logger):
                 logger.log(metrics, step=step)
 
     def _close(self) -> None:
         for logger in () if self._lent else self.working:
-            with _DroppedIfItRaises(logger, self._loggers):
+            with self._dropping(logger):
                 logger.close()
+
+    @contextlib.contextmanager
+    def _dropping(self, logger: Logger | Callable[[], Logger]) -> Iterator[None]:
+        """Take a logger off the list, with a warning, if the block raises any `Exception`."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (whatever it is, it must not cost the training)
+            # Printed and not raised: stderr is the run's log file, where it can be found later.
+            told = f"{type(error).__name__}: {error}"
+            print(f"{_name(logger)} failed and is dropped: {told}", file=sys.stderr)
+            self._loggers[:] = [each for each in self._loggers if each is not logger]
 
 
 def _made(given: Logger | Callable[[], Logger]) -> Logger:
@@ -159,33 +170,6 @@ def _made(given: Logger | Callable[[], Logger]) -> Logger:
     if isinstance(given, type) or not hasattr(given, "log"):
         return cast("Callable[[], Logger]", given)()
     return cast("Logger", given)
-
-
-class _DroppedIfItRaises:
-    """Takes a logger off the list, with a warning, if the block raises any `Exception`."""
-
-    def __init__(self, logger: Logger | Callable[[], Logger], loggers: list[Logger]) -> None:
-        self._logger = logger
-        self._loggers = loggers
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        if exc_type is None or not issubclass(exc_type, Exception):
-            return False
-        # Printed and not raised: stderr is the run's log file, where it can be found later.
-        print(
-            f"{_name(self._logger)} failed and is dropped: {exc_type.__name__}: {exc}",
-            file=sys.stderr,
-        )
-        self._loggers[:] = [each for each in self._loggers if each is not self._logger]
-        return True
 
 
 def _name(logger: Any) -> str:
@@ -332,26 +316,17 @@ def logger_factories(
 
 
 def _factory(name: str, directory: Path, first_step: int) -> Callable[[], Logger]:
-    make: Callable[..., Logger]
-    if name == "jsonl":
-        make, directory = JsonlLogger, directory / METRICS_FILE
-    elif name == "tensorboard":
-        _need("tensorboard", name)
-        make, directory = TensorBoardLogger, directory / TENSORBOARD_DIRECTORY
-    elif name == "wandb":
-        _need("wandb", name)
-        make = WandbLogger
-    else:
-        make = _imported(name)
-    return functools.partial(make, directory, first_step=first_step)
-
-
-def _need(package: str, name: str) -> None:
-    if importlib.util.find_spec(package) is None:
+    known: Mapping[str, tuple[Callable[..., Logger], Path]] = {
+        "jsonl": (JsonlLogger, directory / METRICS_FILE),
+        "tensorboard": (TensorBoardLogger, directory / TENSORBOARD_DIRECTORY),
+        "wandb": (WandbLogger, directory),
+    }
+    if name in ("tensorboard", "wandb") and importlib.util.find_spec(name) is None:
         raise SettingsError(
-            f"loggers has {name!r}, and {package} is not installed; pip install {package}, or take "
-            "it out"
+            f"loggers has {name!r}, and {name} is not installed; pip install {name}, or take it out"
         )
+    make, place = known[name] if name in known else (_imported(name), directory)
+    return functools.partial(make, place, first_step=first_step)
 
 
 def _imported(path: str) -> Callable[..., Logger]:

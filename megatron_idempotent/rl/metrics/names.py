@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 REWARD = "train/reward"
+HELD_OUT = "evaluation/reward"
 LOSS = "train/loss"
+GRAD_NORM = "train/grad_norm"
 POSITIONS = "train/positions"
 """The number of positions that went forward and backward, prompts and padding included."""
 RESPONSE_TOKENS = "train/response_tokens"
@@ -153,9 +155,3 @@ def _by_reason(prefix: str, reasons: Mapping[str, int]) -> dict[str, float]:
         name = f"{prefix}/{re.sub(r'[^a-z0-9]+', '_', reason.lower()).strip('_')[:40] or 'other'}"
         named[name] = named.get(name, 0.0) + count
     return named
-
-
-GRAD_NORM = "train/grad_norm"
-HELD_OUT = "evaluation/reward"
-
-__all__ = ["GRAD_NORM", "HELD_OUT", "LOSS", "REWARD", "TOKENS_PER_S", "TOTAL_S"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from megatron_idempotent.rl.engines.protocol import (
@@ -18,118 +19,19 @@ from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, UpdateRefused,
 from .faults import Faults
 from .serving import EngineCosts, Length, SimulatedServing, Stamps, some_length
 
-Take = Callable[[float], Awaitable[None]]
-"""Waits for a number of seconds of an engine's life. Errors: `EngineDead` if it dies meanwhile."""
 
-Due = Callable[[str], bool]
-"""Returns whether a fault of a kind, such as `dies in stage`, is to happen now."""
+@dataclasses.dataclass(slots=True)
+class _Weights:
+    """Holds the weights of one life of an engine; a call of an earlier life changes none of it."""
 
-
-class SimulatedUpdates:
-    """Implements an engine's `stage`, `commit` and `rollback`, without checking for the pause.
-
-    Example: `await updates.stage(update, buckets); await updates.commit(update.id)`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        costs: EngineCosts,
-        version: int,
-        *,
-        take: Take,
-        due: Due,
-        die: Callable[[], None],
-    ) -> None:
-        self.version = version
-        self.dirty = False
-        self.committed = ""
-        """Id of the last update that was committed; "" before the first."""
-        self._name = name
-        self._costs = costs
-        self._take = take
-        self._due = due
-        self._die = die
-        self._staging = ""
-        self._staged: WeightUpdate | None = None
-
-    async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Take an update's buckets one after another, and keep the update for `commit`.
-
-        Errors: `UpdateRefused` for an update that does not follow from the engine's version;
-            `UpdateDamaged` for a bucket that is missing; `EngineDead`.
-        """
-        await self._take(0.0)
-        if update.id == self.committed:
-            return
-        self._refuse(update)
-        self._staging, self._staged = update.id, None
-        expected = 0
-        try:
-            async for bucket in buckets:
-                await self._take(self._costs.bucket_s)
-                if self._due("dies in stage"):
-                    self._die()
-                    await self._take(0.0)
-                if bucket.index != expected or self._due("loses a bucket"):
-                    raise UpdateDamaged(
-                        f"{self._name}: {update.id} lacks bucket {expected}, found "
-                        f"{bucket.index}; stage it again"
-                    )
-                expected += 1
-            await self._take(0.0)
-            self._staged = update
-        finally:
-            self._staging = ""
-
-    async def commit(self, update_id: str) -> int:
-        """Switch to the staged update; return its version. The engine is DIRTY meanwhile.
-
-        Errors: `EngineError` for an update that is not staged; `EngineDead`.
-        """
-        if update_id == self.committed:
-            return self.version
-        update = self._staged
-        if update is None or update.id != update_id:
-            staged = update.id if update is not None else "nothing"
-            raise EngineError(
-                f"engine {self._name} has not staged {update_id}, but {staged}; stage it first"
-            )
-        self.dirty = True
-        await self._take(self._costs.commit_s)
-        if self._due("dies in commit"):
-            self._die()
-            await self._take(0.0)
-        if self._due("stays dirty"):
-            raise EngineError(
-                f"engine {self._name} failed half-way in {update_id}; commit it again or roll back"
-            )
-        self.dirty, self.version, self.committed = False, update.version, update_id
-        self._staged = None
-        return update.version
-
-    def rollback(self, update_id: str) -> None:
-        """Drop an update that is staged or half committed; the version stays the one before it."""
-        if self._staged is not None and self._staged.id == update_id:
-            # The version is still the one before: a commit changes it when it is whole.
-            self._staged, self.dirty = None, False
-
-    def _refuse(self, update: WeightUpdate) -> None:
-        if self._staging:
-            raise UpdateRefused(
-                f"{self._name}: {update.id} came while {self._staging} is being staged; stage one "
-                "update at a time"
-            )
-        if not self.dirty and update.version <= self.version:
-            raise UpdateRefused(
-                f"{self._name}: {update.id} is version {update.version}, and the engine has "
-                f"{self.version}; send a higher one"
-            )
-        if update.base_version is not None and (self.dirty or update.base_version != self.version):
-            raise UpdateRefused(
-                f"{self._name}: {update.id} builds on version {update.base_version}, and the "
-                f"engine has {'a mixture' if self.dirty else self.version}; send all weights"
-            )
+    version: int
+    dirty: bool = False
+    """True while they are a mixture of two versions."""
+    committed: str = ""
+    """Id of the last update that was committed; "" before the first."""
+    staging: str = ""
+    """Id of the update whose buckets are being taken."""
+    staged: WeightUpdate | None = None
 
 
 class SimulatedEngine:
@@ -181,14 +83,7 @@ class SimulatedEngine:
     def _restart(self) -> None:
         self._paused = False
         self._serving.stamps = Stamps(self._first_version)
-        self._updates = SimulatedUpdates(
-            self.name,
-            self.costs,
-            self._first_version,
-            take=self._taker(),
-            due=self._due,
-            die=self._die_of_fault,
-        )
+        self._weights = _Weights(self._first_version)
 
     @property
     def tokens(self) -> float:
@@ -234,7 +129,7 @@ class SimulatedEngine:
     async def resume(self) -> None:
         """Draw tokens again; see `RolloutEngine.resume`. Errors: `EngineError` if it is DIRTY."""
         await self._taker()(self.costs.resume_s)
-        if self._updates.dirty:
+        if self._weights.dirty:
             raise EngineError(f"engine {self.name} is DIRTY; commit again, or roll back")
         self._paused = False
         self._serving.undrain()
@@ -242,36 +137,97 @@ class SimulatedEngine:
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
         """Count an update's buckets, without reading tensors; see `RolloutEngine.stage`."""
-        await self._updates.stage(update, buckets)
+        self._check()
+        weights, take = self._weights, self._taker()
+        if update.id == weights.committed:
+            return
+        self._refuse(update)
+        weights.staging, weights.staged = update.id, None
+        expected = 0
+        try:
+            async for bucket in buckets:
+                await take(self.costs.bucket_s)
+                if self._due("dies in stage"):
+                    self._die_of_fault()
+                    await take(0.0)
+                if bucket.index != expected or self._due("loses a bucket"):
+                    raise UpdateDamaged(
+                        f"{self.name}: {update.id} lacks bucket {expected}, found "
+                        f"{bucket.index}; stage it again"
+                    )
+                expected += 1
+            await take(0.0)
+            weights.staged = update
+        finally:
+            weights.staging = ""
+
+    def _refuse(self, update: WeightUpdate) -> None:
+        weights = self._weights
+        if weights.staging:
+            raise UpdateRefused(
+                f"{self.name}: {update.id} came while {weights.staging} is being staged; stage one "
+                "update at a time"
+            )
+        if not weights.dirty and update.version <= weights.version:
+            raise UpdateRefused(
+                f"{self.name}: {update.id} is version {update.version}, and the engine has "
+                f"{weights.version}; send a higher one"
+            )
+        based = update.base_version
+        if based is not None and (weights.dirty or based != weights.version):
+            raise UpdateRefused(
+                f"{self.name}: {update.id} builds on version {based}, and the engine has "
+                f"{'a mixture' if weights.dirty else weights.version}; send all weights"
+            )
 
     async def commit(self, update_id: str) -> int:
-        """Switch to the staged update; see `RolloutEngine.commit`."""
+        """Switch to the staged update, DIRTY meanwhile; see `RolloutEngine.commit`."""
         self._check()
-        if not self._paused and update_id != self._updates.committed:
+        weights, take = self._weights, self._taker()
+        if update_id == weights.committed:
+            return weights.version
+        if not self._paused:
             raise EngineError(f"engine {self.name} is not paused; pause it before {update_id}")
-        before = self._updates.committed
-        version = await self._updates.commit(update_id)
-        if self._updates.committed != before:
-            self._serving.stamps.switch(version, at=self._serving.sharing.count)
-        return version
+        update = weights.staged
+        if update is None or update.id != update_id:
+            staged = update.id if update is not None else "nothing"
+            raise EngineError(
+                f"engine {self.name} has not staged {update_id}, but {staged}; stage it first"
+            )
+        weights.dirty = True
+        await take(self.costs.commit_s)
+        if self._due("dies in commit"):
+            self._die_of_fault()
+            await take(0.0)
+        if self._due("stays dirty"):
+            raise EngineError(
+                f"engine {self.name} failed half-way in {update_id}; commit it again or roll back"
+            )
+        weights.dirty, weights.staged = False, None
+        weights.version, weights.committed = update.version, update_id
+        self._serving.stamps.switch(update.version, at=self._serving.sharing.count)
+        return update.version
 
     async def rollback(self, update_id: str) -> None:
-        """Drop an update that is not committed; see `RolloutEngine.rollback`."""
+        """Drop an update that is staged or half committed; see `RolloutEngine.rollback`."""
         self._check()
-        self._updates.rollback(update_id)
+        weights = self._weights
+        if weights.staged is not None and weights.staged.id == update_id:
+            # The version is still the one before: a commit changes it when it is whole.
+            weights.staged, weights.dirty = None, False
 
     async def health(self) -> EngineHealth:
         """Return the engine's status and version; see `RolloutEngine.health`."""
         if self._dead:
             return EngineHealth(status="DEAD", version=None, detail=self._dead)
         running = self._serving.taken
-        if self._updates.dirty:
+        if self._weights.dirty:
             return EngineHealth(
                 status="DIRTY", version=None, detail="half committed", running=running
             )
         return EngineHealth(
             status="PAUSED" if self._paused else "SERVING",
-            version=self._updates.version,
+            version=self._weights.version,
             running=running,
         )
 

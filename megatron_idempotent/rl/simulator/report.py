@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from megatron_idempotent.patching.table import render
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,21 +112,8 @@ class SimulationReport:
         """Return all fields and properties by name, for JSON."""
         found = dataclasses.asdict(self)
         found["staleness"] = {str(lag): count for lag, count in self.staleness.items()}
-        for name in (
-            "overlap_efficiency",
-            "useful_efficiency",
-            "wasted",
-            "groups_per_s",
-            "tokens_per_s",
-            "mean_staleness",
-            "cpu_ms_per_group",
-        ):
-            found[name] = getattr(self, name)
-        return found
-
-    def without_cpu(self) -> SimulationReport:
-        """Return the report with a `cpu_s` of 0: what is the same in every run of one scenario."""
-        return dataclasses.replace(self, cpu_s=0.0)
+        derived = (name for name, each in vars(type(self)).items() if isinstance(each, property))
+        return found | {name: getattr(self, name) for name in derived}
 
 
 ROWS: tuple[tuple[str, Callable[[SimulationReport], str]], ...] = (
@@ -157,37 +145,7 @@ ROWS: tuple[tuple[str, Callable[[SimulationReport], str]], ...] = (
 
 
 def print_table(reports: Sequence[tuple[str, SimulationReport]]) -> None:
-    """Print a table with a column per report, by label; with rich on a terminal, else as text."""
-    rows = [(name, [show(report) for _, report in reports]) for name, show in ROWS]
-    heads = [label for label, _ in reports]
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ModuleNotFoundError:
-            pass
-        else:
-            table = Table("", *heads)
-            for name, cells in rows:
-                table.add_row(name, *cells)
-            Console().print(table)
-            return
-    print(plain(heads, rows))
-
-
-def plain(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Format a table as text: columns as wide as their longest cell, two blanks between them.
-
-    Args:
-        heads: the labels of the columns after the first.
-        rows: the name of each row, and its cells.
-    """
-    lines = [("", *heads), *((name, *cells) for name, cells in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if not place else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    """Print a table with a column per report, by label."""
+    columns = [[label, *(show(report) for _, show in ROWS)] for label, report in reports]
+    aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+    print(render((), [*zip(("", *(name for name, _ in ROWS)), *aligned, strict=True)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import time
@@ -58,14 +59,9 @@ class MeasuredFleet(Fleet):
 
 def sync_settings(scenario: Scenario) -> SyncSettings:
     """Return a scenario's settings of weight syncs; those that it lacks keep their defaults."""
-    sync = scenario.sync
-    return SyncSettings(
-        pause_mode=sync.pause_mode,
-        attempts=sync.attempts,
-        retry_wait_s=sync.retry_wait_s,
-        bucket_timeout_s=sync.bucket_timeout_s,
-        commit_timeout_s=sync.commit_timeout_s,
-    )
+    costs = dataclasses.asdict(scenario.sync)
+    del costs["buckets"]
+    return SyncSettings(**costs)
 
 
 #: Streams of random numbers.

@@ -62,7 +62,7 @@ class Sharing:
     def __init__(
         self,
         slots: int,
-        seconds_per_token: Callable[[int], float],
+        seconds_per_token: Callable[[float], float],
         done: Callable[[ServedRequest], None],
     ) -> None:
         """
@@ -92,11 +92,6 @@ class Sharing:
         """The tokens that a request would have now that ran from the beginning."""
         self._advance()
         return self._count
-
-    @property
-    def running(self) -> int:
-        """The number of requests that have a slot."""
-        return self._live
 
     @property
     def taken(self) -> int:
@@ -226,8 +221,8 @@ class EngineCosts:
                 "allowed: a sum above 0"
             )
 
-    def seconds_per_token(self, running: int) -> float:
-        """Return the seconds per token of each request while `running` of them run."""
+    def seconds_per_token(self, running: float) -> float:
+        """Return the seconds per token of each request while `running` of them run, or in mean."""
         return self.step_s + running * self.request_s
 
     def tokens_per_s(self, running: float) -> float:
@@ -237,11 +232,7 @@ class EngineCosts:
         linear there.
         """
         running = min(running, self.slots)
-        return min(running, 1.0) * max(running, 1.0) / self.seconds_per_token_of(max(running, 1.0))
-
-    def seconds_per_token_of(self, running: float) -> float:
-        """Return the seconds per token of each request for a mean number of running requests."""
-        return self.step_s + running * self.request_s
+        return min(running, 1.0) * max(running, 1.0) / self.seconds_per_token(max(running, 1.0))
 
 
 _SOME = LogNormal(median=500, p99=4000)

@@ -32,8 +32,7 @@ from megatron_idempotent.rl.controller import (
 )
 from megatron_idempotent.rl.controller.samplers import SamplerError
 from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
-from megatron_idempotent.rl.metrics.chart import TIMELINE_CHART, draw_timeline
-from megatron_idempotent.rl.metrics.console import LiveTable, keep_showing, make_table
+from megatron_idempotent.rl.metrics.console import StatusLines, keep_showing, make_table
 from megatron_idempotent.rl.metrics.timeline import Timeline
 from megatron_idempotent.rl.sync import SyncSettings
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet
@@ -206,7 +205,7 @@ async def _controller(
     prompts: PromptSet,
     ranks: RankGroup,
     timeline: Timeline | None,
-    table: LiveTable | None,
+    table: StatusLines | None,
     stack: AsyncExitStack,
 ) -> Controller:
     config = job.config
@@ -271,10 +270,9 @@ async def _write_status(controller: Controller, job: Job, stack: AsyncExitStack)
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:
-    """Write the trace and its picture into the output directory; print a warning if that fails."""
+    """Write the trace into the output directory; print a warning if that fails."""
     try:
         timeline.write(out / TRACE_FILE)
-        draw_timeline(timeline, out / TIMELINE_CHART)
     except OSError as error:
         # The run is over and its weights are written: a full disk must not make it a failure.
         print(f"no timeline: {error}", file=sys.stderr)

@@ -305,7 +305,7 @@ class ControllerConfig:
     """More loggers, separated by commas: `wandb`, or `package.module:callable`. Synchronous runs
     have them too."""
     timeline: bool = True
-    """True to record what each pump does, as a trace and a picture."""
+    """True to record what each pump does, as a trace for Perfetto."""
 
 
 @settings(ConfigError, "evaluation.")

@@ -8,7 +8,7 @@ import re
 import planted_proof
 import pytest
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, certify, layout, run
 
 OWN = "megatron_idempotent.proof.certify.adapters"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_idempotent.patching.versions import installed
+from megatron_idempotent.patching.decide import installed
 
 pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
 

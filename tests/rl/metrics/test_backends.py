@@ -47,39 +47,23 @@ def test_tensorboard_holds_every_metric_at_its_step(tmp_path):
     ]
 
 
-def test_wandb_gets_the_metrics_over_their_step_and_is_ended(wandb, tmp_path, mocker):
+def test_wandb_gets_the_metrics_over_their_step_and_a_resumed_run_goes_on(wandb, tmp_path, mocker):
     run = tmp_path / "run-7"
     run.mkdir()
     logger = WandbLogger(run, project="grpo", config={"group_size": 16})
     logger.log({"train/loss": 0.5}, step=3)
     logger.close()
-    wandb.init.assert_called_once_with(
-        project="grpo",
-        dir=str(run),
-        name="run-7",
-        config={"group_size": 16},
-        id=None,
-        resume=None,
-    )
+    # Without a mode: given here, it would win over WANDB_MODE=offline.
+    same = {"project": "grpo", "dir": str(run), "name": "run-7", "config": {"group_size": 16}}
+    wandb.init.assert_called_once_with(**same, id=None, resume=None)
+    for first_step, run_id in ((4, "abc123"), (0, None)):
+        WandbLogger(run, first_step=first_step)
+        assert wandb.init.call_args.kwargs["id"] == run_id
+        assert wandb.init.call_args.kwargs["resume"] == ("allow" if run_id else None)
     told = wandb.init.return_value
     told.define_metric.assert_has_calls([mocker.call("step"), mocker.call("*", step_metric="step")])
     told.log.assert_called_once_with({"step": 3, "train/loss": 0.5})
     told.finish.assert_called_once_with()
-
-
-def test_the_mode_of_wandb_is_left_to_the_environment(wandb, tmp_path):
-    WandbLogger(tmp_path)
-    # Given here, it would win over WANDB_MODE=offline.
-    assert "mode" not in wandb.init.call_args.kwargs
-
-
-def test_a_resumed_run_goes_on_in_its_own_wandb_run_and_a_new_one_does_not(wandb, tmp_path):
-    WandbLogger(tmp_path).close()
-    WandbLogger(tmp_path, first_step=4).close()
-    assert wandb.init.call_args.kwargs["id"] == "abc123"
-    assert wandb.init.call_args.kwargs["resume"] == "allow"
-    WandbLogger(tmp_path).close()
-    assert wandb.init.call_args.kwargs["id"] is None
 
 
 def test_the_real_wandb_takes_it_offline(tmp_path):

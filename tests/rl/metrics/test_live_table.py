@@ -43,7 +43,7 @@ def test_the_table_shows_the_status_and_the_last_metrics(monkeypatch):
     table.show(status(), 1.0)
     table.log(METRICS, step=12)
     table.log({"evaluation/reward": 0.5}, step=12)
-    table.show(status(trainer_version=13), 2.0, engines="3 serve, 1 is lost")
+    table.show(status(trainer_version=13), 2.0)
     table.close()
     table.close()
     _, last = output.getvalue().split("12 of 200", 1)
@@ -58,7 +58,6 @@ def test_the_table_shows_the_status_and_the_last_metrics(monkeypatch):
         "trainer 12%  engines 3%",
         "851 tokens/s",
         "waiting for a group, last progress 0.2 s ago",
-        "3 serve, 1 is lost",
     ):
         assert told in shown
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()
@@ -81,7 +80,7 @@ def test_in_a_file_there_is_a_line_now_and_then_and_one_at_the_end():
     lines.log(METRICS, step=12)
     for at_s in (101.0, 109.9, 110.0, 115.0):
         lines.show(status(), at_s)
-    lines.show(status(state="ended", doing="", trainer_version=13), 116.0, engines="4 serve")
+    lines.show(status(state="ended", doing="", trainer_version=13), 116.0)
     lines.close()
     first, second, last = output.getvalue().splitlines()
     assert first.startswith("version 12/200 (engines 11)  reward –  loss –  lag –")
@@ -90,7 +89,7 @@ def test_in_a_file_there_is_a_line_now_and_then_and_one_at_the_end():
         "idle trainer 12% engines 3%  851 tokens/s  waiting for a group"
     )
     assert last.startswith("version 13/200")
-    assert last.endswith("ended  (4 serve)")
+    assert last.endswith("tokens/s  ended")
 
 
 async def test_it_is_shown_until_it_is_cancelled():
@@ -104,16 +103,13 @@ async def test_it_is_shown_until_it_is_cancelled():
         return status(trainer_version=len(seen))
 
     table = StatusLines(output, every_s=0.0)
-    showing = asyncio.ensure_future(
-        keep_showing(table, ping, every_s=0.0, engines=lambda: "4 serve")
-    )
+    showing = asyncio.ensure_future(keep_showing(table, ping, every_s=0.0))
     await asyncio.wait_for(enough.wait(), 30)
     showing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await showing
     shown = output.getvalue().splitlines()
     assert [row.split(" ")[1] for row in shown[:2]] == ["1", "2"]
-    assert shown[0].endswith("(4 serve)")
 
 
 def test_a_terminal_that_is_gone_ends_the_showing_and_nothing_else(capsys):

@@ -96,7 +96,6 @@ def test_what_reads_a_run_needs_no_torch():
     program = (
         "import sys\n"
         "import megatron_idempotent.rl.controller.status_file\n"
-        "import megatron_idempotent.rl.metrics.chart\n"
         "import megatron_idempotent.rl.metrics.loggers\n"
         "import megatron_idempotent.rl.metrics.names\n"
         "import megatron_idempotent.rl.metrics.timeline\n"

@@ -50,7 +50,7 @@ def test_a_run_comes_to_its_end_and_loses_nothing(settings: dict[str, Any]) -> N
 
 def test_a_seed_is_a_run() -> None:
     first, second, other = run()[0], run()[0], run(seed=1)[0]
-    assert first.without_cpu() == second.without_cpu()
+    assert dataclasses.replace(first, cpu_s=0) == dataclasses.replace(second, cpu_s=0)
     assert first.measured_s != other.measured_s
 
 
@@ -171,14 +171,14 @@ def test_settings_that_would_deadlock_are_refused_before_anything_runs() -> None
         simulate(dataclasses.replace(SMALL, capacity=5))
 
 
-def test_two_hundred_engines_train_two_thousand_groups() -> None:
+def test_two_hundred_engines_train_five_hundred_groups() -> None:
     report, _ = run(
         engines=200,
         groups_per_step=250,
-        steps=8,
+        steps=2,
         group_size=2,
         tokens_per_entry=256,
         engine=EngineCosts(slots=4),
         train=TrainCosts(token_s=1e-5),
     )
-    assert report.counts["trained"] == 2000
+    assert report.counts["trained"] == 500

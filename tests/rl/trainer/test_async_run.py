@@ -73,7 +73,7 @@ def test_a_run_leaves_metrics_weights_and_a_timeline(whole):
     assert last["train/staleness_max"] == 1.0
     assert last["train/correction/ratio"] == pytest.approx(1.0, abs=0.2)
     assert last["train/loss"] != found[LAST - 1]["train/loss"]
-    for name in ("model", "timeline.json", "timeline.png", "logs/rank-1.log", "tensorboard"):
+    for name in ("model", "timeline.json", "logs/rank-1.log", "tensorboard"):
         assert (whole.out / name).exists(), name
     counts = read_metrics(whole.out / METRICS_FILE)[-1]
     assert counts["rollouts/trained"] == 4 * LAST
