@@ -271,7 +271,7 @@ def choice(environment: str | None) -> dict[str, str]:
     """Runs on a rank: which kernels run, or what is said."""
     import torch
 
-    from megatron_idempotent.logprobs.request import backend_of
+    from megatron_idempotent.logprobs.api import backend_of
 
     if environment is None:
         os.environ.pop("MEGATRON_IDEMPOTENT_TRITON")
@@ -305,7 +305,7 @@ def test_the_argument_comes_before_the_environment_and_that_before_the_device(ke
         "MEGATRON_IDEMPOTENT_TRITON is 'yes' in the environment; allowed: 1, 0 or unset"
     )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from megatron_idempotent.logprobs.request import backend_of
+    from megatron_idempotent.logprobs.api import backend_of
 
     torch = pytest.importorskip("torch")
     with pytest.raises(ValueError, match="cpu is no GPU: set TRITON_INTERPRET=1"):

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, listed
+from megatron_idempotent.rl.weights.records import listed
+from megatron_idempotent.rl.weights.safetensors_io import Checkpoint
 from megatron_idempotent.window.agreement import DEADLINE_S
 from megatron_idempotent.window.params import finish_gathers
 

@@ -6,13 +6,18 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from .records import Bucket, TensorInfo, UpdateDamaged, UpdateMismatch, WeightUpdate, checksum
+from .records import (
+    Bucket,
+    TensorInfo,
+    UpdateDamaged,
+    UpdateMismatch,
+    WeightUpdate,
+    checksum,
+    listed,
+)
 
 if TYPE_CHECKING:
     import torch
-
-
-_LISTED = 20
 
 
 class Staging:
@@ -82,7 +87,7 @@ class Staging:
         if missing and self.update.base_version is None:
             raise UpdateDamaged(
                 f"update {self.update.id}: {len(missing)} of {len(self._expected)} tensors are "
-                f"missing: {_listed(missing)}; send the update again, or name its base_version"
+                f"missing: {listed(missing, ', ')}; send the update again, or name its base_version"
             )
         return self._tensors
 
@@ -96,14 +101,9 @@ class Staging:
                 wrong.append(f"{name}: {given.describe()}, the model has {expected.describe()}")
         if wrong:
             raise UpdateMismatch(
-                f"update {self.update.id} does not fit the model: {_listed(wrong, '; ')}; send the "
+                f"update {self.update.id} does not fit the model: {listed(wrong)}; send the "
                 "weights of the model that this engine serves"
             )
-
-
-def _listed(names: list[str], separator: str = ", ") -> str:
-    more = len(names) - _LISTED
-    return separator.join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 class SideStream:

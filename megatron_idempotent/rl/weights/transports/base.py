@@ -50,19 +50,25 @@ class Sender(Protocol):
         ...
 
 
-class Receiver(Protocol):
+class Receiver:
     """Receives buckets in a worker. Its methods block: call them in a thread, beside the model."""
+
+    def __init__(self, opened: Announcement) -> None:
+        self._update_id = str(opened["update"])
 
     def receive(self, announced: Announcement) -> Bucket:
         """Return the bucket, in memory of this process: the CPU's, or its GPU's over CUDA IPC.
 
         Errors: `UpdateDamaged` for a bucket that is incomplete, or did not come in time.
         """
-        ...
+        layout = BucketLayout.from_json(announced, update_id=self._update_id)
+        return self._receive(layout, announced)
+
+    def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the update that `open` announced. Twice: no-op."""
-        ...
 
 
 class TransportError(RuntimeError):
@@ -76,24 +82,21 @@ class TransportTimeout(TransportError):
 _T = TypeVar("_T")
 
 
-class Session(Protocol):
+class Session:
     """Sends one update. Its methods block; they are called in turn, on one thread."""
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
-        """See `Sender.announce`. Returns what a receiver needs in addition to the layout."""
-        ...
+        """See `Sender.announce`. Return what a receiver needs in addition to the layout."""
+        return {}
 
     def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
         """See `Sender.transmit`."""
-        ...
 
     def release(self, index: int) -> None:
         """See `Sender.release`."""
-        ...
 
     def close(self) -> None:
         """See `Sender.close`. Called once, after all other methods."""
-        ...
 
 
 class SessionSender:
@@ -208,7 +211,7 @@ class SharedMemory(Protocol):
         ...
 
 
-class TwoSegments:
+class TwoSegments(Session):
     """Keeps each bucket of an update in one of two segments until it is released."""
 
     def __init__(
@@ -249,9 +252,6 @@ class TwoSegments:
         if len(self._taken) + len(self._free) == _SEGMENTS:
             self._free.pop().unlink()  # too small
         return self._make(nbytes)
-
-    def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
-        """Do nothing: workers read the segment."""
 
     def release(self, index: int) -> None:
         """See `Session.release`."""

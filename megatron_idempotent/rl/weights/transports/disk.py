@@ -13,7 +13,7 @@ from typing import Any
 from megatron_idempotent.rl.weights.records import Bucket, TensorInfo, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights.safetensors_io import copy_settings, write_index, write_tensors
 
-from .base import Announcement, SessionSender, TransportError
+from .base import Announcement, Receiver, Session, SessionSender, TransportError
 from .layout import BucketLayout, read_tensor
 
 KIND = "disk"
@@ -87,7 +87,7 @@ class DiskSender(SessionSender):
         return await self._call(session.finish)
 
 
-class _Folder:
+class _Folder(Session):
     def __init__(self, path: pathlib.Path, *, like: pathlib.Path | None, keep: bool) -> None:
         self._path, self._like, self._keep = path, like, keep
         self._files: dict[str, BucketLayout] = {}
@@ -118,9 +118,6 @@ class _Folder:
             ) from error
         return size
 
-    def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
-        pass
-
     def release(self, index: int) -> None:
         if self._like is None:
             (self._path / f"model-{index:05d}.safetensors").unlink(missing_ok=True)
@@ -145,16 +142,14 @@ class _Folder:
         shutil.rmtree(self._path)
 
 
-class DiskReceiver:
+class DiskReceiver(Receiver):
     """Reads what a `DiskSender` writes; needs no safetensors library."""
 
     def __init__(self, opened: Announcement) -> None:
-        self._update_id = str(opened["update"])
+        super().__init__(opened)
         self._folder = pathlib.Path(opened["folder"])
 
-    def receive(self, announced: Announcement) -> Bucket:
-        """See `Receiver.receive`."""
-        layout = BucketLayout.from_json(announced, update_id=self._update_id)
+    def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
         path = self._folder / pathlib.Path(str(announced.get("file"))).name
         try:
             with open(path, "rb") as file:
@@ -176,9 +171,6 @@ class DiskReceiver:
                 f"update {self._update_id}: {path} cannot be read: {error}; send the update again"
             ) from error
         return layout.bucket(tensors)
-
-    def close(self) -> None:
-        """See `Receiver.close`."""
 
 
 def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> dict[str, int]:
