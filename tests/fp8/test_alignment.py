@@ -92,16 +92,6 @@ def test_without_one_of_its_factors_no_multiple_suffices(recipe):
             assert any(found), (tp, cp, shared, less)
 
 
-@pytest.mark.parametrize(("tp", "share"), [(4, 0.5), (8, 0.75)])
-def test_the_least_common_multiple_of_layout_and_16_fails_as_often_as_reported(tp, share):
-    rule = TokenAlignment(sequence=math.lcm(2 * tp * 2, 16 * 2), pack=math.lcm(2 * tp * 2, 16 * 2))
-    found = [wrong("delayed", tp, 2, True, pack) for pack in packs(rule, 400)]
-    assert set(found) <= {None, "assert_dim_for_fp8_exec"}
-    # Of 400 draws with that probability, within four standard deviations.
-    deviation = (share * (1 - share) * 400) ** 0.5
-    assert abs(400 - found.count(None) - share * 400) < 4 * deviation
-
-
 def test_the_multiples_of_each_recipe():
     def of(*arguments: Any) -> tuple[int, int]:
         alignment = token_alignment(*arguments)

@@ -229,8 +229,8 @@ def of_a_teachers_tokens() -> tuple[list[bytes], dict[str, float]]:
         wanted = token_kl(logits=parts[0], **given, **common).kl
         arguments = {"direction": direction, "mix": 0.5, **how}
         nothing = torch.zeros(4, 3)
-        asked = Case(whole, arguments, "plain", nothing, None)
-        bound = divergences.truth(asked, teacher)[1]["kl"]
+        asked = Case(whole, arguments, "plain", nothing, teacher=teacher)
+        bound = divergences.truth(asked)[1]["kl"]
         shares = divergences.shares(arguments)
         renormalized = tail == "renormalize"
         computed = divergences.of_outcomes(own, others, shares, *offs, renormalized=renormalized)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import pathlib
 
@@ -28,51 +27,34 @@ def checkpoint(tmp_path: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def finished(sender: t.DiskSender, buckets: list[Bucket]) -> tuple[pathlib.Path, dict[str, str]]:
-    """The folder that `finish` names, and its files but the weights, read before `close`."""
-
-    async def scenario() -> tuple[pathlib.Path, dict[str, str]]:
-        await sender.open(UPDATE)
-        for bucket in buckets:
-            await sender.announce(bucket)
-            await sender.release(bucket)
-        folder = await sender.finish()
-        texts = {path.name: path.read_text() for path in folder.iterdir() if path.suffix == ".json"}
-        assert len(list(folder.iterdir())) == len(texts) + len(buckets)
-        await sender.close()
-        return folder, texts
-
-    return asyncio.run(scenario())
-
-
-def test_a_finished_folder_is_a_complete_checkpoint(
-    tmp_path: pathlib.Path, checkpoint: pathlib.Path
+@pytest.mark.parametrize("keep", [False, True])
+async def test_a_finished_folder_is_a_complete_checkpoint_and_goes_unless_it_is_kept(
+    tmp_path: pathlib.Path, checkpoint: pathlib.Path, keep: bool
 ) -> None:
     buckets = [BUCKET, Bucket.of(1, {"v": torch.zeros(5, dtype=torch.bfloat16)})]
-    sender = t.DiskSender(tmp_path / "weights", like=checkpoint, keep=True)
-    folder, texts = finished(sender, buckets)
+    sender = t.DiskSender(tmp_path / "weights", like=checkpoint, keep=keep)
+    await sender.open(UPDATE)
+    for bucket in buckets:
+        await sender.announce(bucket)
+        await sender.release(bucket)
+    folder = await sender.finish()
+    texts = {path.name: path.read_text() for path in folder.iterdir() if path.suffix == ".json"}
+    assert len(list(folder.iterdir())) == len(texts) + len(buckets)
+    await sender.close()
     assert texts["config.json"] == "the checkpoint's config.json"
     assert sorted(texts) == ["config.json", "model.safetensors.index.json", "tokenizer.json"]
     index = json.loads(texts["model.safetensors.index.json"])
     assert index["metadata"]["total_size"] == sum(bucket.nbytes for bucket in buckets)
-    for bucket in buckets:
+    assert folder.exists() is keep
+    for bucket in buckets if keep else ():
         for name, tensor in bucket.tensors.items():
-            kept = load_file(folder / index["weight_map"][name])  # after close()
-            assert torch.equal(kept[name], tensor)
-
-
-def test_a_finished_folder_goes_with_the_update_unless_it_is_kept(
-    tmp_path: pathlib.Path, checkpoint: pathlib.Path
-) -> None:
-    folder, _ = finished(t.DiskSender(tmp_path / "weights", like=checkpoint), [BUCKET])
-    assert not folder.exists()
+            assert torch.equal(load_file(folder / index["weight_map"][name])[name], tensor)
 
 
 async def test_a_folder_that_was_not_finished_is_not_kept(
     tmp_path: pathlib.Path, checkpoint: pathlib.Path
 ) -> None:
     sender = t.DiskSender(tmp_path / "weights", like=checkpoint, keep=True)
-
     await sender.open(UPDATE)
     await sender.announce(BUCKET)
     await sender.close()
