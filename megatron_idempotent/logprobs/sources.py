@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -235,23 +235,11 @@ class Product:
         return torch.mm(left_nH, right_Hv, out=self._memory[:size].view(shape))
 
 
-class Source(Protocol):
-    """Gives the logits of the tokens that are computed, in this rank's columns without padding."""
-
-    dtype: torch.dtype
-
-    def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits of all tokens, some tokens [n, V] at a time, with their places."""
-
-    def of(self, token_b: Tensor) -> Tensor:
-        """Return the logits of these tokens, [b, V]."""
-
-    def at(self, column_NK: Tensor) -> Tensor:
-        """Return the logits at some columns of each token, [N, K]."""
-
-
 class Logits:
-    """Reads logits [..., V] from a tensor, in the order of `Order`."""
+    """Reads logits [..., V] from a tensor, in the order of `Order`.
+
+    They are those of the tokens that are computed, in this rank's columns without padding.
+    """
 
     def __init__(
         self, rows: Tensor, kept_N: Tensor | None, columns: Columns, workspace_bytes: int
@@ -262,7 +250,10 @@ class Logits:
         self._kept_N, self._columns, self._workspace = kept_N, columns, workspace_bytes
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield some tokens at a time: views if their rows follow each other, else copies."""
+        """Yield the logits of all tokens, some tokens [n, V] at a time, with their places.
+
+        They are views if their rows follow each other, else copies.
+        """
         if not self._panels:
             return
         rows = rows_of_a_block(self._columns.real, self._workspace, 2, self.dtype)
@@ -270,12 +261,14 @@ class Logits:
             yield block.kept, block.read(self._panels)
 
     def of(self, token_b: Tensor) -> Tensor:
+        """Return the logits of these tokens, [b, V]."""
         found = token_b.new_empty(len(token_b), self._columns.real, dtype=self.dtype)
         for panel, chosen, row in flat_indices(self._sizes, self._kept_N, token_b):
             found[chosen] = self._panels[panel][row]
         return found
 
     def at(self, column_NK: Tensor) -> Tensor:
+        """Return the logits at some columns of each token, [N, K]."""
         found = column_NK.new_empty(column_NK.shape, dtype=self.dtype)
         everyone = torch.arange(len(column_NK), device=column_NK.device)
         for panel, chosen, row in flat_indices(self._sizes, self._kept_N, everyone):
@@ -284,7 +277,7 @@ class Logits:
 
 
 class Products:
-    """Makes logits from hidden states [N, H] and a weight [V, H]."""
+    """Makes logits from hidden states [N, H] and a weight [V, H], as `Logits` gives them."""
 
     def __init__(
         self, hidden_NH: Tensor, weight_VH: Tensor, columns: Columns, parts: ProductParts
@@ -312,6 +305,9 @@ class Products:
         for tokens in self._parts.of_tokens(len(found), len(used_U), self.dtype):
             found[tokens] = (self._hidden_NH[tokens] @ weight_HU).gather(1, place_NK[tokens])
         return found
+
+
+Source = Logits | Products
 
 
 class WeightGradient:

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,12 +16,11 @@ Named = Iterator[tuple[str, torch.Tensor]]
 Convert = Callable[[Named], Named]
 
 
-class Fetch(Protocol):
-    """Brings some tensors to rank 0. All ranks enter, with the same range, each range once."""
+Fetch = Callable[[range], Mapping[str, torch.Tensor]]
+"""Brings some tensors by name to rank 0, and none to others.
 
-    def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
-        """Return the tensors by name on rank 0, none on others."""
-        ...
+All ranks enter, with the same range, each range once.
+"""
 
 
 def split(sizes: Sequence[int], most: int) -> list[range]:

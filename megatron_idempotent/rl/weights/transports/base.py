@@ -18,38 +18,6 @@ Announcement = Mapping[str, Any]
 """JSON that the engine's controller passes on, so that its workers find the bytes."""
 
 
-class Sender(Protocol):
-    """Sends buckets from the trainer; each engine has a sender of its own.
-
-    opened = await sender.open(update)            # pass it to the engine's workers
-    for bucket in buckets:
-        announced = await sender.announce(bucket)
-        # pass it to the workers, and at the same time:
-        await sender.transmit(bucket)
-    await sender.close()
-    """
-
-    async def open(self, update: WeightUpdate) -> Announcement:
-        """Begin an update; return what `receiver()` needs, its "kind" among it."""
-        ...
-
-    async def announce(self, bucket: Bucket) -> Announcement:
-        """Put a bucket where workers find it, or say that it comes; return its metadata."""
-        ...
-
-    async def transmit(self, bucket: Bucket) -> None:
-        """Send the bucket's bytes where that takes both ends at once; elsewhere a no-op."""
-        ...
-
-    async def release(self, bucket: Bucket) -> None:
-        """Free what the bucket held, once all workers have it."""
-        ...
-
-    async def close(self) -> None:
-        """End the update, complete or not, and leave no bytes. Twice: no-op."""
-        ...
-
-
 class Receiver:
     """Receives buckets in a worker. Its methods block: call them in a thread, beside the model."""
 
@@ -99,11 +67,19 @@ class Session:
         """See `Sender.close`. Called once, after all other methods."""
 
 
-class SessionSender:
-    """Implements `Sender` with a session for each update, which subclasses begin.
+class Sender:
+    """Sends buckets from the trainer; each engine has a sender of its own.
 
-    It calls the session on a thread of its own, so that the event loop goes on meanwhile, and
-    `close` runs even after a call that was cancelled and still runs.
+        opened = await sender.open(update)            # pass it to the engine's workers
+        for bucket in buckets:
+            announced = await sender.announce(bucket)
+            # pass it to the workers, and at the same time:
+            await sender.transmit(bucket)
+        await sender.close()
+
+    Each update has a session, which subclasses begin. The session is called on a thread of its own,
+    so that the event loop goes on meanwhile, and `close` runs even after a call that was cancelled
+    and still runs.
     """
 
     kind: str
@@ -119,7 +95,7 @@ class SessionSender:
         raise NotImplementedError
 
     async def open(self, update: WeightUpdate) -> Announcement:
-        """Begin an update; return what `receiver()` needs.
+        """Begin an update; return what `receiver()` needs, its "kind" among it.
 
         Errors: `TransportError` while another update is open.
         """

@@ -15,7 +15,7 @@ import torch
 from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights.staging import SideStream
 
-from .base import Announcement, Receiver, SessionSender, TransportError, TwoSegments
+from .base import Announcement, Receiver, Sender, TransportError, TwoSegments
 from .layout import BucketLayout
 
 LIBRARY = "libcuda.so.1"
@@ -111,7 +111,7 @@ KIND = "cuda_ipc"
 _GRAIN = 1 << 21
 
 
-class CudaIpcSender(SessionSender):
+class CudaIpcSender(Sender):
     """Copies each bucket within the GPU's memory, into a segment that workers open and copy from.
 
     It does on the GPU what `SharedMemorySender` does on the host, which no byte passes through. Up

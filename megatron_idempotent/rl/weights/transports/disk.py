@@ -13,13 +13,13 @@ from typing import Any
 from megatron_idempotent.rl.weights.records import Bucket, TensorInfo, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights.safetensors_io import copy_settings, write_index, write_tensors
 
-from .base import Announcement, Receiver, Session, SessionSender, TransportError
+from .base import Announcement, Receiver, Sender, Session, TransportError
 from .layout import BucketLayout, read_tensor
 
 KIND = "disk"
 
 
-class DiskSender(SessionSender):
+class DiskSender(Sender):
     """Writes each bucket to a file under a hidden name, and renames the file when it is complete.
 
     Each update has a folder of its own, which `close()` removes. For an engine that loads a whole

@@ -15,7 +15,7 @@ import torch.distributed
 
 from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
 
-from .base import Announcement, Receiver, Session, SessionSender, TransportError, TransportTimeout
+from .base import Announcement, Receiver, Sender, Session, TransportError, TransportTimeout
 from .layout import BucketLayout
 
 Backend = Literal["gloo", "nccl"]
@@ -128,7 +128,7 @@ def _first_line(error: Exception) -> str:
 KIND = "process_group"
 
 
-class ProcessGroupSender(SessionSender):
+class ProcessGroupSender(Sender):
     """Broadcasts each bucket as one message of bytes; the workers receive while it transmits.
 
     The group is made at the first bucket of an update and ends with it. It is none of the process's

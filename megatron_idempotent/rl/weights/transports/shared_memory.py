@@ -14,7 +14,7 @@ import torch
 
 from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
 
-from .base import Announcement, Receiver, SessionSender, TransportError, TwoSegments
+from .base import Announcement, Receiver, Sender, TransportError, TwoSegments
 from .layout import BucketLayout, read_tensor
 
 #: Where Linux shows POSIX shared memory as files.
@@ -109,7 +109,7 @@ def _started(pid: int) -> int | None:
 KIND = "shared_memory"
 
 
-class SharedMemorySender(SessionSender):
+class SharedMemorySender(Sender):
     """Writes each bucket into a segment that all workers read; two segments are used in turn.
 
     A bucket's segment is taken until `release(bucket)`, so at most two buckets are on their way.
