@@ -137,7 +137,7 @@ def test_memory_is_that_of_the_gradient_or_none(name, ownership, dtype, most):
     shape = (128, 4 * V) if name == "sampler" else (2, 64, V)
     whole, teacher = (torch.randn(2, *shape) * 4).to(getattr(torch, dtype))
     # Each run takes what it needs beside the logits, which are there before.
-    given = [torch.ops.aten.alias(whole.clone().requires_grad_()) for _ in range(2)]
+    given = [torch.ops.aten.alias(whole.clone().requires_grad_())]
     how: dict[str, Any] = {"ownership": ownership, "workspace_bytes": whole.nbytes // 32}
 
     def run() -> None:
@@ -149,7 +149,7 @@ def test_memory_is_that_of_the_gradient_or_none(name, ownership, dtype, most):
             total = calls(logits, teacher, **how)[name]()
         torch.autograd.grad(total, logits)
 
-    assert peak_bytes(run, runs=2) <= most * whole.nbytes
+    assert peak_bytes(run, runs=1) <= most * whole.nbytes
 
 
 @pytest.mark.parametrize("name", ["with entropy", "teacher's logits"])

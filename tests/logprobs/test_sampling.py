@@ -193,7 +193,7 @@ def against_float64(cases: int) -> list[bytes]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_over_what_is_kept_and_alike_on_all_ranks(megatron_ranks, ranks):
-    first, *others = megatron_ranks(ranks, against_float64, 120)
+    first, *others = megatron_ranks(ranks, against_float64, 80)
     assert all(other == first for other in others)
 
 

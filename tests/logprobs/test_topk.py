@@ -96,7 +96,7 @@ def most_likely(cases: int) -> tuple[list[bytes], dict[str, float]]:
 def test_the_most_likely_tokens_are_found_lowest_id_first_and_alike_on_all_ranks(
     megatron_ranks, ranks
 ):
-    (first, used), *others = megatron_ranks(ranks, most_likely, 60)
+    (first, used), *others = megatron_ranks(ranks, most_likely, 40)
     print(f"parts of their bounds that errors have: {used}")
     assert all(other == first for other, _ in others)
 
