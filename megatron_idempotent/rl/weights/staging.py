@@ -30,18 +30,13 @@ class Staging:
         weights = staging.complete()
     """
 
-    def __init__(
-        self, update: WeightUpdate, *, expected: Iterable[TensorInfo], keep: bool = True
-    ) -> None:
+    def __init__(self, update: WeightUpdate, *, expected: Iterable[TensorInfo]) -> None:
         """
         Args:
             update: the update that is staged.
             expected: every tensor of the engine's model, as the update is to bring them.
-            keep: False lets go of the values once they are checked; tensors are then on the meta
-                device.
         """
         self.update = update
-        self._keep = keep
         self._expected = {info.name: info for info in expected}
         self._tensors: dict[str, torch.Tensor] = {}
         self._buckets = 0
@@ -74,8 +69,7 @@ class Staging:
                     f"update {self.update.id}: {name} arrived with checksum {found:016x}, it was "
                     f"sent with {bucket.checksums[name]:016x}; send the update again"
                 )
-        for name, tensor in bucket.tensors.items():
-            self._tensors[name] = tensor if self._keep else tensor.to("meta")
+        self._tensors |= bucket.tensors
         self._buckets += 1
 
     def complete(self) -> Mapping[str, torch.Tensor]:
