@@ -15,7 +15,7 @@ CASES = 60
     ("first", "last"), [(0, CASES), pytest.param(CASES, 300, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["cases", "several_targets", "divergences"])
+@pytest.mark.parametrize("kind", ["cases", "several_targets", "divergences", "sampled"])
 def test_within_what_rounding_allows_and_alike_on_all_ranks(
     megatron_ranks, kind, ranks, first, last
 ):

@@ -69,16 +69,16 @@ def test_within_what_rounding_allows_and_alike_on_all_ranks(kernels, ranks, firs
 
 def of_other_modules() -> None:
     """Runs on a rank: what torch is held to elsewhere."""
+    from cases import against_float64
     from kernels import in_blocks
     from test_against_float64 import confident
     from test_gradients import changed_in_place, some_without_gradient
-    from test_sampling import against_float64
 
     with in_blocks("wide"):
         confident("grad")
     changed_in_place()
     some_without_gradient()
-    against_float64(20)
+    against_float64("sampled", 0, 20)
 
 
 def test_certain_tokens_outputs_that_are_changed_and_samplers_are_as_with_torch(kernels):
