@@ -89,7 +89,7 @@ def programs(every_shape: bool) -> Iterator[Program]:
 
 def _of_tokens() -> Iterator[Program]:
     """Compute from a few numbers per token, in float64."""
-    from megatron_idempotent.logprobs import triton_tokens
+    from megatron_idempotent.logprobs import on_gpu
 
     common = {"PER_TOKEN": False, "BLOCK": 128}
     combine = {"parts", "into", "temperatures"}
@@ -97,7 +97,7 @@ def _of_tokens() -> Iterator[Program]:
     for whole in (False, True):
         yield Program(
             name=f"tokens, {'all ranks' if whole else 'segments'}",
-            kernel=triton_tokens.combine_kernel,
+            kernel=on_gpu.combine_kernel,
             constants={**common, "WHOLE": whole},
             types=numbers,
             warps=4,
@@ -105,7 +105,7 @@ def _of_tokens() -> Iterator[Program]:
     given = "exponentials mean logprob entropy of_logprob of_entropy temperatures into"
     yield Program(
         name="tokens, gradient",
-        kernel=triton_tokens.coefficients_kernel,
+        kernel=on_gpu.coefficients_kernel,
         constants={**common, "HAS_LOGPROB": True, "HAS_ENTROPY": True},
         types=dict.fromkeys(given.split(), "*fp32") | {"live": "*i64", "temperature": "fp32"},
         warps=4,

@@ -21,7 +21,7 @@ E4M3 = torch.float8_e4m3fn
 _LARGEST, _ROUNDED_TO_LARGEST = 448.0, 464.0
 #: No scale is smaller: values that E4M3 does not reach with it are rounded to its least, or to 0.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-#: Bytes of float32 copies that are held at a time.
+#: Bytes of float32 copies that are held at a time; at least one row of blocks is.
 _SLAB_BYTES = 32 << 20
 
 #: The least compute capability with E4M3, and the types that the kernel reads and rounds to.
@@ -46,7 +46,6 @@ def quantize_blockwise(
     scales: Scales = "float32",
     dtype: torch.dtype = torch.bfloat16,
     name: str = "weight",
-    slab_bytes: int = _SLAB_BYTES,
     triton: bool | None = None,
 ) -> Blockwise:
     """Quantize a weight, or those of all experts, by blocks of 128 × 128.
@@ -57,9 +56,9 @@ def quantize_blockwise(
     written, does not: 1.8 · 2ⁿ becomes 1.75 · 2ⁿ, which fits half the scale.) Blocks at the edges
     are as small as the edge leaves them. A block of zeros has scale 1. A scale is at least 2⁻¹²⁶.
 
-    The same weight always gives the same bytes. Besides the result it takes up to 2.5 times
-    `slab_bytes`; on a GPU with E4M3 one kernel reads and writes once, and takes no other memory.
-    The host reads once whether all values are finite.
+    The same weight always gives the same bytes. Besides the result it takes some 80 MB, or 2.5
+    times a row of blocks in float32; on a GPU with E4M3 one kernel reads and writes once, and takes
+    no other memory. The host reads once whether all values are finite.
 
     Args:
         weight: [R, C] or [E, R, C], of a floating point type, on any device.
@@ -67,7 +66,6 @@ def quantize_blockwise(
         dtype: the type that the engine would get without FP8. The weight is rounded to it first:
             codes of a float32 master differ from those of the bfloat16 that training computes with.
         name: the weight's name in errors.
-        slab_bytes: bytes of scratch memory; at least one row of blocks is taken at a time.
         triton: True computes with Triton's kernel, whose bytes are the same; False with PyTorch.
             None follows the environment's MEGATRON_IDEMPOTENT_TRITON, 1 or 0, and if that is not
             set uses the kernel on GPUs of compute capability 8.9 or higher. PyTorch always
@@ -108,7 +106,7 @@ def quantize_blockwise(
 
         into = codes_ERC, scale_Erc, largest_Erc
         launch_quantize(weight_ERC, *into, powers=scales == "ue8m0", dtype=dtype, block=BLOCK)
-    for e, r, of in () if by_kernel else _slabs(weight_ERC.shape, slab_bytes):
+    for e, r, of in () if by_kernel else _slabs(weight_ERC.shape):
         slab = weight_ERC[e, of].to(dtype)
         blocks_erKcK = _as_blocks(slab)
         largest = torch.maximum(blocks_erKcK.amax((2, 4)), -blocks_erKcK.amin((2, 4)))
@@ -130,7 +128,6 @@ def dequantize_blockwise(
     scale_inv: Tensor,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    slab_bytes: int = _SLAB_BYTES,
 ) -> Tensor:
     """Return the weight of codes and scales: their product in float32, rounded to `dtype`.
 
@@ -138,7 +135,6 @@ def dequantize_blockwise(
         codes: [..., R, C] of float8_e4m3fn.
         scale_inv: [..., ⌈R / 128⌉, ⌈C / 128⌉] of float32, or of float8_e8m0fnu.
         dtype: the type of the result.
-        slab_bytes: bytes of scratch memory; at least one row of blocks is taken at a time.
 
     Raises:
         ValueError: shapes or types that do not fit each other.
@@ -152,7 +148,7 @@ def dequantize_blockwise(
     codes_ERC = codes if codes.dim() == 3 else codes[None]
     scale_Erc = scale_inv.float().view(codes_ERC.shape[0], *scale_inv.shape[-2:])
     weight_ERC = torch.empty(codes_ERC.shape, dtype=dtype, device=codes.device)
-    for e, r, of in _slabs(codes_ERC.shape, slab_bytes):
+    for e, r, of in _slabs(codes_ERC.shape):
         slab = codes_ERC[e, of]
         blocks_erKcK = _as_blocks(slab)
         blocks_erKcK.mul_(scale_Erc[e, r][:, :, None, :, None])
@@ -205,11 +201,11 @@ def _blocks(length: int) -> int:
     return -(-length // BLOCK)
 
 
-def _slabs(shape: torch.Size, slab_bytes: int) -> Iterator[tuple[slice, slice, slice]]:
+def _slabs(shape: torch.Size) -> Iterator[tuple[slice, slice, slice]]:
     """Yield the parts that are taken at a time, as slices of experts, of blocks and of rows."""
     experts, rows, columns = shape
     row_bytes = BLOCK * max(1, _blocks(columns)) * BLOCK * 4
-    at_a_time = max(1, slab_bytes // row_bytes)
+    at_a_time = max(1, _SLAB_BYTES // row_bytes)
     blocks = max(1, _blocks(rows))
     experts_at_a_time = max(1, at_a_time // blocks)
     for expert in range(0, experts, experts_at_a_time):

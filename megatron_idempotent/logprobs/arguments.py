@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .request import ID_DTYPES, Backend, Columns, ComputeOptions, Sampling, TokenBatch
-from .rows import Order, kept_places
-from .sources import ProductParts, SequenceParallel
+from .sources import Order, ProductParts, SequenceParallel, kept_places
+from .statistics import ID_DTYPES, Backend, Columns
+from .truncated_vocab import Sampling
 
 
 def one_of(who: str, name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -265,6 +265,16 @@ def ids_to_keep(
     return keep
 
 
+#: Blocks that stay in a core's cache; on a GPU, blocks that fill it.
+_WORKSPACE_BYTES = {"cpu": 1 << 20}
+_WORKSPACE_BYTES_ELSEWHERE = 64 << 20
+#: Logits are made from hidden states in parts of this size, whose products run at full speed.
+_LOGITS_BYTES = {"cpu": 8 << 20}
+_LOGITS_BYTES_ELSEWHERE = 256 << 20
+#: Parts of rows are larger: each reads and writes the weight's whole gradient in float32.
+_LOGITS_BYTES_OF_ROWS = 512 << 20
+
+
 class Inputs(NamedTuple):
     """Holds a call's checked logits, or hidden states and weight, and the columns they are of."""
 
@@ -278,6 +288,12 @@ class Inputs(NamedTuple):
     """True if each rank has a piece of the hidden states, and `rows()` gathers them."""
     shape: torch.Size
     """The shape of the tokens, [...], with those of all pieces."""
+    consume: bool
+    """True if the gradient is to take the logits' memory."""
+    fused: bool
+    """True if the weight's gradient is to be added to its `main_grad`."""
+    workspace_bytes: int | None
+    """The caller's bytes of scratch memory; None for what suits the device."""
 
     @staticmethod
     def accepted(
@@ -293,7 +309,7 @@ class Inputs(NamedTuple):
         fused: bool = False,
         workspace_bytes: int | None = None,
     ) -> Inputs:
-        """Return the inputs of a call if they fit each other, or raises `ValueError`."""
+        """Return the inputs of a call if they fit each other; raise `ValueError` if not."""
         one_of(who, "ownership", ownership, ("borrow", "consume"))
         one_of(who, "hidden_layout", hidden_layout, ("replicated", "sequence_parallel"))
         one_form(who, logits, hidden, weight, ownership, hidden_layout)
@@ -312,21 +328,77 @@ class Inputs(NamedTuple):
         shape = list(rows.shape[:-1])
         if gathered:
             shape[0] *= columns.ranks
-        return Inputs(who, logits, hidden, weight, columns, gathered, torch.Size(shape))
+        how = ownership == "consume", fused, workspace_bytes
+        return Inputs(who, logits, hidden, weight, columns, gathered, torch.Size(shape), *how)
+
+    @property
+    def given(self) -> Tensor:
+        """The logits, or the hidden states as they were given."""
+        given = self.hidden if self.logits is None else self.logits
+        assert given is not None
+        return given
 
     def rows(self) -> Tensor:
         """Return the logits [..., V] or the hidden states [..., H] of all tokens.
 
         Under sequence parallelism the group's ranks take part in one all-gather.
         """
-        if self.logits is not None:
-            return self.logits
-        assert self.hidden is not None
-        if self.gathered:
-            gather: Any = SequenceParallel.apply
-            gathered: Tensor = gather(self.hidden, self.columns.group)
-            return gathered
-        return self.hidden
+        if not self.gathered:
+            return self.given
+        gather: Any = SequenceParallel.apply
+        gathered: Tensor = gather(self.given, self.columns.group)
+        return gathered
+
+    def workspace(self) -> int:
+        """Return the bytes of scratch memory for blocks of logits.
+
+        For logits that are made from hidden states it is no more than what suits the device.
+        """
+        asked = self.workspace_bytes
+        in_cache = _WORKSPACE_BYTES.get(self.given.device.type, _WORKSPACE_BYTES_ELSEWHERE)
+        if asked is None:
+            return in_cache
+        return asked if self.logits is not None else min(asked, in_cache)
+
+    def logits_bytes(self) -> int:
+        """Return the bytes of logits that are made at a time."""
+        usual = _LOGITS_BYTES.get(self.given.device.type, _LOGITS_BYTES_ELSEWHERE)
+        return self.workspace_bytes or usual
+
+    def parts(self, backend: Backend = "eager") -> ProductParts:
+        """Return how large the parts are in which logits are made from hidden states."""
+        by_rows = backend == "triton" and self.given.device.type != "cpu"
+        return ProductParts(
+            self.workspace_bytes or (_LOGITS_BYTES_OF_ROWS if by_rows else self.logits_bytes()),
+            reduce=self.columns.ranks > 1 and not self.gathered,
+            fused=self.fused,
+        )
+
+    def consumes(self, order: Order, *, stacklevel: int = 3) -> bool:
+        """Return whether the gradient takes the logits' memory; warn if it could but for gaps.
+
+        Raises:
+            ValueError: the logits are a leaf, which its owner would find overwritten.
+        """
+        logits = self.logits
+        if logits is None or not self.consume:
+            return False
+        if not logits.requires_grad or not torch.is_grad_enabled():
+            return False
+        if logits.is_leaf:
+            raise ValueError(
+                f"{self.who}(ownership='consume') got leaf logits, which the caller would find "
+                "overwritten: pass an output of the model, or borrow"
+            )
+        if not order.rows(logits).is_contiguous():
+            warnings.warn(
+                f"{self.who}(ownership='consume') borrows: logits of shape {tuple(logits.shape)} "
+                f"and strides {logits.stride()} lie in memory with gaps: pass contiguous ones to "
+                "save the gradient's memory",
+                stacklevel=stacklevel,
+            )
+            return False
+        return True
 
 
 class ResultLayout:
@@ -357,76 +429,3 @@ class ResultLayout:
             whole = values_N.new_full((len(self.kept_N), *behind), fill)
             values_N = whole.masked_scatter(mask, values_N)
         return self.order.unflat(values_N)
-
-
-#: Blocks that stay in a core's cache; on a GPU, blocks that fill it.
-_WORKSPACE_BYTES = {"cpu": 1 << 20}
-_WORKSPACE_BYTES_ELSEWHERE = 64 << 20
-#: Logits are made from hidden states in parts of this size, whose products run at full speed.
-_LOGITS_BYTES = {"cpu": 8 << 20}
-_LOGITS_BYTES_ELSEWHERE = 256 << 20
-#: Parts of rows are larger: each reads and writes the weight's whole gradient in float32.
-_LOGITS_BYTES_OF_ROWS = 512 << 20
-
-
-def workspace_of(device: torch.device, asked: int | None, *, from_logits: bool) -> int:
-    """Return the bytes of scratch memory for blocks of logits; `asked` is the caller's, or None.
-
-    For logits that are made from hidden states it is no more than what suits the device.
-    """
-    in_cache = _WORKSPACE_BYTES.get(device.type, _WORKSPACE_BYTES_ELSEWHERE)
-    if asked is None:
-        return in_cache
-    return asked if from_logits else min(asked, in_cache)
-
-
-def logits_bytes_of(device: torch.device, asked: int | None) -> int:
-    """Return the bytes of logits that are made at a time; `asked` is the caller's, or None."""
-    return asked or _LOGITS_BYTES.get(device.type, _LOGITS_BYTES_ELSEWHERE)
-
-
-def parts_of(inputs: Inputs, backend: Backend, asked: int | None, *, fused: bool) -> ProductParts:
-    """Return how large the parts are in which logits are made from hidden states."""
-    assert inputs.hidden is not None
-    device = inputs.hidden.device
-    by_rows = backend == "triton" and device.type != "cpu"
-    return ProductParts(
-        logits_bytes_of(device, asked or (_LOGITS_BYTES_OF_ROWS if by_rows else None)),
-        reduce=inputs.columns.ranks > 1 and not inputs.gathered,
-        fused=fused,
-    )
-
-
-def may_consume(who: str, logits: Tensor, order: Order, *, stacklevel: int = 3) -> bool:
-    """Return whether the gradient can take the logits' memory; warns if that has gaps.
-
-    Raises:
-        ValueError: the logits are a leaf, which its owner would find overwritten.
-    """
-    if not logits.requires_grad or not torch.is_grad_enabled():
-        return False
-    if logits.is_leaf:
-        raise ValueError(
-            f"{who}(ownership='consume') got leaf logits, which the caller would find "
-            "overwritten: pass an output of the model, or borrow"
-        )
-    if not order.rows(logits).is_contiguous():
-        warnings.warn(
-            f"{who}(ownership='consume') borrows: logits of shape {tuple(logits.shape)} "
-            f"and strides {logits.stride()} lie in memory with gaps: pass contiguous ones to "
-            "save the gradient's memory",
-            stacklevel=stacklevel,
-        )
-        return False
-    return True
-
-
-def batch_of(
-    layout: ResultLayout,
-    ids: Tensor,
-    temperature: Tensor | float,
-    columns: Columns,
-    wanted: ComputeOptions,
-) -> TokenBatch:
-    """Return the record of the tokens that are computed, in the order of their rows."""
-    return TokenBatch(layout.chosen(ids), layout.chosen(temperature), columns, wanted)

@@ -1,23 +1,43 @@
 """Computes divergences between two softmaxes over a vocabulary that ranks share, and gradients.
 
 No softmax is kept. Forward and backward each read some rows of both logits at a time; between the
-two, six numbers per token are kept.
+two, six numbers per token are kept. The student's logits are given, or made from hidden states:
+some columns of all tokens at a time, and again in the backward. The teacher's are read where they
+are, and have no gradient.
 
-Legend: N tokens, n some of them, V columns of the vocabulary on this rank, P parts of the columns
-(of a rank's, or ranks), s the student's probabilities and t the teacher's.
+Legend: N tokens, n some of them, H features, V columns of the vocabulary on this rank, P parts of
+the columns (of a rank's, or ranks), s the student's probabilities and t the teacher's.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .kernels import Scratch, columns_of_blocks, divisors, scaled_logits
-from .request import Columns, accumulated
-from .rows import RowBlock, blocks, split_like
-from .statistics import FINITE, all_gathered
+from .kernels import (
+    Scratch,
+    columns_of_blocks,
+    differentiated,
+    divisors,
+    picked,
+    scaled_logits,
+)
+from .sources import (
+    Order,
+    Product,
+    ProductParts,
+    RowBlock,
+    as_matrices,
+    blocks,
+    gradients_by_columns,
+    once_differentiable,
+    split_like,
+    submask,
+    zero_others,
+)
+from .statistics import FINITE, Columns, accumulated, all_gathered, temperature_of
 
 #: Scratch of a block: what is made of the student's logits, of the teacher's, and exponentials.
 _BUFFERS = 3
@@ -43,6 +63,9 @@ class Distillation(NamedTuple):
     columns: Columns
     consume: bool
     workspace_bytes: int
+    compact: bool = False
+    """True if the student's logits are a matrix of the computed tokens alone, made from hidden
+    states; False if they have the rows of the teacher's."""
 
 
 class PartialDivergence(NamedTuple):
@@ -77,64 +100,16 @@ class WholeDivergence(NamedTuple):
     divergence: Tensor
 
 
-class Student(Protocol):
-    """Gives the student's logits of the tokens that are computed, and takes their gradient."""
-
-    def read(self, block: RowBlock) -> Tensor:
-        """Return the block's logits, [n, V]."""
-
-    def place(self, block: RowBlock) -> Tensor | None:
-        """Return the block's gradient, [n, V], to be written in place.
-
-        None if its rows do not follow each other, so that `write` has to be called.
-        """
-
-    def write(self, block: RowBlock, gradient_nV: Tensor) -> None:
-        """Copy the block's gradient to its place, rounded to the type of that."""
-
-
-class InPanels:
-    """Reads the student's logits from panels, in which all tokens have a row."""
-
-    def __init__(self, rows: list[Tensor], into: list[Tensor], columns: int) -> None:
-        self._rows, self._into = ([panel[:, :columns] for panel in each] for each in (rows, into))
-
-    def read(self, block: RowBlock) -> Tensor:
-        return block.read(self._rows)
-
-    def place(self, block: RowBlock) -> Tensor | None:
-        return block.view(self._into)
-
-    def write(self, block: RowBlock, gradient_nV: Tensor) -> None:
-        block.write(self._into, gradient_nV)
-
-
-class InTurn(NamedTuple):
-    """Reads the student's logits from a matrix [N, V] of the computed tokens alone.
-
-    The gradient overwrites them.
-    """
-
-    logits: Tensor
-
-    def read(self, block: RowBlock) -> Tensor:
-        return self.logits[block.kept]
-
-    def place(self, block: RowBlock) -> Tensor | None:
-        return self.logits[block.kept]
-
-    def write(self, block: RowBlock, gradient_nV: Tensor) -> None:
-        self.logits[block.kept] = gradient_nV
-
-
 def partial_divergence(
-    student: Student,
+    student: list[Tensor],
     teacher: list[Tensor],
     kept_N: Tensor | None,
     like_N: Tensor,
     asked: Distillation,
 ) -> PartialDivergence:
-    """Return sums over the columns of `teacher`, whose panels have the student's rows.
+    """Return sums over the columns of `teacher`, whose panels have all tokens' rows.
+
+    So have those of `student`; or with `asked.compact` it is one matrix of the kept tokens.
 
     A summand p·(log p - log q) is 0 if p is 0, or too small for the type. It is infinite if q is 0
     and p is not.
@@ -150,13 +125,13 @@ def partial_divergence(
     sums_of = (split_like(cut, each) for each in (*found[1:2], *found[3:]))
     each_block = zip(cut, divisors(asked.temperature, cut), *columns_of, *sums_of, strict=True)
     for block, divisor, origin_n1, of_teacher_n1, sum_n, teacher_sum_n, *kl_n in each_block:
-        logits_nV = scratch.read(student.read(block))
+        logits_nV = scratch.read(_student_of(block, asked).read(student))
         teacher_nV = scratch.read(block.read(teacher), 1)
         torch.amax(logits_nV, -1, keepdim=True, out=origin_n1).clamp_(min=FINITE)
         torch.amax(teacher_nV, -1, keepdim=True, out=of_teacher_n1).clamp_(min=FINITE)
         z_nV, y_nV, exp_nV = (scratch(number, len(logits_nV))[0] for number in range(_BUFFERS))
-        _scaled_into(z_nV, logits_nV, origin_n1, divisor)
-        _scaled_into(y_nV, teacher_nV, of_teacher_n1, divisor)
+        scaled_logits(logits_nV, origin_n1, divisor, z_nV)
+        scaled_logits(teacher_nV, of_teacher_n1, divisor, y_nV)
         torch.sum(torch.exp(z_nV, out=exp_nV), -1, out=sum_n)
         apart_nV = z_nV.sub_(y_nV)
         torch.sum(y_nV.exp_(), -1, out=teacher_sum_n)
@@ -178,11 +153,9 @@ def _scratch(panels: list[Tensor], like_N: Tensor, asked: Distillation) -> Scrat
     )
 
 
-def _scaled_into(
-    into_nV: Tensor, logits_nV: Tensor, origin_n1: Tensor, divisor: Tensor | float
-) -> Tensor:
-    """Write z = (logits - origin) / temperature into `into_nV`, which may be the logits."""
-    return scaled_logits(logits_nV, origin_n1, divisor, into_nV)
+def _student_of(block: RowBlock, asked: Distillation) -> RowBlock:
+    """Return the block of the student's logits, which may be a matrix of the kept tokens alone."""
+    return RowBlock(0, block.kept, block.kept) if asked.compact else block
 
 
 def combined(partial: PartialDivergence, asked: Distillation) -> WholeDivergence:
@@ -284,13 +257,14 @@ class Coefficients(NamedTuple):
 
 
 def write_divergence_gradient(
-    student: Student,
+    student: list[Tensor],
+    into: list[Tensor],
     teacher: list[Tensor],
     kept_N: Tensor | None,
     found: Coefficients,
     asked: Distillation,
 ) -> None:
-    """Write the kept tokens' gradient to where `student` has its place."""
+    """Write the kept tokens' gradient into panels as the student's, or into these themselves."""
     if not teacher or not teacher[0].shape[-1]:
         return
     scratch = _scratch(teacher, found.origin, asked)
@@ -300,15 +274,16 @@ def write_divergence_gradient(
     per_token = (columns_of_blocks(cut, each) for each in found)
     each_block = zip(cut, divisors(asked.temperature, cut), *per_token, strict=True)
     for block, divisor, origin_n1, of_teacher_n1, factor_n1, slope_n1, teacher_n1 in each_block:
-        read_nV = student.read(block)
+        own = _student_of(block, asked)
+        read_nV = own.read(student)
         z_nV, y_nV, exp_nV = (scratch(number, len(read_nV))[0] for number in range(_BUFFERS))
         # Where there is nothing to convert or to spread, it is computed where it belongs.
-        place_nV = student.place(block)
+        place_nV = own.view(into)
         in_place = place_nV is not None and place_nV.dtype == z_nV.dtype
         out_nV = place_nV if place_nV is not None and in_place else z_nV
-        _scaled_into(out_nV, scratch.read(read_nV), origin_n1, divisor)
+        scaled_logits(scratch.read(read_nV), origin_n1, divisor, out_nV)
         teacher_nV = scratch.read(block.read(teacher), 1)
-        _scaled_into(y_nV, teacher_nV, of_teacher_n1, divisor)
+        scaled_logits(teacher_nV, of_teacher_n1, divisor, y_nV)
         if slope_n1 is None:
             out_nV.exp_().mul_(factor_n1)
         else:
@@ -319,9 +294,123 @@ def write_divergence_gradient(
         if teacher_n1 is not None:
             out_nV.sub_(y_nV.exp_().mul_(teacher_n1))
         if not in_place:
-            student.write(block, out_nV)
+            own.write(into, out_nV)
 
 
 def computed_like(logits: Tensor, tokens: int) -> Tensor:
     """Return zeros [N] of the type in which logits of this type are computed."""
     return torch.zeros(tokens, dtype=accumulated(logits.dtype), device=logits.device)
+
+
+class DivergenceFromLogits(torch.autograd.Function):
+    """Computes the kept tokens' divergences from logits, [N] in the order of the student's rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, teacher: Tensor, kept_N: Tensor | None, asked: Distillation
+    ) -> Tensor:
+        """Compute the divergences; `asked` has an entry for each kept token."""
+        student, of_teacher = _panels(asked, logits, logits, teacher)
+        like_N = computed_like(logits, asked.tokens)
+        whole = combined(partial_divergence(student, of_teacher, kept_N, like_N, asked), asked)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits, teacher, kept_N, *whole)
+        ctx.asked = asked
+        return whole.divergence.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given_N: Tensor) -> Any:
+        """Compute the gradient of the student's logits, without a collective."""
+        logits, teacher, kept_N, *saved = ctx.saved_tensors
+        asked: Distillation = ctx.asked
+        found, _, kept_N, asked = _differentiated(WholeDivergence(*saved), given_N, kept_N, asked)
+        # An alias that shares the version counter: who has saved the logits too is told of it.
+        gradient = logits.detach() if asked.consume else torch.empty_like(logits)
+        (all_of_it,) = as_matrices(Order(logits).rows(gradient))
+        zero_others(all_of_it, kept_N, asked.columns.real)
+        student, into, of_teacher = _panels(asked, logits, logits.detach(), gradient, teacher)
+        write_divergence_gradient(student, into, of_teacher, kept_N, found, asked)
+        return gradient, None, None, None
+
+
+def _panels(asked: Distillation, like: Tensor, *tensors: Tensor) -> tuple[list[Tensor], ...]:
+    """Return the real columns of each tensor as panels, in the order of the rows of `like`."""
+    order, real = Order(like), asked.columns.real
+    return tuple(
+        [panel[:, :real] for panel in each]
+        for each in as_matrices(*(order.rows(tensor) for tensor in tensors))
+    )
+
+
+def _differentiated(
+    whole: WholeDivergence, given_N: Tensor, kept_N: Tensor | None, asked: Distillation
+) -> tuple[Coefficients, Tensor | None, Tensor | None, Distillation]:
+    """Return the coefficients of the tokens that have a gradient, and a mask of these, [N].
+
+    The mask is None if all have one. `kept_N` and `asked` come back narrowed to these tokens.
+    Infinite divergences have none.
+    """
+    given_N = torch.where(whole.divergence < torch.inf, given_N, 0.0)
+    found = Coefficients.of(whole, given_N, asked)
+    few_N = picked(differentiated(given_N, None))
+    if few_N is None:
+        return found, None, kept_N, asked
+    asked = asked._replace(temperature=temperature_of(asked.temperature, few_N))
+    return found.some(few_N), few_N, submask(kept_N, few_N), asked
+
+
+class DivergenceFromHidden(torch.autograd.Function):
+    """Computes the divergences of tokens [N] from their hidden states, [N, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        teacher: list[Tensor],
+        kept_N: Tensor | None,
+        asked: Distillation,
+        parts: ProductParts,
+    ) -> Tensor:
+        """Compute the divergences of logits `hidden_NH @ weight_VH.T`, in the type of both.
+
+        `teacher` holds panels of all tokens' logits; `kept_N` masks the tokens that are computed.
+        """
+        product, found = Product(), []
+        like_N = computed_like(hidden_NH, asked.tokens)
+        for part in parts.of_columns(len(hidden_NH), asked.columns.real, hidden_NH.dtype):
+            student = [product(hidden_NH, weight_VH[part].t())]
+            panels = [panel[:, part] for panel in teacher]
+            found.append(partial_divergence(student, panels, kept_N, like_N, asked))
+        whole = combined(merged(found, asked.temperature), asked)
+        if any(ctx.needs_input_grad[:2]):
+            ctx.save_for_backward(hidden_NH, weight_VH, kept_N, *whole, *teacher)
+        ctx.asked, ctx.parts = asked, parts
+        ctx.weight = weight_VH  # what is saved may be another object, without its main_grad
+        return whole.divergence.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given_N: Tensor) -> Any:
+        """Make the same columns of the logits again, and from them both gradients.
+
+        With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
+        """
+        hidden_NH, weight_VH, kept_N, *saved = ctx.saved_tensors
+        fields = len(WholeDivergence._fields)
+        whole, teacher = WholeDivergence(*saved[:fields]), saved[fields:]
+        found, few_N, kept_N, asked = _differentiated(whole, given_N, kept_N, ctx.asked)
+
+        def write(part: slice, logits_Nv: Tensor) -> None:
+            panels = [panel[:, part] for panel in teacher]
+            student = [logits_Nv]
+            write_divergence_gradient(student, student, panels, kept_N, found, asked)
+
+        inputs = ctx.weight, hidden_NH, weight_VH
+        of_these = asked.columns, ctx.parts, few_N
+        needed, dtype = ctx.needs_input_grad[:2], whole.origin.dtype
+        gradients = gradients_by_columns(
+            *inputs, *of_these, needed=needed, dtype=dtype, write=write
+        )
+        return *gradients, None, None, None, None

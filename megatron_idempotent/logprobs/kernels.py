@@ -14,18 +14,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .request import (
+from .sources import (
+    RowBlock,
+    as_matrices,
+    blocks,
+    flat_indices,
+    rows_of_a_block,
+    split_like,
+    submask,
+)
+from .statistics import (
+    FINITE,
     Columns,
     ComputeOptions,
+    Partial,
     TokenBatch,
+    Whole,
     accumulated,
+    combine,
+    compiled,
+    gradient,
     is_ours,
     is_unit_temperature,
+    per_row,
     place_of,
+    statistics,
     temperature_of,
 )
-from .rows import RowBlock, as_matrices, blocks, flat_indices, rows_of_a_block, split_like, submask
-from .statistics import FINITE, Partial, Whole, combine, compiled, gradient, per_row, statistics
 
 #: Between these values of log Σ exp(logits) the gradient uses exp(logit) as it is. Below them
 #: exponentials lose bits that the probabilities have; above them the factor of exp(logit) does.

@@ -16,15 +16,16 @@ from .arguments import (
     ResultLayout,
     floating,
     masked_tokens,
-    may_consume,
     one_of,
-    parts_of,
     positive,
-    workspace_of,
 )
-from .distillation import DivergenceFromHidden, DivergenceFromLogits
-from .divergence import DirectionWeights, Distillation
-from .rows import as_matrices
+from .divergence import (
+    DirectionWeights,
+    Distillation,
+    DivergenceFromHidden,
+    DivergenceFromLogits,
+)
+from .sources import as_matrices
 
 _NAME = "token_kl"
 Direction = Literal["forward", "reverse", "mixed"]
@@ -157,17 +158,7 @@ def token_kl(
     fused = gradient_accumulation_fusion
     if teacher_logits is not None:
         inputs = Inputs.accepted(_NAME, **common, fused=fused)
-        consume = ownership == "consume"
-        return _of_logits(
-            inputs,
-            teacher_logits,
-            weights,
-            temperature,
-            token_mask,
-            consume,
-            fused,
-            workspace_bytes,
-        )
+        return _of_logits(inputs, teacher_logits, weights, temperature, token_mask)
     assert teacher_ids is not None
     assert teacher_logprobs is not None
     return _of_topk(
@@ -192,9 +183,6 @@ def _of_logits(
     weights: DirectionWeights,
     temperature: float | Tensor,
     token_mask: Tensor | None,
-    consume: bool,
-    fused: bool,
-    workspace_bytes: int | None,
 ) -> TokenKL:
     columns = inputs.columns
     floating(_NAME, "teacher_logits", teacher)
@@ -214,18 +202,18 @@ def _of_logits(
         tokens.computed,
         layout.chosen(temperature),
         columns,
-        consume and may_consume(_NAME, rows, layout.order, stacklevel=4),
-        workspace_of(rows.device, workspace_bytes, from_logits=from_logits),
+        inputs.consumes(layout.order, stacklevel=4),
+        inputs.workspace(),
+        compact=not from_logits,
     )
     if from_logits:
         of_logits: Any = DivergenceFromLogits.apply
         found = of_logits(rows, teacher, layout.kept_N, asked)
     else:
-        parts = parts_of(inputs, "eager", workspace_bytes, fused=fused)
         (panels,) = as_matrices(layout.order.rows(teacher)[..., : columns.real])
         of_hidden: Any = DivergenceFromHidden.apply
-        hidden_NH = layout.chosen(rows)
-        found = of_hidden(hidden_NH, inputs.weight, panels, layout.kept_N, asked, parts)
+        of_teacher = panels, layout.kept_N
+        found = of_hidden(layout.chosen(rows), inputs.weight, *of_teacher, asked, inputs.parts())
     return TokenKL(layout.shaped(found))
 
 

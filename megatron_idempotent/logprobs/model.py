@@ -22,7 +22,7 @@ from torch.nn import Module
 from megatron_idempotent.patching.needs import absent, is_provided
 
 from .api import TokenStats, token_logprobs
-from .request import Sampling
+from .truncated_vocab import Sampling
 
 _INSTEAD = "take the logits, and token_logprobs(logits=…)"
 

@@ -1,7 +1,8 @@
-"""Reads logits from a tensor, or multiplies hidden states by a weight to make them.
+"""Reads logits row by row out of a tensor, or multiplies hidden states by a weight to make them.
 
-It also adds up the gradients of both: the weight's goes into a tensor of its own, or straight into
-`main_grad`.
+A tensor [..., V] is read in the order in which its rows lie in memory, some rows at a time. The
+gradients of hidden states and weight are added up here, too: the weight's goes into a tensor of its
+own, or straight into `main_grad`.
 
 Legend: n, b some of N tokens, K columns of a token.
 """
@@ -9,15 +10,180 @@ Legend: n, b some of N tokens, K columns of a token.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .request import Columns, accumulated
-from .rows import as_matrices, blocks, flat_indices, rows_of_a_block
+from .statistics import Columns, accumulated
+
+#: How many times as many blocks there may be for the sake of rows that follow each other.
+_SHORTER = 4
+
+
+class Order:
+    """Orders leading dimensions by descending stride, which is the order of rows in memory.
+
+    A view [B, S, V] of a tensor [S, B, V] is thereby read from front to back. `flat` puts vectors
+    over the tokens into that order, `unflat` puts them back.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        leading = tensor.dim() - 1
+        self._order = sorted(range(leading), key=tensor.stride, reverse=True)
+        self._back = [self._order.index(place) for place in range(leading)]
+        self._shape = [tensor.shape[place] for place in self._order]
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return a view of the tensor with its leading dimensions in this order."""
+        return tensor.permute(*self._order, tensor.dim() - 1)
+
+    def flat(self, per_token: Tensor) -> Tensor:
+        """Return [...] as [N], or [..., K] as [N, K], in this order."""
+        behind = range(len(self._order), per_token.dim())
+        moved = per_token.permute([*self._order, *behind])
+        return moved.reshape(math.prod(self._shape), *(moved.shape[place] for place in behind))
+
+    def unflat(self, per_token_N: Tensor) -> Tensor:
+        """Return [N] as [...], or [N, K] as [..., K]; undo `flat`."""
+        behind = per_token_N.shape[1:]
+        places = [*self._back, *range(len(self._back), len(self._back) + len(behind))]
+        return per_token_N.view([*self._shape, *behind]).permute(places)
+
+
+def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
+    """View each tensor as a list of matrices that together are all of it.
+
+    There is one matrix, unless some tensor is a slice whose rows no one stride leads through. The
+    tensors have one shape and are cut at the same places.
+    """
+    try:
+        return tuple([tensor.view(-1, tensor.shape[-1])] for tensor in tensors)
+    except RuntimeError:  # no one stride leads from row to row
+        found: tuple[list[Tensor], ...] = tuple([] for _ in tensors)
+        for parts in zip(*(tensor.unbind(0) for tensor in tensors), strict=True):
+            for of_tensor, of_part in zip(found, as_matrices(*parts), strict=True):
+                of_tensor += of_part
+        return found
+
+
+class RowBlock(NamedTuple):
+    """Names some rows of one panel, and their places among the kept tokens."""
+
+    panel: int
+    rows: slice | Tensor
+    kept: slice
+
+    def read(self, as_matrices: list[Tensor]) -> Tensor:
+        """Return the block's rows of these panels; a view if the rows follow each other."""
+        rows, matrix = self.rows, as_matrices[self.panel]
+        if isinstance(rows, Tensor):
+            return matrix.index_select(0, rows)
+        return matrix.narrow(0, rows.start, rows.stop - rows.start)
+
+    def view(self, as_matrices: list[Tensor]) -> Tensor | None:
+        """Return a view of the block's rows; None if they do not follow each other."""
+        return self.read(as_matrices) if isinstance(self.rows, slice) else None
+
+    def write(self, as_matrices: list[Tensor], values: Tensor) -> None:
+        """Write values to the block's rows of these panels, rounded to the panels' type."""
+        matrix = as_matrices[self.panel]
+        values = values.to(matrix.dtype)
+        if isinstance(self.rows, slice):
+            matrix[self.rows] = values
+        else:
+            matrix.index_copy_(0, self.rows, values)
+
+
+def split_like(blocks: Sequence[RowBlock], per_token: Tensor) -> Sequence[Tensor]:
+    """Split [N, ...] into a view for each of the blocks, which together are all kept tokens."""
+    return torch.split(per_token, [each.kept.stop - each.kept.start for each in blocks])
+
+
+def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[RowBlock]:
+    """Yield blocks of at most `rows` rows: all tokens of panels of these sizes, or the kept ones.
+
+    `kept_N` is a bool mask, or None for all tokens; the host reads it once for each panel.
+    """
+    masks = [None] * len(sizes) if kept_N is None else torch.split(kept_N, sizes)
+    done = 0
+    for panel, (size, mask) in enumerate(zip(sizes, masks, strict=True)):
+        chosen = None if mask is None else mask.nonzero().squeeze(1)
+        for part in _parts(size, chosen, rows):
+            count = part.stop - part.start if isinstance(part, slice) else len(part)
+            yield RowBlock(panel, part, slice(done, done + count))
+            done += count
+
+
+def _parts(size: int, chosen: Tensor | None, rows: int) -> Iterator[slice | Tensor]:
+    """Cut the rows into parts of at most `rows`; as slices, without a copy, if runs are long."""
+    if chosen is None:
+        runs = [(0, size)]
+    elif not len(chosen):
+        return
+    else:
+        breaks = (chosen[1:] - chosen[:-1] != 1).nonzero().squeeze(1)
+        if len(breaks) >= _SHORTER * -(-len(chosen) // rows):
+            yield from torch.split(chosen, rows)
+            return
+        first = torch.cat([chosen[:1], chosen[breaks + 1]])
+        last = torch.cat([chosen[breaks], chosen[-1:]])
+        runs = list(zip(first.tolist(), (last + 1).tolist(), strict=True))
+    for start, stop in runs:
+        for row in range(start, stop, rows):
+            yield slice(row, min(row + rows, stop))
+
+
+def kept_places(kept_N: Tensor, count: int) -> Tensor:
+    """Return the places of the `count` tokens in a bool mask, in order; int64 [count].
+
+    `nonzero()` finds the same, but has the host wait for the device to learn their number.
+    """
+    place_N = torch.where(kept_N, kept_N.cumsum(0) - 1, count)
+    found = place_N.new_empty(count + 1)
+    found.scatter_(0, place_N, torch.arange(len(place_N), device=place_N.device))
+    return found[:count]
+
+
+def zero_others(into: list[Tensor], kept_N: Tensor | None, columns: int) -> None:
+    """Zero the parts without a gradient: padding, and tokens that are not kept."""
+    masks = [None] * len(into) if kept_N is None else torch.split(kept_N, [len(p) for p in into])
+    for panel, mask in zip(into, masks, strict=True):
+        panel[:, columns:] = 0
+        if mask is not None:
+            panel.index_fill_(0, mask.logical_not().nonzero().squeeze(1), 0)
+
+
+def submask(kept_N: Tensor | None, chosen_K: Tensor) -> Tensor:
+    """Return a bool mask, over all tokens, of those of the K kept ones that are chosen."""
+    return chosen_K if kept_N is None else kept_N.masked_scatter(kept_N, chosen_K)
+
+
+def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: torch.dtype) -> int:
+    """Return the number of rows that fit into the scratch memory, at least one."""
+    return max(1, workspace_bytes // (max(columns, 1) * buffers * dtype.itemsize))
+
+
+def flat_indices(
+    sizes: list[int], kept_N: Tensor | None, token_E: Tensor
+) -> Iterator[tuple[int, slice | Tensor, Tensor]]:
+    """Yield for each panel its number, which of `token_E` are in it, and their rows there.
+
+    `token_E` are places among the kept tokens.
+    """
+    row_E = token_E if kept_N is None else kept_N.nonzero().squeeze(1)[token_E]
+    if len(sizes) == 1:
+        yield 0, slice(None), row_E
+        return
+    start = 0
+    for panel, size in enumerate(sizes):
+        chosen = ((row_E >= start) & (row_E < start + size)).nonzero().squeeze(1)
+        yield panel, chosen, row_E[chosen] - start
+        start += size
+
 
 #: Narrower matrices are multiplied at a fraction of the speed.
 NARROWEST = 256
@@ -69,23 +235,11 @@ class Product:
         return torch.mm(left_nH, right_Hv, out=self._memory[:size].view(shape))
 
 
-class Source(Protocol):
-    """Gives the logits of the tokens that are computed, in this rank's columns without padding."""
-
-    dtype: torch.dtype
-
-    def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits of all tokens, some tokens [n, V] at a time, with their places."""
-
-    def of(self, token_b: Tensor) -> Tensor:
-        """Return the logits of these tokens, [b, V]."""
-
-    def at(self, column_NK: Tensor) -> Tensor:
-        """Return the logits at some columns of each token, [N, K]."""
-
-
 class Logits:
-    """Reads logits [..., V] from a tensor, in the order of `Order`."""
+    """Reads logits [..., V] from a tensor, in the order of `Order`.
+
+    They are those of the tokens that are computed, in this rank's columns without padding.
+    """
 
     def __init__(
         self, rows: Tensor, kept_N: Tensor | None, columns: Columns, workspace_bytes: int
@@ -96,7 +250,10 @@ class Logits:
         self._kept_N, self._columns, self._workspace = kept_N, columns, workspace_bytes
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield some tokens at a time: views if their rows follow each other, else copies."""
+        """Yield the logits of all tokens, some tokens [n, V] at a time, with their places.
+
+        They are views if their rows follow each other, else copies.
+        """
         if not self._panels:
             return
         rows = rows_of_a_block(self._columns.real, self._workspace, 2, self.dtype)
@@ -104,12 +261,14 @@ class Logits:
             yield block.kept, block.read(self._panels)
 
     def of(self, token_b: Tensor) -> Tensor:
+        """Return the logits of these tokens, [b, V]."""
         found = token_b.new_empty(len(token_b), self._columns.real, dtype=self.dtype)
         for panel, chosen, row in flat_indices(self._sizes, self._kept_N, token_b):
             found[chosen] = self._panels[panel][row]
         return found
 
     def at(self, column_NK: Tensor) -> Tensor:
+        """Return the logits at some columns of each token, [N, K]."""
         found = column_NK.new_empty(column_NK.shape, dtype=self.dtype)
         everyone = torch.arange(len(column_NK), device=column_NK.device)
         for panel, chosen, row in flat_indices(self._sizes, self._kept_N, everyone):
@@ -118,7 +277,7 @@ class Logits:
 
 
 class Products:
-    """Makes logits from hidden states [N, H] and a weight [V, H]."""
+    """Makes logits from hidden states [N, H] and a weight [V, H], as `Logits` gives them."""
 
     def __init__(
         self, hidden_NH: Tensor, weight_VH: Tensor, columns: Columns, parts: ProductParts
@@ -148,26 +307,7 @@ class Products:
         return found
 
 
-class HiddenGradient:
-    """Adds up the gradient of hidden states [N, H], some columns of the logits at a time."""
-
-    def __init__(self, hidden_NH: Tensor, needed: bool, dtype: torch.dtype) -> None:
-        self._sum = torch.zeros_like(hidden_NH, dtype=dtype) if needed else None
-
-    def add(self, d_logits_Nv: Tensor, weight_vH: Tensor) -> None:
-        """Add the product of these columns' gradient and weights."""
-        if self._sum is None:
-            return
-        if self._sum.dtype == d_logits_Nv.dtype:
-            self._sum.addmm_(d_logits_Nv, weight_vH)
-        else:
-            self._sum += d_logits_Nv @ weight_vH
-
-    def done(self, few_N: Tensor | None, shape: torch.Size) -> Tensor | None:
-        """Return the gradient of all tokens, of which `few_N` were computed; None means all."""
-        if few_N is None or self._sum is None:
-            return self._sum
-        return self._sum.new_zeros(shape).masked_scatter_(few_N[:, None], self._sum)
+Source = Logits | Products
 
 
 class WeightGradient:
@@ -283,11 +423,74 @@ def _widened_product() -> Any:
     return getattr(ops.aten.addmm, "dtype_out", None)
 
 
+def gradients_by_columns(
+    weight: Tensor,
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    columns: Columns,
+    parts: ProductParts,
+    few_N: Tensor | None,
+    *,
+    needed: tuple[bool, bool],
+    dtype: torch.dtype,
+    write: Callable[[slice, Tensor], None],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Make the logits again, some columns of all tokens at a time, and from them both gradients.
+
+    With `parts.reduce` the group's ranks take part in one all-reduce.
+
+    Args:
+        weight: the parameter with the `main_grad`; autograd may have saved another object,
+            `weight_VH`.
+        hidden_NH: the hidden states of all tokens.
+        weight_VH: the weight as it was saved.
+        columns: those of this rank.
+        parts: the size of the parts.
+        few_N: a mask of the tokens that have a gradient; None if all have one.
+        needed: says which of the two gradients are computed.
+        dtype: the type in which the hidden states' gradient is added up.
+        write: overwrites these columns' logits of the tokens of `few_N` with their gradient.
+    """
+    shape, product = hidden_NH.shape, Product()
+    if few_N is not None:
+        hidden_NH = hidden_NH[few_N]
+    sum_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needed[0] else None
+    d_weight = WeightGradient(weight, needed[1], parts.fused, written=columns.real)
+    for part in parts.of_columns(len(hidden_NH), columns.real, hidden_NH.dtype):
+        logits_Nv = product(hidden_NH, weight_VH[part].t())
+        write(part, logits_Nv)
+        if sum_NH is not None and dtype == logits_Nv.dtype:
+            sum_NH.addmm_(logits_Nv, weight_VH[part])
+        elif sum_NH is not None:
+            sum_NH += logits_Nv @ weight_VH[part]
+        d_weight.add(part, logits_Nv, hidden_NH)
+    if sum_NH is not None and few_N is not None:
+        sum_NH = sum_NH.new_zeros(shape).masked_scatter_(few_N[:, None], sum_NH)
+    return of_all_ranks(sum_NH, parts, columns), d_weight.done()
+
+
+def of_all_ranks(
+    d_hidden_NH: Tensor | None, parts: ProductParts, columns: Columns
+) -> Tensor | None:
+    """Return the hidden states' gradient; with `parts.reduce` its sum over the group's ranks.
+
+    All of them then take part in one all-reduce, which changes `d_hidden_NH` in place.
+    """
+    if d_hidden_NH is not None and parts.reduce:
+        dist.all_reduce(d_hidden_NH, group=columns.group)
+    return d_hidden_NH
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Apply torch's decorator at each call, because its wrapper cannot be pickled by value."""
+    """Apply torch's decorator at each call, because its wrapper cannot be pickled by value.
+
+    Without any gradient of an output there is none of an input, and `backward` is not called.
+    """
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
+        if all(each is None for each in gradients):
+            return (None,) * len(ctx.needs_input_grad)
         return torch.autograd.function.once_differentiable(backward)(ctx, *gradients)
 
     return once

@@ -1,4 +1,4 @@
-"""Computes statistics of a rank's columns, and combines them over ranks with one collective.
+"""Holds a call's records, and combines statistics of the ranks' columns with one collective.
 
 All ranks get the same bits. `statistics` and `gradient` are single expressions, which
 `torch.compile` can fuse.
@@ -10,11 +10,122 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .truncated_vocab import Sampling
+
+#: Types of ids that callers may have; they are computed as int64.
+ID_DTYPES = (torch.int64, torch.int32)
+
+Backend = Literal["eager", "compiled", "triton"]
+
+
+class Columns(NamedTuple):
+    """Describes the vocabulary, and this rank's part of it."""
+
+    first: int
+    """The id of this rank's first column."""
+    real: int
+    """The number of this rank's columns that are tokens; columns after them are padding."""
+    per_rank: int
+    """The number of columns on each rank, padding included."""
+    vocabulary: int
+    """The number of tokens on all ranks."""
+    group: Any
+    """The ranks that share the vocabulary; None for one rank alone."""
+    ranks: int
+    """The number of ranks that share the vocabulary."""
+
+    def real_of(self, rank: int) -> int:
+        """Return the number of columns of that rank that are tokens."""
+        return min(self.per_rank, max(0, self.vocabulary - rank * self.per_rank))
+
+
+class ComputeOptions(NamedTuple):
+    """Holds the options of a computation."""
+
+    entropy: bool
+    entropy_gradient: bool
+    consume: bool
+    backend: Backend
+    workspace_bytes: int
+
+    def returned(
+        self, ctx: Any, whole: Whole, temperature: Tensor | float
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return `(logprob, entropy, lse)`, and mark those that have no gradient for autograd."""
+        lse_N = whole.origin / temperature + whole.log_sum
+        # Copies, because callers may change in place what the backward has saved.
+        entropy_N = whole.entropy.clone() if self.entropy else None
+        constant = [lse_N]
+        if entropy_N is not None and not self.entropy_gradient:
+            constant.append(entropy_N)
+        ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
+        return whole.logprob.clone(), entropy_N, lse_N
+
+
+class TokenBatch(NamedTuple):
+    """Holds the inputs of the tokens that are computed, in the order of their rows."""
+
+    targets: Tensor
+    """Ids in the vocabulary, [N]; or [N, K] of K targets, each once, -1 where there are fewer."""
+    temperature: Tensor | float
+    """The temperature of all tokens, or [N]."""
+    columns: Columns
+    wanted: ComputeOptions
+    sampling: Sampling | None = None
+    """The sampler, if it leaves something out."""
+    keep: Tensor | None = None
+    """`Sampling.keep` of these tokens, [N, K]."""
+
+    @property
+    def local(self) -> Tensor:
+        """The targets' columns on this rank, in the targets' shape.
+
+        If another rank has the target, the number is below 0 or not below that of the columns.
+        """
+        return self.targets - self.columns.first
+
+    @property
+    def owner(self) -> Tensor:
+        """The ranks in the group that have the targets' columns, in the targets' shape."""
+        return self.targets // self.columns.per_rank
+
+
+def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tensor | float:
+    """Return the temperature of some tokens, if each token has its own."""
+    return temperature[tokens] if isinstance(temperature, Tensor) else temperature
+
+
+def is_unit_temperature(temperature: Tensor | float) -> bool:
+    """Return whether the temperature is 1, so that logits need no division."""
+    return not isinstance(temperature, Tensor) and temperature == 1
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which logits of this type are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_ours(local: Tensor, columns: int) -> Tensor:
+    """Return a mask of the columns that are among the first `columns`, those of this rank."""
+    return (local >= 0) & (local < columns)
+
+
+def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the targets' columns on this rank, and a mask of targets that this rank has.
+
+    Both are [n, 1], or [n, K] for K targets. The column is 0 if another rank has the target.
+    """
+    local_nK = local_n if local_n.dim() == 2 else local_n[:, None]
+    ours_nK = is_ours(local_nK, columns)
+    return torch.where(ours_nK, local_nK, 0), ours_nK
 
 
 class Partial(NamedTuple):

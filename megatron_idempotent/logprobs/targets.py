@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .request import ID_DTYPES
+from .statistics import ID_DTYPES
 
 
 def shift_targets(

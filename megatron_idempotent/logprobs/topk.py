@@ -14,16 +14,21 @@ from torch import Tensor
 from .arguments import (
     Inputs,
     ResultLayout,
-    logits_bytes_of,
     masked_tokens,
-    parts_of,
     positive,
-    workspace_of,
 )
 from .kernels import local_statistics
-from .request import Columns, ComputeOptions, accumulated, temperature_of
 from .sources import Logits, Products, Source
-from .statistics import FINITE, Partial, all_gathered, per_row
+from .statistics import (
+    FINITE,
+    Columns,
+    ComputeOptions,
+    Partial,
+    accumulated,
+    all_gathered,
+    per_row,
+    temperature_of,
+)
 
 _NAME = "vocab_topk"
 
@@ -102,23 +107,20 @@ def vocab_topk(
     positive(_NAME, temperature, inputs.shape, tokens)
     rows = inputs.rows()
     layout = ResultLayout(rows, tokens)
-    from_logits = logits is not None
     wanted = ComputeOptions(
         entropy=False,
         entropy_gradient=False,
         consume=False,
         backend="eager",
-        workspace_bytes=workspace_of(rows.device, workspace_bytes, from_logits=from_logits),
+        workspace_bytes=inputs.workspace(),
     )
     source: Source
-    if from_logits:
+    if weight is None:
         # Larger than what stays in a cache: a few small operations are made of each block.
-        memory = logits_bytes_of(rows.device, workspace_bytes)
+        memory = inputs.logits_bytes()
         source = Logits(layout.order.rows(rows), layout.kept_N, columns, memory)
     else:
-        assert weight is not None
-        parts = parts_of(inputs, "eager", workspace_bytes, fused=False)
-        source = Products(layout.chosen(rows), weight, columns, parts)
+        source = Products(layout.chosen(rows), weight, columns, inputs.parts())
     computed = tokens.computed, k, layout.chosen(temperature), columns, wanted, rows.device
     with torch.no_grad():
         found = _most_likely(source, *computed)

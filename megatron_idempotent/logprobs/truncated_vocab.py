@@ -9,17 +9,150 @@ a rank sends, E kept columns of this rank, K ids for a token.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .kernels import GradCoefficients, local_statistics
-from .request import Columns, TokenBatch, accumulated, is_ours, place_of, temperature_of
-from .rows import rows_of_a_block
-from .sources import Source
-from .statistics import FINITE, Partial, Whole, all_gathered, combine, per_row, with_target
+from .sources import Source, rows_of_a_block
+from .statistics import (
+    FINITE,
+    ID_DTYPES,
+    Columns,
+    Partial,
+    TokenBatch,
+    Whole,
+    accumulated,
+    all_gathered,
+    combine,
+    is_ours,
+    per_row,
+    place_of,
+    temperature_of,
+    with_target,
+)
+
+#: Columns beside the k-th that may have its logit.
+_TIES = 32
+_CANDIDATES = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sampling:
+    """Describes the set of tokens from which each token was sampled.
+
+    The set is made as engines make it: logits are divided by the temperature, the `top_k` most
+    probable tokens are kept, and of those the fewest that together have `top_p` of the probability
+    that was kept. Tokens with the same logit as the last of them are kept too. Or `keep` names the
+    set, as an engine reports it: then no boundary is computed, on which engine and trainer could
+    differ.
+
+    Example: `Sampling(top_p=0.95, target="-inf")`.
+    """
+
+    top_k: int | None = 0
+    """The number of tokens to keep, 1 or more; 0, -1 or None for all."""
+    top_p: float = 1.0
+    """The probability to keep, in (0, 1]; 1 for all."""
+    keep: Tensor | None = None
+    """[..., K] of int64 or int32: the ids that are kept for each token, in any order; negative
+    entries fill up tokens that keep fewer."""
+    target: Literal["keep", "-inf"] = "keep"
+    """The treatment of a target that is not kept: "keep" adds it to those that are, "-inf" gives it
+    that log-prob and no gradient."""
+    candidates: int | None = None
+    """The number of columns that each rank sends; None for 32 more than `top_k`, or 128. If they do
+    not suffice for a token, eight times as many are sent, and so on."""
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, known: str) -> None:
+            raise ValueError(f"Sampling() got {name}={getattr(self, name)!r}: {known}")
+
+        whole = self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= -1)
+        if isinstance(self.top_k, bool) or not whole:
+            refuse("top_k", "pass a number of tokens; 0, -1 or None for all")
+        number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
+        if not number or not 0 < self.top_p <= 1:
+            refuse("top_p", "pass a probability above 0; 1 for all")
+        if self.target not in ("keep", "-inf"):
+            refuse("target", "pass 'keep' or '-inf'")
+        if self.candidates is not None and (
+            isinstance(self.candidates, bool)
+            or not isinstance(self.candidates, int)
+            or self.candidates < 1
+        ):
+            refuse("candidates", "pass at least 1, or None")
+        if self.keep is None:
+            return
+        if (
+            not isinstance(self.keep, Tensor)
+            or self.keep.dtype not in ID_DTYPES
+            or not self.keep.dim()
+        ):
+            found = getattr(self.keep, "dtype", type(self.keep).__name__)
+            raise ValueError(
+                f"Sampling() got keep of {found}: pass a tensor of int64 or int32, [..., ids]"
+            )
+        if self.limit > 0 or self.top_p < 1:
+            raise ValueError(
+                f"Sampling() got keep, top_k={self.top_k} and top_p={self.top_p}: keep has what "
+                "they left already, so leave them out"
+            )
+
+    @property
+    def limit(self) -> int:
+        """The number of tokens to keep, or 0 for all."""
+        return max(self.top_k or 0, 0)
+
+    def cuts(self, vocabulary: int) -> bool:
+        """Return whether it leaves out any token of a vocabulary of that size."""
+        return self.keep is not None or self.top_p < 1 or 0 < self.limit < vocabulary
+
+    def width(self) -> int:
+        """Return the number of columns that each rank sends as candidates."""
+        if self.candidates is not None:
+            return self.candidates
+        return self.limit + _TIES if self.limit else _CANDIDATES
+
+    def thresholds(
+        self,
+        logits_nW: Tensor,
+        mass_n: Tensor,
+        beyond_n: Tensor | None,
+        temperature: Tensor | float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the lowest logit that is kept, and whether that is known for sure; both [n].
+
+        `logits_nW` are all ranks' candidates. `mass_n`, which counts without top-k only, is
+        Σ exp((logit - max) / temperature) over the whole vocabulary, in float64. No logit that is
+        not a candidate is above `beyond_n`, which is None if all are candidates.
+        """
+        ordered_nW = logits_nW.sort(-1, descending=True).values
+        lowest_n = ordered_nW.new_full((len(ordered_nW),), -torch.inf)
+        sure_n = torch.ones_like(lowest_n, dtype=torch.bool)
+        if self.limit:
+            lowest_n = ordered_nW[:, min(self.limit, ordered_nW.shape[1]) - 1]
+            sure_n = _nothing_beyond(lowest_n, beyond_n)
+        if self.top_p >= 1:
+            return lowest_n, sure_n
+        z_nW = (ordered_nW.double() - ordered_nW[:, :1].clamp(min=FINITE)) / per_row(temperature)
+        mass_nW = z_nW.exp().masked_fill_(ordered_nW < lowest_n[:, None], 0)
+        if self.limit:
+            mass_n = mass_nW.sum(-1)
+        before_nW = mass_nW.cumsum(-1) - mass_nW
+        count_n = (before_nW < self.top_p * mass_n[:, None]).sum(-1).clamp(min=1)
+        last_n = ordered_nW.gather(1, count_n[:, None] - 1).squeeze(1)
+        return torch.maximum(lowest_n, last_n), sure_n & _nothing_beyond(last_n, beyond_n)
+
+
+def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
+    """Return whether no further column can have such a logit; -inf counts as no logit."""
+    if beyond_n is None:
+        return torch.ones_like(lowest_n, dtype=torch.bool)
+    return (lowest_n > beyond_n) | (beyond_n == -torch.inf)
 
 
 class Kept(NamedTuple):

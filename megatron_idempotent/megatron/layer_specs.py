@@ -24,31 +24,36 @@ def gpt_stage(
     *,
     vp_stage: int | None,
     change_spec: Callable[[Any], Any] | None = None,
+    fused: bool = False,
     **model: Any,
 ) -> Any:
     """Return a `GPTModel` of upstream's local layers; `model` holds its other arguments.
 
     `change_spec` gets upstream's layer spec, and returns the one to use. A config with
     `mtp_num_layers` gets layers for multi-token prediction of the same spec, unless `model` has
-    an `mtp_block_spec`.
+    an `mtp_block_spec`. With `fused` layers are those of Transformer Engine, as it makes them.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     about_spec = {
         # Without it, the spec of 0.16 on asks for Transformer Engine's fused RMSNorm.
         "normalization": config.normalization,
         "num_experts": config.num_moe_experts,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
     }
-    spec = get_gpt_layer_local_spec(
-        **{name: v for name, v in about_spec.items() if takes(get_gpt_layer_local_spec, name)}
+    make = (
+        specs.get_gpt_layer_with_transformer_engine_spec
+        if fused
+        else specs.get_gpt_layer_local_spec
     )
+    spec = make(**{name: v for name, v in about_spec.items() if takes(make, name)})
     if change_spec is not None:
         spec = change_spec(spec)
-    if getattr(config, "mtp_num_layers", None) and "mtp_block_spec" not in model:
+    if not fused and getattr(config, "mtp_num_layers", None) and "mtp_block_spec" not in model:
         model["mtp_block_spec"] = _mtp_block(spec, config, vp_stage)
-    if config.sequence_parallel:
+    if not fused and config.sequence_parallel:
         spec = with_marked_norm(spec, config, vp_stage)
     if takes(GPTModel.__init__, "vp_stage"):  # before 0.13 the stage is a global
         model["vp_stage"] = vp_stage
@@ -80,7 +85,7 @@ def _mtp_block(layer_spec: Any, config: Any, vp_stage: int | None) -> Any:
 
     where = {"vp_stage": vp_stage} if takes(get_gpt_mtp_block_spec, "vp_stage") else {}
     if config.sequence_parallel:
-        layer_spec = _marked(layer_spec)
+        layer_spec = _marked(layer_spec, config)
     block = get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=False, **where)
     if block is None or not config.sequence_parallel:
         return block
@@ -91,10 +96,13 @@ def _mtp_block(layer_spec: Any, config: Any, vp_stage: int | None) -> Any:
     return block
 
 
-def _marked(layer_spec: Any) -> Any:
+def _marked(layer_spec: Any, config: Any) -> Any:
     layer_spec = copy.deepcopy(layer_spec)
     layer_spec.submodules.input_layernorm = MarkedNorm
     layer_spec.submodules.pre_mlp_layernorm = MarkedNorm
+    if config.qk_layernorm:
+        attention = layer_spec.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = MarkedNorm
     return layer_spec
 
 
@@ -102,7 +110,7 @@ def with_marked_norm(layer_spec: Any, config: Any, vp_stage: int | None = None) 
     """Return one pipeline stage's block submodules, with `MarkedNorm` for every norm."""
     from megatron.core.transformer import transformer_block
 
-    layer_spec = _marked(layer_spec)
+    layer_spec = _marked(layer_spec, config)
     # Releases before 0.12 count the layers without asking for the virtual stage.
     count = transformer_block.get_num_layers_to_build
     asks = "vp_stage" in count.__code__.co_varnames

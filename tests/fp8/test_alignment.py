@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -92,31 +91,10 @@ def test_without_one_of_its_factors_no_multiple_suffices(recipe):
             assert any(found), (tp, cp, shared, less)
 
 
-@pytest.mark.parametrize(("tp", "share"), [(4, 0.5), (8, 0.75)])
-def test_the_least_common_multiple_of_layout_and_16_fails_as_often_as_reported(tp, share):
-    rule = TokenAlignment(sequence=math.lcm(2 * tp * 2, 16 * 2), pack=math.lcm(2 * tp * 2, 16 * 2))
-    found = [wrong("delayed", tp, 2, True, pack) for pack in packs(rule, 400)]
-    assert set(found) <= {None, "assert_dim_for_fp8_exec"}
-    # Of 400 draws with that probability, within four standard deviations.
-    deviation = (share * (1 - share) * 400) ** 0.5
-    assert abs(400 - found.count(None) - share * 400) < 4 * deviation
-
-
-def test_the_multiples_of_each_recipe():
-    def of(*arguments: Any) -> tuple[int, int]:
-        alignment = token_alignment(*arguments)
-        return alignment.sequence, alignment.pack
-
-    assert of(None, 1, 1, False) == (1, 1)
-    assert of(None, 4, 1, True) == (1, 4)
-    assert of(None, 4, 2, True) == (4, 8)
-    assert of("mxfp8", 2, 2, True) == (4, 128)
-    assert of("blockwise", 2, 2, True) == (4, 512)
-    assert of("blockwise", 2, 2, False) == (4, 32)
-    assert of("delayed", 8, 1, True) == (1, 64)
-    assert of("tensorwise", 2, 1, True) == (1, 16)
-    assert token_alignment("mxfp8", 2, 2, True).of_pack([5, 8, 1]) == 128
-    assert token_alignment("mxfp8", 2, 2, True).of_pack([]) == 0
+def test_a_pack_is_aligned_after_its_sequences():
+    alignment = token_alignment("mxfp8", 2, 2, True)
+    assert (alignment.sequence, alignment.pack) == (4, 128)
+    assert [alignment.of_pack(lengths) for lengths in ([5, 8, 1], [127, 1], [])] == [128, 256, 0]
 
 
 def of_megatron() -> None:

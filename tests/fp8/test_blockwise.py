@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_idempotent.fp8 import blockwise
 from megatron_idempotent.fp8.blockwise import (
     BLOCK,
     check_cuts,
@@ -103,11 +104,11 @@ def test_any_weight_is_quantized_once_and_the_same_in_any_slabs(data, scales):
     weight[:, : rows // 2] *= data.draw(st.sampled_from([0.0, 1.0, 2.0**-9]))
     weight = weight.bfloat16()
     codes, scale_inv = quantize_blockwise(weight, scales=scales)
-    small = quantize_blockwise(
-        weight.transpose(1, 2).contiguous().transpose(1, 2),
-        scales=scales,
-        slab_bytes=data.draw(st.sampled_from([1, 1 << 18])),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blockwise, "_SLAB_BYTES", data.draw(st.sampled_from([1, 1 << 18])))
+        small = quantize_blockwise(
+            weight.transpose(1, 2).contiguous().transpose(1, 2), scales=scales
+        )
     assert changed(codes, small.codes) == 0
     assert torch.equal(scale_inv, small.scale_inv)
     for expert in range(experts):
@@ -204,9 +205,10 @@ def test_shapes_and_types_that_have_no_blocks_are_refused(call, text):
     assert text in str(told.value)
 
 
-def test_besides_the_codes_it_takes_a_few_slabs():
+def test_besides_the_codes_it_takes_a_few_slabs(monkeypatch):
     weight = torch.ones(4096, 2048, dtype=torch.bfloat16)
     slab = 1 << 20
+    monkeypatch.setattr(blockwise, "_SLAB_BYTES", slab)
     codes = weight.numel()
-    peak = peak_bytes(lambda: quantize_blockwise(weight, slab_bytes=slab))
+    peak = peak_bytes(lambda: quantize_blockwise(weight))
     assert codes < peak <= codes + 2.5 * slab

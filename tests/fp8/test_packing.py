@@ -71,16 +71,6 @@ def test_targets_of_padding_and_of_last_tokens_are_ignored(lengths, alignment):
     assert targets[pack.mask].tolist() == expected
 
 
-def test_the_last_sequence_is_not_made_longer_by_what_the_pack_needs():
-    alignment = TokenAlignment(sequence=4, pack=64)
-    pack = Pack.of([5, 8], alignment)
-    assert pack.cu_seqlens.tolist() == [0, 8, 16, 64]
-    assert pack.max_seqlen == 48
-    assert not pack.mask[16:].any()
-    assert Pack.of([5, 56], alignment).cu_seqlens.tolist() == [0, 8, 64]
-    assert Pack.of([], alignment, tokens=64).cu_seqlens.tolist() == [0, 64]
-
-
 @given(LENGTHS, alignments(), st.integers(0, 2**31))
 @settings(max_examples=100, deadline=None)
 def test_sums_are_those_of_each_sequence_in_its_order(lengths, alignment, seed):
@@ -160,22 +150,6 @@ def test_no_sum_waits_for_the_device():
     elsewhere.expand(sums).sum().backward()
 
 
-def test_the_parts_of_ranks_have_each_token_once_and_padding_too():
-    alignment = TokenAlignment(sequence=8, pack=96)
-    pack = Pack.of([5, 0, 17], alignment)
-    places = torch.arange(pack.tokens)
-    parts = [
-        context_parallel_part(places, rank=rank, size=4, cu_seqlens=pack.cu_seqlens)
-        for rank in range(4)
-    ]
-    assert torch.equal(torch.cat(parts).sort().values, places)
-    # Of each segment, the one of padding included, every rank has as much.
-    for begin, end in pack.cu_seqlens.unfold(0, 2, 1).tolist():
-        assert {int(((part >= begin) & (part < end)).sum()) for part in parts} == {
-            (end - begin) // 4
-        }
-
-
 def test_gradients_go_to_the_sequences_and_not_to_padding():
     pack = Pack.of(torch.tensor([3, 0, 2]), TokenAlignment(sequence=2, pack=12))
     leaf = torch.randn(5, 2, requires_grad=True)
@@ -186,14 +160,6 @@ def test_gradients_go_to_the_sequences_and_not_to_padding():
     values = torch.randn(12, 2, requires_grad=True)
     sum((n + 1) * part.sum() for n, part in enumerate(pack.split(values))).backward()
     assert values.grad[:, 0].tolist() == [1, 1, 1, 0, 3, 3, 0, 0, 0, 0, 0, 0]
-
-
-def test_a_padded_batch_is_packed_by_its_mask():
-    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
-    batch = torch.tensor([[9, 1, 2], [9, 9, 9], [3, 9, 9]])
-    pack = Pack.of(mask.sum(-1), TokenAlignment(sequence=1, pack=4))
-    assert pack.join(batch[mask.bool()], fill=PAD).tolist() == [1, 2, 3, PAD]
-    assert pack.position_ids.tolist() == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -97,16 +97,6 @@ def test_results_and_their_gradients_are_put_back_as_by_a_loop(data, mask, more)
     assert bits(ours.grad) == bits(wanted)
 
 
-@given(st.data(), masks())
-@settings(max_examples=100, deadline=None)
-def test_what_is_removed_comes_back(data, mask):
-    batch = data.draw(batches(mask))
-    again = recover_left_padding(remove_left_padding(batch, mask).tokens, mask, fill=2.0)
-    real = mask.bool()
-    assert bits(again[real]) == bits(batch[real])
-    assert (again[~real] == 2.0).all()
-
-
 @pytest.mark.parametrize(
     ("call", "texts"),
     [

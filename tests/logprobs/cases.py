@@ -1,12 +1,22 @@
-"""Random calls of `token_logprobs`, and what float64 says of them. Runs on a rank."""
+"""Random calls of `token_logprobs`, and what float64 says of them. Runs on a rank.
+
+A kind of calls is a module with functions `case`, `outputs`, `total` and `truth`: this one of one
+target, `several_targets`, and `divergences`. `within_bounds` holds a call of any kind to its
+bounds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import random
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from megatron_idempotent import token_logprobs
 
 SHAPES = [(), (0,), (1,), (7,), (2, 5), (0, 3), (3, 2, 2)]
 #: Columns of a rank.
@@ -31,7 +41,9 @@ class Case:
     """Without logits and group."""
     layout: str
     of_logprob: Any
-    of_entropy: Any
+    of_entropy: Any = None
+    teacher: Any = None
+    """The whole logits of a teacher, [..., V · ranks]."""
 
     def shard(self, rank: int, size: int, device: str = "cpu") -> tuple[Any, Any]:
         """A rank's leaf, and logits made of it that lie in memory as the case says."""
@@ -45,11 +57,11 @@ class Case:
         return leaf, leaf * 1
 
 
-def case(seed: int, size: int) -> Case:
+def case(seed: int, size: int, widths: tuple[int, ...] = WIDTHS) -> Case:
     """The same on all ranks."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    shape, local = draw.choice(SHAPES), draw.choice([1, 3, 17, 64])
+    shape, local = draw.choice(SHAPES), draw.choice(widths)
     dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64])
     whole = torch.randn(*shape, local * size, dtype=torch.float64) * draw.choice([0.1, 1, 4, 50])
     vocabulary = local * size - draw.choice([0, 0, min(local, local * size - 1)])
@@ -94,18 +106,31 @@ def additions(terms: int) -> int:
     return min(terms, 4 * 16 + 3 + 3 + 16 + 16)
 
 
-@dataclasses.dataclass
-class Truth:
-    """Values in float64, and how far off the computing type may be."""
+Truth = tuple[dict[str, Any], dict[str, Any]]
+"""Values in float64 by name, "gradient" among them, and how far off the computing type may be."""
 
-    logprob: Any
-    entropy: Any
-    lse: Any
-    gradient: Any
-    of_logprob: Any
-    of_entropy: Any
-    of_lse: Any
-    of_gradient: Any
+
+def outputs(given: Case, **form: Any) -> dict[str, Any]:
+    """Make the call with logits, or with hidden states and weight."""
+    stats = token_logprobs(**form, **given.arguments)
+    entropy = given.arguments["entropy"]
+    assert (stats.entropy is None) == (entropy == "none")
+    assert stats.rest is None
+    assert not stats.lse.requires_grad
+    assert stats.entropy is None or stats.entropy.requires_grad == (entropy == "grad")
+    return stats._asdict()
+
+
+def total(found: dict[str, Any], given: Case) -> Any:
+    """The sum that is differentiated."""
+    of_logprob, of_entropy = (
+        None if each is None else each.to(found["logprob"].device)
+        for each in (given.of_logprob, given.of_entropy)
+    )
+    summed = (found["logprob"] * of_logprob).sum()
+    if given.arguments["entropy"] == "grad":
+        summed = summed + (found["entropy"] * of_entropy).sum()
+    return summed
 
 
 def truth(given: Case) -> Truth:
@@ -132,10 +157,9 @@ def truth(given: Case) -> Truth:
     finite = logp.clamp(min=-1e30)
     entropy = -(p * finite).sum(-1)
     logprob = logp.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
-    total = (logprob * given.of_logprob * kept).sum()
-    if arguments["entropy"] == "grad":
-        total = total + (entropy * given.of_entropy * kept).sum()
-    (gradient,) = torch.autograd.grad(total, logits)
+    (gradient,) = torch.autograd.grad(
+        total({"logprob": logprob * kept, "entropy": entropy * kept}, given), logits
+    )
     with torch.no_grad():
         z = ((logits - logits.amax(-1, keepdim=True)) / scale).clamp(min=-1e15)
         computed = torch.finfo(torch.float64 if u == U[dtype] else torch.float32)
@@ -164,21 +188,24 @@ def truth(given: Case) -> Truth:
         out = torch.finfo(given.whole.dtype)
         of_gradient = of_gradient / scale + (2 * u + out.eps / 2) * gradient.abs()
         of_gradient += out.smallest_normal * out.eps  # half of it, where numbers are subnormal
-        padding = (0, given.whole.shape[-1] - size)
+        values = {"logprob": logprob, "entropy": entropy, "lse": lse}
+        bounds = {
+            "logprob": of_logprob,
+            "entropy": of_entropy,
+            "lse": of_log_sum + 2 * u * lse.abs(),
+            "gradient": of_gradient * kept[..., None],
+        }
+    values = {name: torch.where(kept, each.detach(), 0.0) for name, each in values.items()}
+    bounds |= {name: torch.where(kept, bounds[name], 0.0) for name in values}
+    return padded({**values, "gradient": gradient}, bounds, given)
 
-        def masked(values: Any) -> Any:
-            return torch.where(kept, values, 0.0)
 
-        return Truth(
-            logprob=masked(logprob.detach()),
-            entropy=masked(entropy.detach()),
-            lse=masked(lse),
-            gradient=torch.nn.functional.pad(gradient, padding),
-            of_logprob=masked(of_logprob),
-            of_entropy=masked(of_entropy),
-            of_lse=masked(of_log_sum + 2 * u * lse.abs()),
-            of_gradient=torch.nn.functional.pad(of_gradient * kept[..., None], padding),
-        )
+def padded(values: dict[str, Any], bounds: dict[str, Any], given: Case) -> Truth:
+    """Let gradients and their bounds have the columns that pad the vocabulary, too."""
+    more = given.whole.shape[-1] - values["gradient"].shape[-1]
+    for each in (values, bounds):
+        each["gradient"] = torch.nn.functional.pad(each["gradient"], (0, more))
+    return values, bounds
 
 
 def close(what: str, value: Any, expected: Any, bound: Any, name: object) -> None:
@@ -192,46 +219,47 @@ def close(what: str, value: Any, expected: Any, bound: Any, name: object) -> Non
         USED[what] = max(USED.get(what, 0.0), share)
 
 
-def within_bounds(given: Case, name: object, device: str = "cpu") -> list[bytes]:
+def within_bounds(
+    given: Case, name: object, device: str = "cpu", kind: str = "cases"
+) -> list[bytes]:
     """A call on a rank that shares the vocabulary with all others, held to its bounds.
 
     What it found, as bytes.
     """
-    import warnings
-
-    import torch.distributed as dist
-
-    from megatron_idempotent import token_logprobs
-
+    of_kind = importlib.import_module(kind)
     rank, size = dist.get_rank(), dist.get_world_size()
     leaf, logits = given.shard(rank, size, device)
-    arguments = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in given.arguments.items()
-    }
+    there = dataclasses.replace(
+        given,
+        arguments={
+            each: value.to(device) if isinstance(value, torch.Tensor) else value
+            for each, value in given.arguments.items()
+        },
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*borrows")
-        stats = token_logprobs(logits=logits, tp_group=dist.group.WORLD, **arguments)
-    expected = truth(given)
-    entropy = given.arguments["entropy"]
-    assert (stats.entropy is None) == (entropy == "none")
-    assert not stats.lse.requires_grad
-    assert stats.entropy is None or stats.entropy.requires_grad == (entropy == "grad")
+        found = of_kind.outputs(there, logits=logits, tp_group=dist.group.WORLD)
+    of_kind.total(found, given).backward()
+    values, bounds = of_kind.truth(given)
+    found = {what: value for what, value in found.items() if value is not None}
+    for what, value in found.items():
+        close(what, value, values[what], bounds[what], (name, given.whole.dtype))
+    wanted, bound = (each["gradient"].chunk(size, -1)[rank] for each in (values, bounds))
+    close("gradient", leaf.grad, wanted, bound, (name, given.whole.dtype))
+    return [each.detach().cpu().numpy().tobytes() for each in found.values()]
 
-    def hold(what: str, value: Any) -> None:
-        exact, bound = getattr(expected, what), getattr(expected, f"of_{what}")
-        close(what, value, exact, bound, (name, given.whole.dtype))
 
-    hold("logprob", stats.logprob)
-    hold("lse", stats.lse)
-    if stats.entropy is not None:
-        hold("entropy", stats.entropy)
-    total = (stats.logprob * given.of_logprob.to(device)).sum()
-    if entropy == "grad":
-        total = total + (stats.entropy * given.of_entropy.to(device)).sum()
-    total.backward()
-    expected.gradient, expected.of_gradient = (
-        each.chunk(size, -1)[rank] for each in (expected.gradient, expected.of_gradient)
-    )
-    hold("gradient", leaf.grad)
-    return [each.detach().cpu().numpy().tobytes() for each in stats if each is not None]
+def against_float64(kind: str, first: int, last: int) -> tuple[list[bytes], dict[str, float]]:
+    """Runs on a rank: cases of a kind, every second one out of hidden states as well.
+
+    What was found, as bytes, and the largest parts of the bounds.
+    """
+    import hidden_cases
+
+    of_kind, size = importlib.import_module(kind), dist.get_world_size()
+    found = []
+    for seed in range(first, last):
+        found += within_bounds(of_kind.case(seed, size), seed, kind=kind)
+        if seed % 2:
+            found += hidden_cases.within_bounds(kind, seed // 2)
+    return found, USED

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-import warnings
 from typing import Any
 
 import torch
-from cases import SHAPES, WIDTHS, Case, U, additions, close
+import torch.distributed as dist
+from cases import SHAPES, WIDTHS, Case, Truth, U, additions, padded
+
+from megatron_idempotent.logprobs import token_kl
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def case(seed: int, size: int, widths: tuple[int, ...] = WIDTHS) -> tuple[Case, Any]:
-    """A student's case and the teacher's logits [..., V · ranks]; the same on all ranks."""
+def case(seed: int, size: int, widths: tuple[int, ...] = WIDTHS) -> Case:
+    """A student and a teacher; the same on all ranks."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     shape, local = draw.choice(SHAPES), draw.choice(widths)
@@ -47,14 +49,29 @@ def case(seed: int, size: int, widths: tuple[int, ...] = WIDTHS) -> tuple[Case, 
     }
     if draw.random() < 0.5:
         arguments["token_mask"] = torch.rand(shape) < draw.choice([0.0, 0.5, 1.0])
-    given = Case(
+    return Case(
         whole=student.to(dtype),
         arguments=arguments,
         layout=draw.choice(["plain", "transposed", "sliced", "gaps"]),
         of_logprob=torch.randn(shape),
-        of_entropy=None,
+        teacher=teacher.to(of_teacher),
     )
-    return given, teacher.to(of_teacher)
+
+
+def outputs(given: Case, **form: Any) -> dict[str, Any]:
+    """Make the call; where there are hidden states, a teacher's rows may lie in another order."""
+    part = given.teacher.chunk(dist.get_world_size(), -1)[dist.get_rank()]
+    if "hidden" in form and part.dim() > 2 and part.shape[-1] % 2 == 0:
+        part = part.transpose(0, 1).contiguous().transpose(0, 1)
+    found = token_kl(teacher_logits=part, **form, **given.arguments)
+    assert found.student_mass is None
+    assert found.teacher_mass is None
+    return {"kl": found.kl}
+
+
+def total(found: dict[str, Any], given: Case) -> Any:
+    """The sum that is differentiated; what is infinite has a weight too."""
+    return (found["kl"] * given.of_logprob).sum()
 
 
 def shares(arguments: dict[str, Any]) -> tuple[float, float]:
@@ -64,7 +81,7 @@ def shares(arguments: dict[str, Any]) -> tuple[float, float]:
     return known[arguments["direction"]]
 
 
-def truth(given: Case, teacher: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def truth(given: Case) -> Truth:
     """Values in float64, and bounds to first order in the unit roundoff u.
 
     z and y are logits less their largest, by the temperature, with two roundings each, and one of
@@ -72,7 +89,7 @@ def truth(given: Case, teacher: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     z, of their difference and of the product; sums as many as a term meets additions, and 8. What
     is summed on a rank is no further apart than |y| + |z|.
     """
-    arguments, double = given.arguments, torch.float64
+    arguments, teacher, double = given.arguments, given.teacher, torch.float64
     u = U.get(given.whole.dtype, U[torch.float32])
     computed = torch.finfo(double if u == U[double] else torch.float32)
     if u != U[double]:
@@ -133,14 +150,12 @@ def truth(given: Case, teacher: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     gradient = torch.where(live, gradient * weights / scale, 0.0)
     bound = (bound + 4 * computed.smallest_normal) * weights.abs() / scale
     bound = bound + (3 * u + out.eps / 2) * gradient.abs() + out.smallest_normal * out.eps
-    padding = (0, given.whole.shape[-1] - size)
-    pad = torch.nn.functional.pad
-    values = {"kl": torch.where(kept, kl, 0.0), "gradient": pad(gradient, padding)}
+    values = {"kl": torch.where(kept, kl, 0.0), "gradient": gradient}
     bounds = {
         "kl": torch.where(kept & kl.isfinite(), of_kl, 0.0),
-        "gradient": pad(torch.where(live, bound, 0.0), padding),
+        "gradient": torch.where(live, bound, 0.0),
     }
-    return values, bounds
+    return padded(values, bounds, given)
 
 
 def _softmax(whole: Any, size: int, scale: Any, u: float, sums: int) -> tuple[Any, ...]:
@@ -197,33 +212,3 @@ def of_outcomes(
     value = value.detach()
     of_value = (moved(derivatives) + 2 * u * value.abs()).detach()
     return value, of_value, gradient_K, of_gradient_K
-
-
-def differentiated(kl: Any, weights: Any) -> None:
-    """Backward of a sum in which what is infinite has a weight too."""
-    kl.backward(weights.to(kl.dtype))
-
-
-def within_bounds(seed: int) -> list[bytes]:
-    """A call on a rank that shares the vocabulary, held to its bounds; what it found, as bytes."""
-    import torch.distributed as dist
-
-    from megatron_idempotent.logprobs import token_kl
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    given, teacher = case(seed, size)
-    leaf, logits = given.shard(rank, size)
-    part = teacher.chunk(size, -1)[rank]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*borrows")
-        group = dist.group.WORLD
-        found = token_kl(logits=logits, teacher_logits=part, tp_group=group, **given.arguments)
-    assert found.student_mass is None
-    assert found.teacher_mass is None
-    differentiated(found.kl, given.of_logprob)
-    values, bounds = truth(given, teacher)
-    name = (seed, given.whole.dtype, teacher.dtype, given.arguments["direction"])
-    close("kl", found.kl, values["kl"], bounds["kl"], name)
-    gradient, bound = (each["gradient"].chunk(size, -1)[rank] for each in (values, bounds))
-    close("gradient", leaf.grad, gradient, bound, name)
-    return [found.kl.detach().numpy().tobytes()]

@@ -6,7 +6,7 @@ Legend: H features, V columns of the whole vocabulary, v those of a rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import importlib
 from typing import Any
 
 import torch
@@ -72,20 +72,16 @@ def gradients(
     }
 
 
-def within_bounds(
-    call: Callable[..., dict[str, Any]],
-    backward: Callable[[dict[str, Any]], None],
-    truth: tuple[dict[str, Any], dict[str, Any]],
-    hidden: Any,
-    weight: Any,
-    name: object,
-) -> list[bytes]:
+def within_bounds(kind: str, seed: int) -> list[bytes]:
     """Call on a rank that shares the vocabulary, with hidden states whole and in pieces.
 
-    Holds each output of `call`, and what `backward` leaves, to its bound. Returns outputs as bytes.
+    Holds each output, and the gradients of both inputs, to its bound. Returns outputs as bytes.
     """
+    of_kind = importlib.import_module(kind)
     rank, size = dist.get_rank(), dist.get_world_size()
-    values, bounds = truth
+    given, hidden, weight = with_hidden(of_kind.case(seed, size, widths(seed)))
+    given.of_logprob *= torch.rand(given.of_logprob.shape) < 0.5  # few are differentiated
+    values, bounds = of_kind.truth(given)
     exact = gradients(hidden, weight, values, bounds, size)
     found = []
     for layout in ("replicated", "sequence_parallel"):
@@ -94,13 +90,15 @@ def within_bounds(
             continue
         part = (hidden.chunk(size)[rank] if pieces else hidden).clone().requires_grad_()
         matrix = weight.chunk(size)[rank].clone().requires_grad_()
-        outputs = call(hidden=part, weight=matrix, tp_group=dist.group.WORLD, hidden_layout=layout)
-        backward(outputs)
-        given = {what: value for what, value in outputs.items() if value is not None}
-        for what, value in given.items():
-            close(what, value, values[what], bounds[what], (name, layout))
-            found.append(value.detach().numpy().tobytes())
+        form = {"hidden": part, "weight": matrix, "hidden_layout": layout}
+        outputs = of_kind.outputs(given, tp_group=dist.group.WORLD, **form)
+        of_kind.total(outputs, given).backward()
+        name = (seed, given.whole.dtype, layout)
+        for what, value in outputs.items():
+            if value is not None:
+                close(what, value, values[what], bounds[what], name)
+                found.append(value.detach().numpy().tobytes())
         for what, leaf, cut in (("hidden", part, pieces), ("weight", matrix, True)):
             wanted, bound = (each.chunk(size)[rank] if cut else each for each in exact[what])
-            close(f"gradient of {what}", leaf.grad, wanted, bound, (name, layout))
+            close(f"gradient of {what}", leaf.grad, wanted, bound, name)
     return found

@@ -82,6 +82,9 @@ def from_hidden(model: Any, tokens_BS: Any, arguments: dict[str, Any], **forward
     return model_logprobs(model, **inputs(tokens_BS), **arguments, **forward)
 
 
+WAYS = (from_hidden, from_logits)
+
+
 def total(stats: Any) -> Any:
     """A loss in which each token counts differently."""
     torch.manual_seed(17)

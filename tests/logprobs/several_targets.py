@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-import warnings
 from typing import Any
 
 import torch
-from cases import SHAPES, WIDTHS, Case, U, additions, close
+from cases import SHAPES, WIDTHS, Case, Truth, U, additions, padded
+
+from megatron_idempotent import token_logprobs
 
 
 def case(seed: int, size: int, widths: tuple[int, ...] = WIDTHS) -> Case:
@@ -51,6 +52,13 @@ def case(seed: int, size: int, widths: tuple[int, ...] = WIDTHS) -> Case:
     )
 
 
+def outputs(given: Case, **form: Any) -> dict[str, Any]:
+    """Make the call with logits, or with hidden states and weight."""
+    found = token_logprobs(**form, **given.arguments)._asdict()
+    assert (found["entropy"] is None) == (given.arguments["entropy"] == "none")
+    return found
+
+
 def total(stats: dict[str, Any], given: Case) -> Any:
     """The sum that is differentiated; a rest of nothing has no gradient, and takes no part."""
     rest = torch.where(stats["rest"] > -torch.inf, stats["rest"], 0.0)
@@ -61,7 +69,7 @@ def total(stats: dict[str, Any], given: Case) -> Any:
     return found
 
 
-def truth(given: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+def truth(given: Case) -> Truth:
     """Values in float64, and bounds to first order in the unit roundoff u.
 
     As in `cases.truth`, with z = (logit - top) / temperature and `top` above all columns. Each z
@@ -140,38 +148,12 @@ def truth(given: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         out = torch.finfo(given.whole.dtype)
         of_gradient = of_gradient / scale + (2 * u + out.eps / 2) * gradient.abs()
         of_gradient += out.smallest_normal * out.eps
-        padding = (0, given.whole.shape[-1] - size)
-        pad = torch.nn.functional.pad
         bounds = {
             "logprob": of_logprob * valid,
             "rest": torch.where(kept, of_rest, 0.0),
             "entropy": torch.where(kept, of_entropy, 0.0),
             "lse": torch.where(kept, of_lse, 0.0),
-            "gradient": pad(of_gradient * kept[..., None], padding),
+            "gradient": of_gradient * kept[..., None],
         }
     values = {name: value.detach() for name, value in values.items()}
-    return {**values, "gradient": pad(gradient, padding)}, bounds
-
-
-def within_bounds(given: Case, name: object) -> list[bytes]:
-    """A call on a rank that shares the vocabulary, held to its bounds; what it found, as bytes."""
-    import torch.distributed as dist
-
-    from megatron_idempotent import token_logprobs
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    leaf, logits = given.shard(rank, size)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*borrows")
-        stats = token_logprobs(logits=logits, tp_group=dist.group.WORLD, **given.arguments)
-    total(stats._asdict(), given).backward()
-    values, bounds = truth(given)
-    found = {**stats._asdict(), "gradient": leaf.grad}
-    assert (found["entropy"] is None) == (given.arguments["entropy"] == "none")
-    values["gradient"], bounds["gradient"] = (
-        each.chunk(size, -1)[rank] for each in (values["gradient"], bounds["gradient"])
-    )
-    for what, value in found.items():
-        if value is not None:
-            close(what, value, values[what], bounds[what], (name, given.whole.dtype))
-    return [each.detach().numpy().tobytes() for each in stats if each is not None]
+    return padded({**values, "gradient": gradient}, bounds, given)

@@ -30,26 +30,34 @@ def against_logits(options: dict[str, Any]) -> list[bytes]:
     models.agree(
         *(
             models.gradients(chunk, lambda way=way: models.total(way(chunk, tokens, arguments)))
-            for way in (models.from_hidden, models.from_logits)
+            for way in models.WAYS
         )
     )
     return found
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "options",
     [
-        {"tp": 1},
-        {"tp": 2},
-        {"tp": 2, "sequence_parallel": True},
-        {"tp": 1, "config_overrides": RECOMPUTED},
+        {"tp": 1, "tied": False},
+        {"tp": 2, "tied": True},
+        {"tp": 2, "sequence_parallel": True, "tied": False},
+        {"tp": 1, "config_overrides": RECOMPUTED, "tied": True},
+        # What the ones above have in other pairs.
+        *(
+            pytest.param(options, marks=pytest.mark.exhaustive)
+            for options in (
+                {"tp": 1, "tied": True},
+                {"tp": 2, "tied": False},
+                {"tp": 2, "sequence_parallel": True, "tied": True},
+                {"tp": 1, "config_overrides": RECOMPUTED, "tied": False},
+            )
+        ),
     ],
     ids=str,
 )
-def test_stats_and_gradients_are_those_of_the_logits(megatron_ranks, options, tied):
-    ranks = options["tp"]
-    first, *others = megatron_ranks(ranks, against_logits, {**options, "tied": tied})
+def test_stats_and_gradients_are_those_of_the_logits(megatron_ranks, options):
+    first, *others = megatron_ranks(options["tp"], against_logits, options)
     assert all(other == first for other in others)
 
 
@@ -76,38 +84,22 @@ def test_the_weight_has_its_gradient_in_main_grad_where_megatron_wants_it(megatr
     megatron_ranks(1, added_up, tied)
 
 
-def kept_ids() -> None:
-    """Runs on a rank: ids for each token, which the hidden states have in another order."""
-    import models
-    import torch
-
-    from megatron_idempotent.logprobs import Sampling
-
-    (chunk,) = models.build(layers_per_stage=1).chunks
-    tokens, arguments = models.case()
-    ids = torch.randint(0, models.REAL, (*tokens.shape, 6))
-    given = {**arguments, "sampling": Sampling(keep=ids)}
-    stats, wanted = (
-        way(chunk, tokens, given)._asdict() for way in (models.from_hidden, models.from_logits)
-    )
-    models.agree(stats, wanted)
-    with pytest.raises(ValueError, match=r"sampling.keep of shape \(2, 31, 6\), and hidden"):
-        models.from_hidden(chunk, tokens, {**given, "sampling": Sampling(keep=ids[:, 1:])})
-
-
-def test_what_a_sampler_left_is_named_for_each_token(megatron_ranks):
-    megatron_ranks(1, kept_ids)
-
-
 def of_a_teacher(options: dict[str, Any]) -> list[bytes]:
-    """Runs on a rank: a teacher's tokens at each position, and the divergence from them."""
+    """Runs on a rank: a teacher's tokens at each position, and the divergence from them; and ids
+    that a sampler kept, which the hidden states have in another order."""
     import models
     import torch
 
-    from megatron_idempotent.logprobs import topk_kl, vocab_topk
+    from megatron_idempotent.logprobs import Sampling, topk_kl, vocab_topk
 
     (chunk,) = models.build(layers_per_stage=1, **options).chunks
     tokens, arguments = models.case()
+    ids = torch.randint(0, models.REAL, (*tokens.shape, 6))
+    given = {**arguments, "sampling": Sampling(keep=ids)}
+    models.agree(*(way(chunk, tokens, given)._asdict() for way in models.WAYS))
+    if options["tp"] == 1:
+        with pytest.raises(ValueError, match=r"sampling.keep of shape \(2, 31, 6\), and hidden"):
+            models.from_hidden(chunk, tokens, {**given, "sampling": Sampling(keep=ids[:, 1:])})
     mask = arguments["token_mask"]
     teacher = torch.randn(*tokens.shape, models.REAL, dtype=torch.float64)
     topk = vocab_topk(logits=teacher, k=5, token_mask=mask)
@@ -123,21 +115,16 @@ def of_a_teacher(options: dict[str, Any]) -> list[bytes]:
             direction="mixed",
         ).kl
 
-    stats, wanted = (
-        way(chunk, tokens, given)._asdict() for way in (models.from_hidden, models.from_logits)
-    )
+    stats, wanted = (way(chunk, tokens, given)._asdict() for way in models.WAYS)
     models.agree(stats, wanted)
     models.agree(
-        *(
-            models.gradients(chunk, lambda way=way: divergence(way).sum())
-            for way in (models.from_hidden, models.from_logits)
-        )
+        *(models.gradients(chunk, lambda way=way: divergence(way).sum()) for way in models.WAYS)
     )
     return [each.detach().numpy().tobytes() for each in stats.values()]
 
 
 @pytest.mark.parametrize("options", [{"tp": 1}, {"tp": 2, "sequence_parallel": True}], ids=str)
-def test_a_teachers_tokens_are_several_targets_of_each_position(megatron_ranks, options):
+def test_ids_of_each_position_are_those_of_a_teacher_or_a_sampler(megatron_ranks, options):
     first, *others = megatron_ranks(options["tp"], of_a_teacher, options)
     assert all(other == first for other in others)
 
@@ -166,7 +153,7 @@ def largest() -> list[int]:
     found = []
     narrowest, sources.NARROWEST = sources.NARROWEST, 4  # of a vocabulary of 128
     try:
-        for way in (models.from_hidden, models.from_logits):
+        for way in models.WAYS:
             with Watching() as watching, torch.no_grad():
                 way(chunk, tokens, {"targets": tokens, "workspace_bytes": 4096})
             found.append(watching.rows)
@@ -242,7 +229,7 @@ def with_heads(options: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"tied": True}, {"use_mup": True, "mup_output_mult": 0.3}], ids=str
+    "options", [{"tied": True}, {"use_mup": True, "mup_output_mult": 0.3}], ids=str
 )
 def test_mtp_heads_have_their_loss_in_the_same_forward(megatron_ranks, options):
     (calls,) = megatron_ranks(1, with_heads, options)
@@ -261,10 +248,7 @@ def scaled() -> float | None:
     tokens, arguments = models.case()
     for temperature in (arguments["temperature"], 0.7):
         given = {**arguments, "temperature": temperature}
-        stats, wanted = (
-            way(model, tokens, given)._asdict() for way in (models.from_hidden, models.from_logits)
-        )
-        models.agree(stats, wanted)
+        models.agree(*(way(model, tokens, given)._asdict() for way in models.WAYS))
     factor = model.config.mup_output_mult
     model._scale_logits = lambda logits: 30.0 * (logits / 30.0).tanh()
     with pytest.raises(

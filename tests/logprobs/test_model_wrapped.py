@@ -39,7 +39,7 @@ def gathered(align: bool) -> bytes:
     return stats.logprob.numpy().tobytes()
 
 
-@pytest.mark.parametrize("align", [False, True])
+@pytest.mark.parametrize("align", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_the_weight_is_waited_for_before_it_is_read(megatron_ranks, align):
     first, second = megatron_ranks(2, gathered, align)
     assert first == second
@@ -175,11 +175,11 @@ def stepped(options: dict[str, Any]) -> None:
     ("ranks", "options"),
     [
         (1, {}),
-        (2, {"pp": 2}),
         (2, {"pp": 2, "tied": True}),
-        (2, {"pp": 2, "vpp": 2}),
         (2, {"ep": 2, "experts": 2}),
         (4, {"pp": 2, "tp": 2, "sequence_parallel": True}),
+        pytest.param(2, {"pp": 2}, marks=pytest.mark.exhaustive),
+        pytest.param(2, {"pp": 2, "vpp": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

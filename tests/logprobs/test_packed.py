@@ -97,7 +97,13 @@ def _in_order(values: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)]
+    ("ranks", "sequence_parallel"),
+    [
+        (1, False),
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.exhaustive),
+        pytest.param(4, True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_log_probs_of_a_pack_are_those_of_its_rows(megatron_ranks, ranks, sequence_parallel):
     for found in megatron_ranks(ranks, packed_and_rows, sequence_parallel):
@@ -179,10 +185,10 @@ def of_a_model(options: dict[str, Any]) -> float:
     ("ranks", "options"),
     [
         (1, {}),
-        (2, {"tp": 2}),
-        (2, {"tp": 2, "sequence_parallel": True}),
         (2, {"cp": 2}),
         (4, {"cp": 2, "tp": 2, "sequence_parallel": True}),
+        pytest.param(2, {"tp": 2}, marks=pytest.mark.exhaustive),
+        pytest.param(2, {"tp": 2, "sequence_parallel": True}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_model_gives_a_pack_the_log_probs_of_its_rows(megatron_ranks, bound, ranks, options):

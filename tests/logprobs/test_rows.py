@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 def test_blocks_are_all_kept_rows_in_order(masks, rows):
     import torch
 
-    from megatron_idempotent.logprobs.rows import blocks, flat_indices
+    from megatron_idempotent.logprobs.sources import blocks, flat_indices
 
     sizes = [len(mask) for mask in masks]
     kept_N = torch.tensor([each for mask in masks for each in mask], dtype=torch.bool)
@@ -39,7 +39,7 @@ def test_blocks_are_all_kept_rows_in_order(masks, rows):
 def test_rows_that_follow_each_other_are_not_copied():
     import torch
 
-    from megatron_idempotent.logprobs.rows import blocks
+    from megatron_idempotent.logprobs.sources import blocks
 
     responses = torch.arange(64) % 16 >= 6
     assert all(isinstance(each.rows, slice) for each in blocks([64], responses, 8))

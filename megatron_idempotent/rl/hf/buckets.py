@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,11 @@ Named = Iterator[tuple[str, torch.Tensor]]
 Convert = Callable[[Named], Named]
 
 
-class Fetch(Protocol):
-    """Brings some tensors to rank 0. All ranks enter, with the same range, each range once."""
+Fetch = Callable[[range], Mapping[str, torch.Tensor]]
+"""Brings some tensors by name to rank 0, and none to others.
 
-    def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
-        """Return the tensors by name on rank 0, none on others."""
-        ...
+All ranks enter, with the same range, each range once.
+"""
 
 
 def split(sizes: Sequence[int], most: int) -> list[range]:
@@ -77,6 +76,7 @@ class BucketStream(Iterator[Bucket]):
         """
         sources = range(len(units)) if sources is None else sources
         self._feed = _Feed(fetch, sources[-1] + 1 if sources else 0)
+        weakref.finalize(self, _warn_if_waited_for, self._feed).atexit = False
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             self.close()  # the other ranks may have been given another number
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
@@ -111,21 +111,20 @@ class BucketStream(Iterator[Bucket]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        # No collective from here: which ranks collect garbage, and when, nobody knows.
-        feed = getattr(self, "_feed", None)
-        if feed is not None and feed.is_waited_for and dist.is_initialized():
-            warnings.warn(
-                f"an export was dropped after {feed.done} of {feed.count} tensors, and other ranks "
-                "may wait in it: close() it, or use it in a with statement",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-
     def close(self) -> None:
         """Take this rank through the rest of the collective, and keep nothing. Twice: no-op."""
         self._feed.drain()
+
+
+def _warn_if_waited_for(feed: _Feed) -> None:
+    # No collective from here: which ranks collect garbage, and when, nobody knows.
+    if feed.is_waited_for and dist.is_initialized():
+        warnings.warn(
+            f"an export was dropped after {feed.done} of {feed.count} tensors, and other ranks "
+            "may wait in it: close() it, or use it in a with statement",
+            ResourceWarning,
+            stacklevel=2,
+        )
 
 
 class _Feed:

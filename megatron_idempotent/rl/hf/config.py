@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_idempotent.rl.weights.records import WeightsError
-from megatron_idempotent.rl.weights.safetensors_io import listed, read_json
+from megatron_idempotent.rl.weights.records import WeightsError, listed
+from megatron_idempotent.rl.weights.safetensors_io import read_json
 from megatron_idempotent.window.agreement import describe, exchange, refuse_if_poisoned
 
 
@@ -310,6 +310,7 @@ class Architecture:
             "init_method_std": self.init_std,
             "attention_dropout": self.attention_dropout,
             "hidden_dropout": 0.0,
+            # As models of transformers have it, whose weights are half precision.
             "attention_softmax_in_fp32": True,
             **moe,
         }
@@ -327,49 +328,29 @@ class Architecture:
                 f"rope_theta is {self.rope_theta}, and --rotary-base takes whole numbers: build "
                 "the model with build_gpt() instead"
             )
-        flags = [
-            ("--group-query-attention", True),
-            ("--swiglu", True),
-            ("--disable-bias-linear", True),
-            # As models of transformers have it, whose weights are half precision.
-            ("--attention-softmax-in-fp32", True),
-            ("--add-qkv-bias", self.qkv_bias),
-            ("--qk-layernorm", self.qk_norm),
-            ("--untie-embeddings-and-output-weights", not self.tied),
-            ("--use-rope-scaling", self.rope_factor is not None),
-            ("--bf16", self.dtype is torch.bfloat16),
-            ("--fp16", self.dtype is torch.float16),
-            ("--moe-router-pre-softmax", self.experts and not self.normalize_expert_weights),
-        ]
-        values: dict[str, Any] = {
-            "--num-layers": self.layers,
-            "--hidden-size": self.hidden,
-            "--ffn-hidden-size": self.ffn,
-            "--num-attention-heads": self.heads,
-            "--num-query-groups": self.query_groups,
-            "--kv-channels": self.head_dim,
-            "--normalization": "RMSNorm",
-            "--norm-epsilon": self.norm_epsilon,
-            "--position-embedding-type": "rope",
-            "--rotary-base": int(self.rope_theta),
-            "--init-method-std": self.init_std,
-            "--attention-dropout": self.attention_dropout,
-            "--hidden-dropout": 0.0,
-            "--max-position-embeddings": self.max_positions,
-            "--tokenizer-type": "NullTokenizer",
-            "--vocab-size": self.vocab_size,
-            "--make-vocab-size-divisible-by": 1,
+        layers = self._layers()
+        for field in ("gated_linear_unit", "activation_func", "add_bias_linear"):
+            del layers[field]  # which are flags of other names
+        renamed = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
+        options = {
+            "group_query_attention": True,
+            "swiglu": True,
+            "disable_bias_linear": True,
+            **{renamed.get(field, field): value for field, value in layers.items()},
+            "untie_embeddings_and_output_weights": not self.tied,
+            "use_rope_scaling": self.rope_factor is not None,
+            "rope_scaling_factor": self.rope_factor,
+            "bf16": self.dtype is torch.bfloat16,
+            "fp16": self.dtype is torch.float16,
+            "position_embedding_type": "rope",
+            "rotary_base": int(self.rope_theta),
+            "max_position_embeddings": self.max_positions,
+            "tokenizer_type": "NullTokenizer",
+            "vocab_size": self.vocab_size,
+            "make_vocab_size_divisible_by": 1,
         }
-        if self.rope_factor is not None:
-            values["--rope-scaling-factor"] = self.rope_factor
-        if self.experts:
-            values |= {
-                "--num-experts": self.experts,
-                "--moe-router-topk": self.experts_per_token,
-                "--moe-ffn-hidden-size": self.expert_ffn,
-                "--moe-router-load-balancing-type": "none",
-                "--moe-aux-loss-coeff": 0.0,
-                "--moe-token-dispatcher-type": "alltoall",
-            }
-        chosen = [flag for flag, wanted in flags if wanted]
-        return [*(f"{name}={value}" for name, value in values.items()), *chosen]
+        return [
+            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+            for name, value in options.items()
+            if value is not None and value is not False
+        ]

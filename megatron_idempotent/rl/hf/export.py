@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from megatron_idempotent.fp8.blockwise import BLOCK, E4M3
 from megatron_idempotent.fp8.export import Fp8Export
-from megatron_idempotent.rl.weights.records import TensorInfo
-from megatron_idempotent.rl.weights.safetensors_io import listed
+from megatron_idempotent.rl.weights.records import TensorInfo, listed
 from megatron_idempotent.window.params import finish_gathers
 
 from .buckets import BucketStream
@@ -36,6 +35,18 @@ class OwnedSlice(NamedTuple):
 
     share: SlotPart
     placed: Placed
+
+    def consecutive(self) -> torch.Tensor | None:
+        """Return the part if it is consecutive in memory, else None."""
+        (start, size), *others = self.share.segments
+        rows = self.placed.view.narrow(self.share.dim, start, size)
+        return rows if not others and rows.is_contiguous() else None
+
+    def copy(self, into: torch.Tensor) -> None:
+        at, dim, view = 0, self.share.dim, self.placed.view
+        for start, size in self.share.segments:
+            into.narrow(dim, at, size).copy_(view.narrow(dim, start, size))
+            at += size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +87,10 @@ def make_plan(
         for share in each.slot.shares():
             held.setdefault(share.place, OwnedSlice(share, each))
     mine = {place: each.placed.parameter.dtype for place, each in held.items()}
-    told = _everybody(mine, None if error is None else f"{type(error).__name__}: {error}", group)
+    told: list[Any] = [(mine, None if error is None else f"{type(error).__name__}: {error}")]
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        own, told = told[0], [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, own, group=group)
     if error is not None:
         raise error
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text is not None]
@@ -109,21 +123,6 @@ def make_plan(
             "every rank"
         )
     return Plan(infos=tuple(infos), parts=tuple(parts), held=held)
-
-
-_Told = tuple[dict[tuple[str, int, int, int], torch.dtype], str | None]
-
-
-def _everybody(
-    mine: dict[tuple[str, int, int, int], torch.dtype],
-    text: str | None,
-    group: dist.ProcessGroup | None,
-) -> list[_Told]:
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return [(mine, text)]
-    told: list[_Told] = [({}, None)] * dist.get_world_size(group)
-    dist.all_gather_object(told, (mine, text), group=group)
-    return told
 
 
 def _covers(parts: Sequence[TensorPart], shape: Sequence[int]) -> bool:
@@ -176,47 +175,39 @@ class Shipping:
 
     def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
         """Return the tensors, whole, on rank 0; nothing on others."""
-        return self._receive(members) if self._rank == 0 else self._send(members)
-
-    def _send(self, members: range) -> Mapping[str, torch.Tensor]:
-        flight = _Flight(self._packing, self._group)
-        for member in members:
-            for part in self._plan.parts[member]:
-                if part.rank == self._rank:
-                    self._send_part(self._infos[member], part, flight)
-        flight.land()
-        return {}
-
-    def _send_part(self, info: TensorInfo, part: TensorPart, flight: _Flight) -> None:
-        held = self._held(info, part)
-        rows = _consecutive(held)
-        if rows is None or rows.dtype != info.dtype:
-            rows = flight.room(_shape_of(info, part), info.dtype, held.placed.parameter.device)
-            _copy(held, rows)
-        flight.add(dist.isend, rows, 0)
-
-    def _receive(self, members: range) -> Mapping[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
-        flight = _Flight(self._largest, self._group)
+        flight = _Flight(self._largest if self.keeps else self._packing, self._group)
         for member in members:
             info = self._infos[member]
-            tensors[info.name] = torch.empty(info.shape, dtype=info.dtype, device=self._device)
+            if self.keeps:
+                whole = torch.empty(info.shape, dtype=info.dtype, device=self._device)
+                tensors[info.name] = whole
             for part in self._plan.parts[member]:
-                self._receive_part(info, part, flight, tensors[info.name])
+                if self.keeps:
+                    self._receive(info, part, flight, tensors[info.name])
+                elif part.rank == self._rank:
+                    self._send(info, part, flight)
         flight.land()
         return tensors
 
-    def _receive_part(
+    def _send(self, info: TensorInfo, part: TensorPart, flight: _Flight) -> None:
+        held = self._held(info, part)
+        rows = held.consecutive()
+        if rows is None or rows.dtype != info.dtype:
+            rows = flight.room(info, part, held.placed.parameter.device)
+            held.copy(rows)
+        flight.add(dist.isend, rows, 0)
+
+    def _receive(
         self, info: TensorInfo, part: TensorPart, flight: _Flight, whole: torch.Tensor
     ) -> None:
         rows = whole.narrow(part.dim, part.start, part.size)
         if part.rank == self._rank:
-            _copy(self._held(info, part), rows)
+            self._held(info, part).copy(rows)
         elif rows.is_contiguous():
             flight.add(dist.irecv, rows, part.rank)
         else:
-            packed = flight.room(_shape_of(info, part), info.dtype, self._device)
-            flight.add(dist.irecv, packed, part.rank, into=rows)
+            flight.add(dist.irecv, flight.room(info, part, self._device), part.rank, into=rows)
 
     def _held(self, info: TensorInfo, part: TensorPart) -> OwnedSlice:
         return self._plan.held[(info.name, part.dim, part.start, part.size)]
@@ -230,13 +221,15 @@ class _Flight:
         self._messages: list[dist.P2POp] = []
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def room(self, info: TensorInfo, part: TensorPart, device: torch.device) -> torch.Tensor:
         """Return memory for a packed part; wait for earlier messages if there is too little."""
-        size = math.prod(shape) * dtype.itemsize
+        shape = list(info.shape)
+        shape[part.dim] = part.size
+        size = math.prod(shape) * info.dtype.itemsize
         if self._packed + size > self._most:
             self.land()
         self._packed += size
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=info.dtype, device=device)
 
     def add(
         self,
@@ -260,26 +253,6 @@ class _Flight:
         self._messages.clear()
         self._arriving.clear()
         self._packed = 0
-
-
-def _consecutive(held: OwnedSlice) -> torch.Tensor | None:
-    """Return the part if it is consecutive in memory, else None."""
-    (start, size), *others = held.share.segments
-    rows = held.placed.view.narrow(held.share.dim, start, size)
-    return rows if not others and rows.is_contiguous() else None
-
-
-def _copy(held: OwnedSlice, into: torch.Tensor) -> None:
-    at, dim, view = 0, held.share.dim, held.placed.view
-    for start, size in held.share.segments:
-        into.narrow(dim, at, size).copy_(view.narrow(dim, start, size))
-        at += size
-
-
-def _shape_of(info: TensorInfo, part: TensorPart) -> list[int]:
-    shape = list(info.shape)
-    shape[part.dim] = part.size
-    return shape
 
 
 class MegatronWeights:

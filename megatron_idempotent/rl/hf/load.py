@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
-import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,7 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, listed
+from megatron_idempotent.rl.weights.records import listed
+from megatron_idempotent.rl.weights.safetensors_io import Checkpoint
 from megatron_idempotent.window.agreement import DEADLINE_S
 from megatron_idempotent.window.params import finish_gathers
 
@@ -259,7 +258,6 @@ def build_gpt(
     vp_stage: int | None = None,
     vocab_divisible_by: int = 1,
     max_positions: int | None = None,
-    layer_spec: Any = None,
     change_spec: Callable[[Any], Any] | None = None,
     **model: Any,
 ) -> Any:
@@ -274,22 +272,20 @@ def build_gpt(
             global of Megatron's.
         vocab_divisible_by: the vocabulary is padded to a multiple of this x tensor parallel ranks.
         max_positions: the length of the longest sequence; None for the checkpoint's.
-        layer_spec: the layers' modules; None for Transformer Engine's if it is installed, else
-            Megatron's own.
-        change_spec: returns the spec to use, given that one.
+        change_spec: returns the spec of a layer to use, given that of Transformer Engine if it is
+            installed, else Megatron's own.
         model: other arguments of GPTModel, such as `parallel_output`.
     """
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron_idempotent.megatron.layer_specs import gpt_stage
 
-    # Before 0.13 the stage is a global.
-    stage = {"vp_stage": vp_stage} if _takes(GPTModel.__init__, "vp_stage") else {}
     scaling: dict[str, Any] = {}
     if arch.rope_factor is not None:
         scaling = {"rope_scaling": True, "rope_scaling_factor": arch.rope_factor}
-    layer_spec = layer_spec or _layer_spec(config, vp_stage)
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=change_spec(layer_spec) if change_spec else layer_spec,
+    return gpt_stage(
+        config,
+        vp_stage=vp_stage,
+        change_spec=change_spec,
+        fused=importlib.util.find_spec("transformer_engine") is not None,
         vocab_size=arch.padded_vocab_size(
             config.tensor_model_parallel_size, divisible_by=vocab_divisible_by
         ),
@@ -299,42 +295,6 @@ def build_gpt(
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
-        **{**scaling, **stage, **model},
+        **scaling,
+        **model,
     )
-
-
-def _layer_spec(config: Any, vp_stage: int | None) -> Any:
-    from megatron.core.models.gpt import gpt_layer_specs as specs
-
-    about = {
-        "num_experts": config.num_moe_experts,
-        "moe_grouped_gemm": config.moe_grouped_gemm,
-        "qk_layernorm": config.qk_layernorm,
-        # Without it, the local spec of 0.16 on asks for Transformer Engine's fused RMSNorm.
-        "normalization": config.normalization,
-    }
-    fused = importlib.util.find_spec("transformer_engine") is not None
-    make = (
-        specs.get_gpt_layer_with_transformer_engine_spec
-        if fused
-        else specs.get_gpt_layer_local_spec
-    )
-    spec = make(**{name: value for name, value in about.items() if _takes(make, name)})
-    if fused or not config.sequence_parallel:
-        return spec
-    return _for_sequence_parallel(spec, config, vp_stage)
-
-
-def _for_sequence_parallel(spec: Any, config: Any, vp_stage: int | None) -> Any:
-    """Return the spec with torch's norms, whose gradients Megatron sums over sequence shards."""
-    from megatron_idempotent.megatron.layer_specs import MarkedNorm, with_marked_norm
-
-    spec = copy.deepcopy(spec)
-    if config.qk_layernorm:
-        attention = spec.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = MarkedNorm
-    return with_marked_norm(spec, config, vp_stage)
-
-
-def _takes(function: Any, parameter: str) -> bool:
-    return parameter in inspect.signature(function).parameters

@@ -92,7 +92,16 @@ class ParameterSlot:
         for name, start, local, size in self._pieces():
             if name is not None:
                 found.setdefault(name, []).append((start, local, size))
-        return tuple(self._share(name, pieces) for name, pieces in found.items())
+        parts = []
+        for name, pieces in found.items():
+            first, at = pieces[0][0], pieces[0][0]
+            for start, _, size in pieces:
+                # Blocks of a tensor come in its order, and a shard is consecutive: without gaps.
+                assert start == at, f"{self.parameter}: parts of {name} are not consecutive"
+                at += size
+            segments = tuple((local, size) for _, local, size in pieces)
+            parts.append(SlotPart(name, self.dim, first, at - first, segments))
+        return tuple(parts)
 
     def padding(self) -> tuple[tuple[int, int], ...]:
         """Return the rows of this shard that belong to no tensor, as start and size."""
@@ -108,18 +117,6 @@ class ParameterSlot:
                 yield block.name, block.start + first - at, first - low, last - first
             at += block.size
 
-    def _share(self, name: str, pieces: Sequence[tuple[int, int, int]]) -> SlotPart:
-        starts = [start for start, _, _ in pieces]
-        sizes = [size for _, _, size in pieces]
-        total = sum(sizes)
-        # Blocks of a tensor come in its order, and a shard is consecutive: no gap can be between.
-        assert all(
-            start + size == following
-            for start, size, following in zip(starts, sizes, starts[1:], strict=False)
-        ), f"{self.parameter}: parts of {name} are not consecutive"
-        segments = tuple((local, size) for _, local, size in pieces)
-        return SlotPart(name, self.dim, starts[0], total, segments)
-
 
 class Placed(NamedTuple):
     """Pairs a slot with the parameter that it is in."""
@@ -131,30 +128,6 @@ class Placed(NamedTuple):
     def view(self) -> torch.Tensor:
         """The slot's elements in the parameter's memory, oriented as Hugging Face has them."""
         return self.slot.view(self.parameter.detach())
-
-
-def qkv_blocks(names: Sequence[str], *, heads: int, groups: int, head_dim: int) -> list[Block]:
-    """Return for each group of heads its queries, its keys and its values."""
-    query, key, value = names
-    rows = heads // groups * head_dim
-    blocks = []
-    for group in range(groups):
-        blocks.append(Block(query, group * rows, rows))
-        blocks.append(Block(key, group * head_dim, head_dim))
-        blocks.append(Block(value, group * head_dim, head_dim))
-    return blocks
-
-
-def gate_up_blocks(names: Sequence[str], *, ffn: int, count: int) -> list[Block]:
-    """Return the blocks of `count` shards that each have their part of the gate, then of `up`."""
-    rows = ffn // count
-    return [Block(name, shard * rows, rows) for shard in range(count) for name in names]
-
-
-def vocab_blocks(name: str, *, vocab_size: int, padded: int) -> list[Block]:
-    """Return a block of the vocabulary, and one of padding if there are more rows."""
-    blocks = [Block(name, 0, vocab_size)]
-    return blocks + ([Block(None, 0, padded - vocab_size)] if padded > vocab_size else [])
 
 
 EMBEDDING, OUTPUT, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -269,9 +242,10 @@ class Names:
             "output_layer.weight": EMBEDDING if self.arch.tied else OUTPUT,
         }.get(name)
         if target is not None:
-            padded = rows * self.ranks.tensor_count
-            blocks = vocab_blocks(target, vocab_size=self.arch.vocab_size, padded=padded)
             rank, count, _, _ = self.ranks
+            padding = rows * count - self.arch.vocab_size
+            blocks = [Block(target, 0, self.arch.vocab_size)]
+            blocks += [Block(None, 0, padding)] if padding > 0 else []
             return (ParameterSlot(parameter=name, blocks=tuple(blocks), rank=rank, count=count),)
         if name == "decoder.final_layernorm.weight":
             return (self._slot(name, "whole", [NORM], 0, 1),)
@@ -319,12 +293,17 @@ class Names:
         grouped: tuple[int, int] | None = None,
     ) -> ParameterSlot:
         arch, shape = self.arch, self.shapes[targets[0]]
-        if kind == "qkv":
-            blocks = qkv_blocks(
-                targets, heads=arch.heads, groups=arch.query_groups, head_dim=arch.head_dim
-            )
-        elif kind == "gate_up":
-            blocks = gate_up_blocks(targets, ffn=shape[0], count=count)
+        if kind == "qkv":  # for each group of heads its queries, its keys and its values
+            query, key, value = targets
+            wide, rows = arch.heads // arch.query_groups * arch.head_dim, arch.head_dim
+            blocks = []
+            for group in range(arch.query_groups):
+                blocks.append(Block(query, group * wide, wide))
+                blocks.append(Block(key, group * rows, rows))
+                blocks.append(Block(value, group * rows, rows))
+        elif kind == "gate_up":  # each shard has its part of the gate, then of `up`
+            rows = shape[0] // count
+            blocks = [Block(each, n * rows, rows) for n in range(count) for each in targets]
         else:
             blocks = [Block(targets[0], 0, shape[int(kind == "columns")])]
         return ParameterSlot(

@@ -10,12 +10,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_idempotent.rl.weights.records import Bucket, TensorInfo, WeightSource, end_export
+from megatron_idempotent.rl.weights.records import (
+    Bucket,
+    TensorInfo,
+    WeightSource,
+    end_export,
+    listed,
+)
 from megatron_idempotent.rl.weights.safetensors_io import (
     SINGLE,
     SafetensorsFile,
     copy_settings,
-    listed,
     read_json,
     write_index,
     write_json,

@@ -1,30 +1,8 @@
-"""Describes weights on their way to an engine as updates, buckets and checksums, and moves them."""
+"""Describes weights on their way to an engine as updates, buckets and checksums, and moves them.
 
-from megatron_idempotent.lazy import naming_the_remedy
+Importing this package does not import torch.
+"""
 
-with naming_the_remedy(__name__):
-    from .records import (
-        Bucket,
-        TensorInfo,
-        UpdateDamaged,
-        UpdateMismatch,
-        UpdateRefused,
-        WeightsError,
-        WeightSource,
-        WeightUpdate,
-        checksum,
-    )
-    from .staging import Staging
+from megatron_idempotent.lazy import attributes
 
-__all__ = [
-    "Bucket",
-    "Staging",
-    "TensorInfo",
-    "UpdateDamaged",
-    "UpdateMismatch",
-    "UpdateRefused",
-    "WeightSource",
-    "WeightUpdate",
-    "WeightsError",
-    "checksum",
-]
+__getattr__, __dir__ = attributes(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -24,6 +24,15 @@ class UpdateDamaged(WeightsError):
 
 class UpdateRefused(WeightsError):
     """An update does not come in turn: it is late, built on another version, or beside another."""
+
+
+_LISTED = 20
+
+
+def listed(texts: Sequence[str], separator: str = "; ") -> str:
+    """Join texts into one line: the first twenty, and how many more there are."""
+    more = len(texts) - _LISTED
+    return separator.join([*texts[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
 # Odd constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers: torch has no

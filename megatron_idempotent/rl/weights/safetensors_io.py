@@ -14,19 +14,31 @@ from typing import Any
 
 import torch
 
-from .records import TensorInfo, WeightsError
+from .records import TensorInfo, WeightsError, listed
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.uint8: "U8",
+INDEX = "model.safetensors.index.json"
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
+"""Types by their names in safetensors, as far as checkpoints have them."""
+
+
+SINGLE = "model.safetensors"
+#: Types that are written, and their names.
+_CODES = {dtype: code for code, dtype in DTYPES.items() if dtype.is_floating_point or code == "U8"}
 
 
 class SafetensorsFile:
@@ -101,36 +113,8 @@ class SafetensorsFile:
         self._file.close()
 
 
-INDEX = "model.safetensors.index.json"
-DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""Types by their names in safetensors, as far as checkpoints have them."""
-
-
-SINGLE = "model.safetensors"
-_LISTED = 20
-
-
 class CheckpointDamaged(WeightsError):
     """Files are missing, cut short or unreadable; the message names them."""
-
-
-def listed(texts: Sequence[str]) -> str:
-    """Join texts into one line: the first twenty, and how many more there are."""
-    more = len(texts) - _LISTED
-    return "; ".join(texts[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def read_json(path: Path) -> dict[str, Any]:

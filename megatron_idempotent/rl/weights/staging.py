@@ -6,13 +6,18 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from .records import Bucket, TensorInfo, UpdateDamaged, UpdateMismatch, WeightUpdate, checksum
+from .records import (
+    Bucket,
+    TensorInfo,
+    UpdateDamaged,
+    UpdateMismatch,
+    WeightUpdate,
+    checksum,
+    listed,
+)
 
 if TYPE_CHECKING:
     import torch
-
-
-_LISTED = 20
 
 
 class Staging:
@@ -25,18 +30,13 @@ class Staging:
         weights = staging.complete()
     """
 
-    def __init__(
-        self, update: WeightUpdate, *, expected: Iterable[TensorInfo], keep: bool = True
-    ) -> None:
+    def __init__(self, update: WeightUpdate, *, expected: Iterable[TensorInfo]) -> None:
         """
         Args:
             update: the update that is staged.
             expected: every tensor of the engine's model, as the update is to bring them.
-            keep: False lets go of the values once they are checked; tensors are then on the meta
-                device.
         """
         self.update = update
-        self._keep = keep
         self._expected = {info.name: info for info in expected}
         self._tensors: dict[str, torch.Tensor] = {}
         self._buckets = 0
@@ -69,8 +69,7 @@ class Staging:
                     f"update {self.update.id}: {name} arrived with checksum {found:016x}, it was "
                     f"sent with {bucket.checksums[name]:016x}; send the update again"
                 )
-        for name, tensor in bucket.tensors.items():
-            self._tensors[name] = tensor if self._keep else tensor.to("meta")
+        self._tensors |= bucket.tensors
         self._buckets += 1
 
     def complete(self) -> Mapping[str, torch.Tensor]:
@@ -82,7 +81,7 @@ class Staging:
         if missing and self.update.base_version is None:
             raise UpdateDamaged(
                 f"update {self.update.id}: {len(missing)} of {len(self._expected)} tensors are "
-                f"missing: {_listed(missing)}; send the update again, or name its base_version"
+                f"missing: {listed(missing, ', ')}; send the update again, or name its base_version"
             )
         return self._tensors
 
@@ -96,14 +95,9 @@ class Staging:
                 wrong.append(f"{name}: {given.describe()}, the model has {expected.describe()}")
         if wrong:
             raise UpdateMismatch(
-                f"update {self.update.id} does not fit the model: {_listed(wrong, '; ')}; send the "
+                f"update {self.update.id} does not fit the model: {listed(wrong)}; send the "
                 "weights of the model that this engine serves"
             )
-
-
-def _listed(names: list[str], separator: str = ", ") -> str:
-    more = len(names) - _LISTED
-    return separator.join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 class SideStream:

@@ -71,8 +71,8 @@ def test_the_command_line_makes_the_same_model(megatron_ranks, checkpoints, name
     assert differ == {}
 
 
-def frequencies(factor: float | None, head_dim: int) -> Any:
-    """Runs on a rank: of a whole model that is built for such embeddings."""
+def frequencies(factors: list[float | None]) -> list[Any]:
+    """Runs on a rank: those of whole models that are built for such embeddings."""
     import dataclasses
 
     import hf_programs
@@ -80,34 +80,28 @@ def frequencies(factor: float | None, head_dim: int) -> Any:
     from megatron_idempotent.rl.hf import Architecture, build_gpt
 
     hf_programs.parallel()
-    arch = Architecture.of(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 1,
-            "vocab_size": 8,
-            "head_dim": head_dim,
-            "rope_theta": 500_000.0,
-        }
-    )
-    arch = dataclasses.replace(arch, rope_factor=factor)
-    return build_gpt(arch, hf_programs.config_of(arch)).rotary_pos_emb.inv_freq
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 8, "head_dim": 128, "rope_theta": 500_000.0}
+    arch = Architecture.of({"architectures": ["LlamaForCausalLM"], **sizes})
+    found = []
+    for factor in factors:
+        scaled = dataclasses.replace(arch, rope_factor=factor)
+        found.append(build_gpt(scaled, hf_programs.config_of(scaled)).rotary_pos_emb.inv_freq)
+    return found
 
 
-@pytest.mark.parametrize("factor", [None, 8.0, 32.0])
-def test_rotary_frequencies_are_those_of_transformers_to_the_bit(megatron_ranks, factor):
+def test_rotary_frequencies_are_those_of_transformers_to_the_bit(megatron_ranks):
     pytest.importorskip("transformers")
     import hf_checkpoints
     import torch
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rope = {**hf_checkpoints.LLAMA3, "factor": factor}
-    if factor is None:
-        rope = {"rope_type": "default", "rope_theta": 500_000.0}
-    config = LlamaConfig(head_dim=128, rope_parameters=rope, max_position_embeddings=1 << 17)
-    (found,) = megatron_ranks(1, frequencies, factor, 128)
-    wanted = LlamaRotaryEmbedding(config).inv_freq
-    assert torch.equal(found, wanted)
+    factors = [None, 8.0, 32.0]
+    (found,) = megatron_ranks(1, frequencies, factors)
+    for factor, ours in zip(factors, found, strict=True):
+        rope = {**hf_checkpoints.LLAMA3, "factor": factor}
+        if factor is None:
+            rope = {"rope_type": "default", "rope_theta": 500_000.0}
+        config = LlamaConfig(head_dim=128, rope_parameters=rope, max_position_embeddings=1 << 17)
+        assert torch.equal(ours, LlamaRotaryEmbedding(config).inv_freq), factor

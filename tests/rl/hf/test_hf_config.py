@@ -40,69 +40,71 @@ def of(base: dict[str, Any] = LLAMA, **changes: Any) -> Architecture:
     return Architecture.of({**base, **changes})
 
 
+OLD = {**LLAMA3, "rope_type": None, "type": "llama3"}
+UNNAMED = {name: value for name, value in LLAMA3.items() if not name.startswith("original")}
+SCALED = {"rope_theta": 5e5, "rope_factor": 8.0}
+NO_LAYER_SLIDES = {"use_sliding_window": True, "sliding_window": 8}
+
+
 @pytest.mark.parametrize(
-    "rope",
+    ("base", "changes", "wanted"),
     [
-        {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}},
-        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
-        {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "rope_type": None, "type": "llama3"}},
+        (LLAMA, {}, {"rope_theta": 10_000.0, "rope_factor": None, "dtype": torch.float32}),
+        (LLAMA, {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, SCALED),
+        (LLAMA, {"rope_theta": 5e5, "rope_scaling": LLAMA3}, SCALED),
+        (LLAMA, {"rope_theta": 5e5, "rope_scaling": OLD}, SCALED),
+        (LLAMA, {"rope_theta": 1e6, "rope_scaling": None}, {"rope_theta": 1e6}),
+        # The length that Llama 3 was trained with is its longest where none is named.
+        (
+            LLAMA,
+            {"rope_parameters": UNNAMED, "max_position_embeddings": 8192},
+            {"rope_factor": 8.0},
+        ),
+        (LLAMA, {"dtype": "bfloat16"}, {"dtype": torch.bfloat16}),
+        (LLAMA, {"torch_dtype": "float16"}, {"dtype": torch.float16}),
+        # An absent head_dim is what the model makes of it.
+        (LLAMA, {}, {"head_dim": 6, "qkv_bias": False, "qk_norm": False}),
+        (LLAMA, {"head_dim": None}, {"head_dim": 6}),
+        (LLAMA, {"head_dim": 10}, {"head_dim": 10}),
+        (LLAMA, {"architectures": ["Qwen2ForCausalLM"]}, {"qkv_bias": True, "qk_norm": False}),
+        (
+            LLAMA,
+            {"architectures": ["Qwen3ForCausalLM"]},
+            {"head_dim": 128, "qkv_bias": False, "qk_norm": True},
+        ),
+        (MOE, {}, {"head_dim": 6, "experts": 8, "experts_per_token": 2, "expert_ffn": 20}),
+        (MOE, {"num_experts": None, "num_local_experts": 8}, {"experts": 8}),
+        (MOE, {}, {"normalize_expert_weights": False}),
+        (MOE, {"norm_topk_prob": True}, {"normalize_expert_weights": True}),
+        (LLAMA, {"num_key_value_heads": None}, {"query_groups": 4}),
+        # A sliding window that no layer uses.
+        (LLAMA, {**NO_LAYER_SLIDES, "use_sliding_window": False, "max_window_layers": 0}, {}),
+        (LLAMA, {**NO_LAYER_SLIDES, "sliding_window": None, "max_window_layers": 0}, {}),
+        (LLAMA, {**NO_LAYER_SLIDES, "max_window_layers": 2}, {}),
+        (LLAMA, {**NO_LAYER_SLIDES, "layer_types": ["full_attention"] * 2}, {}),
     ],
 )
-def test_rotary_embeddings_are_read_as_old_and_new_releases_write_them(rope):
-    arch = of(**rope)
-    assert (arch.rope_theta, arch.rope_factor) == (5e5, 8.0)
+def test_fields_are_read_as_old_and_new_releases_write_them(base, changes, wanted):
+    arch = of(base, **changes)
+    assert {name: getattr(arch, name) for name in wanted} == wanted
+    assert wanted or arch == of(base)
 
 
-def test_the_length_that_llama3_was_trained_with_is_its_longest_where_none_is_named():
-    rope = {name: value for name, value in LLAMA3.items() if not name.startswith("original")}
-    assert of(rope_parameters=rope, max_position_embeddings=8192).rope_factor == 8.0
-    with pytest.raises(UnsupportedArchitecture, match="original_max_position_embeddings=4096"):
-        of(rope_parameters=rope, max_position_embeddings=4096)
-
-
-def test_rotary_embeddings_that_are_not_scaled_have_no_factor():
-    assert (of().rope_theta, of().rope_factor) == (10_000.0, None)
-    arch = of(rope_theta=1e6, rope_scaling=None)
-    assert (arch.rope_theta, arch.rope_factor) == (1e6, None)
-
-
-def test_the_type_of_weights_has_two_names():
-    assert of(dtype="bfloat16").dtype is torch.bfloat16
-    assert of(torch_dtype="float16").dtype is torch.float16
-    assert of().dtype is torch.float32
-
-
-def test_an_absent_head_dim_is_what_the_model_makes_of_it():
-    assert of().head_dim == 6
-    assert of(head_dim=None).head_dim == 6
-    assert of(head_dim=10).head_dim == 10
-    assert of(architectures=["Qwen3ForCausalLM"]).head_dim == 128
-    assert of(MOE).head_dim == 6
-
-
-def test_absent_key_value_heads_are_as_many_as_heads():
-    assert of(num_key_value_heads=None).query_groups == 4
-
-
-def test_the_number_of_experts_has_two_names():
-    arch = of(MOE, num_experts=None, num_local_experts=8)
-    assert arch == of(MOE)
-    assert (arch.experts, arch.experts_per_token, arch.expert_ffn) == (8, 2, 20)
-    assert not arch.normalize_expert_weights
-    assert of(MOE, norm_topk_prob=True).normalize_expert_weights
-
-
-def test_biases_and_norms_are_those_of_the_family():
-    found = {
-        name: (of(architectures=[name]).qkv_bias, of(architectures=[name]).qk_norm)
-        for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-    }
-    assert list(found.values()) == [(False, False), (True, False), (False, True)]
+OF_EXPERTS = [
+    ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    ({"num_experts": 0}, "num_experts=0"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+    ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+    ({"norm_topk_prob": True, "num_experts_per_tok": 1}, "norm_topk_prob=True"),
+    (NO_LAYER_SLIDES, "sliding_window=8 from layer 0 on"),
+]
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        *(({**MOE, **changes}, said) for changes, said in OF_EXPERTS),
         ({"architectures": ["GemmaForCausalLM"]}, r"architectures=\['GemmaForCausalLM'\]"),
         ({"architectures": None}, r"architectures=\[\]"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -121,6 +123,10 @@ def test_biases_and_norms_are_those_of_the_family():
             {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 4096}},
             "original_max_position_embeddings=4096",
         ),
+        (
+            {"rope_parameters": UNNAMED, "max_position_embeddings": 4096},
+            "original_max_position_embeddings=4096",
+        ),
         ({"rope_parameters": {**LLAMA3, "factor": None}}, "factor=None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
@@ -133,36 +139,6 @@ def test_biases_and_norms_are_those_of_the_family():
 def test_what_megatron_does_not_compute_is_refused(changes, said):
     with pytest.raises(UnsupportedArchitecture, match=said):
         of(**changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
-        ({"num_experts": 0}, "num_experts=0"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
-        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
-        ({"norm_topk_prob": True, "num_experts_per_tok": 1}, "norm_topk_prob=True"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8 from layer 0 on"),
-    ],
-)
-def test_experts_that_megatron_does_not_compute_are_refused(changes, said):
-    with pytest.raises(UnsupportedArchitecture, match=said):
-        of(MOE, **changes)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
-        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-        {"layer_types": ["full_attention"] * 2, "use_sliding_window": True, "sliding_window": 8},
-    ],
-)
-def test_a_sliding_window_that_no_layer_uses_is_no_reason(changes):
-    assert of(**changes) == of()
 
 
 def test_all_reasons_come_in_one_error():

@@ -38,17 +38,46 @@ def receive_after(damage: Callable[[pathlib.Path], object], tmp_path: pathlib.Pa
     return asyncio.run(scenario())
 
 
-def test_a_file_that_is_cut_short_is_refused(tmp_path: pathlib.Path) -> None:
-    def cut(path: pathlib.Path) -> None:
-        path.write_bytes(path.read_bytes()[:-1])
+def replace(path: pathlib.Path, *changes: tuple[bytes, bytes]) -> None:
+    content = path.read_bytes()
+    for old, new in changes:
+        content = content.replace(old, new)
+    path.write_bytes(content)
 
-    with pytest.raises(UpdateDamaged, match=r"it has (\d+) bytes, \d+ were announced; send the"):
-        receive_after(cut, tmp_path)
+
+def begin_with(path: pathlib.Path, content: bytes) -> None:
+    path.write_bytes(content + path.read_bytes()[len(content) :])
 
 
-def test_a_file_that_is_absent_is_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UpdateDamaged, match="is absent; does the trainer share that directory"):
-        receive_after(pathlib.Path.unlink, tmp_path)
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-1]),
+            r"it has (\d+) bytes, \d+ were announced; send the",
+        ),
+        (pathlib.Path.unlink, "is absent; does the trainer share that directory"),
+        (
+            lambda path: begin_with(path, b"\xff" * 8),
+            "its header claims 18446744073709551615 bytes",
+        ),
+        (lambda path: begin_with(path, b"\x10" + b"\0" * 7 + b"*"), "cannot be read: Expecting"),
+        (
+            lambda path: replace(path, (b"[100]", b"[10] ")),
+            r"\[10\].*announced as float32 \[100\]",
+        ),
+        (lambda path: replace(path, (b'"w"', b'"W"')), "cannot be read: 'w'"),
+        (
+            lambda path: replace(path, (b"[0,400]", b"[9,409]"), (b"[12,412]", b"[99,499]")),
+            "it ends at byte .*, within w",
+        ),
+    ],
+)
+def test_a_file_that_was_damaged_is_refused(
+    tmp_path: pathlib.Path, damage: Callable[[pathlib.Path], object], said: str
+) -> None:
+    with pytest.raises(UpdateDamaged, match=said):
+        receive_after(damage, tmp_path)
 
 
 async def test_files_outside_of_the_updates_folder_are_not_read(tmp_path: pathlib.Path) -> None:
@@ -63,36 +92,6 @@ async def test_files_outside_of_the_updates_folder_are_not_read(tmp_path: pathli
     with pytest.raises(UpdateDamaged, match="None is absent"):
         receiver.receive({**announced, "file": None})
     await sender.close()
-
-
-def test_a_header_that_is_not_one_is_refused(tmp_path: pathlib.Path) -> None:
-    def spoil(path: pathlib.Path, content: bytes) -> None:
-        path.write_bytes(content + path.read_bytes()[len(content) :])
-
-    with pytest.raises(UpdateDamaged, match="its header claims 18446744073709551615 bytes"):
-        receive_after(lambda path: spoil(path, b"\xff" * 8), tmp_path)
-    with pytest.raises(UpdateDamaged, match="cannot be read: Expecting"):
-        receive_after(lambda path: spoil(path, b"\x10" + b"\0" * 7 + b"*"), tmp_path)
-
-
-def test_a_file_with_another_tensor_is_refused(tmp_path: pathlib.Path) -> None:
-    def rewrite(path: pathlib.Path, old: bytes, new: bytes) -> None:
-        path.write_bytes(path.read_bytes().replace(old, new))
-
-    with pytest.raises(UpdateDamaged, match=r"\[10\].*announced as float32 \[100\]"):
-        receive_after(lambda path: rewrite(path, b"[100]", b"[10] "), tmp_path)
-    with pytest.raises(UpdateDamaged, match="cannot be read: 'w'"):
-        receive_after(lambda path: rewrite(path, b'"w"', b'"W"'), tmp_path)
-
-
-def test_tensors_that_end_behind_the_file_are_refused(tmp_path: pathlib.Path) -> None:
-    def move(path: pathlib.Path) -> None:
-        found = path.read_bytes()
-        assert found.count(b"[0,400]") + found.count(b"[12,412]") == 1
-        path.write_bytes(found.replace(b"[0,400]", b"[9,409]").replace(b"[12,412]", b"[99,499]"))
-
-    with pytest.raises(UpdateDamaged, match=r"it ends at byte .*, within w"):
-        receive_after(move, tmp_path)
 
 
 async def test_a_file_has_its_name_only_once_it_is_whole(

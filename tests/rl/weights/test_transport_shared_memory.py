@@ -28,49 +28,6 @@ def mine() -> list[pathlib.Path]:
     return list(shared_memory.DIRECTORY.glob(f"{shared_memory.PREFIX}.*.{os.getpid()}.*"))
 
 
-async def test_two_segments_serve_any_number_of_buckets_of_any_size() -> None:
-    sender = t.SharedMemorySender()
-    receiver = t.receiver(await sender.open(UPDATE))
-    names = set()
-    for index, megabytes in enumerate((2, 1, 2, 2, 1, 2)):  # MB; two at a time
-        announced = await sender.announce(bucket(index, megabytes))
-        if index:
-            await sender.release(bucket(index - 1))
-        names.add(announced["segment"])
-        assert receiver.receive(announced).tensors["w"][0] == index
-        assert len(mine()) <= 2
-    assert len(names) == 2
-    larger = await sender.announce(bucket(6, 6))
-    assert larger["segment"] not in names
-    assert len(mine()) == 2
-    await sender.release(bucket(6))
-    assert (await sender.announce(bucket(7, 5)))["segment"] == larger["segment"]
-    await sender.close()
-    assert mine() == []
-
-
-async def test_a_third_bucket_at_once_is_an_error_that_names_the_two() -> None:
-    sender = t.SharedMemorySender()
-    await sender.open(UPDATE)
-    await sender.announce(bucket(0))
-    await sender.announce(bucket(1))
-    with pytest.raises(t.TransportError, match=r"buckets \[0, 1\] hold both segments; release"):
-        await sender.announce(bucket(2))
-    assert len(mine()) == 2
-    await sender.close()
-    assert mine() == []
-
-
-async def test_a_bucket_that_is_announced_again_takes_its_own_segment() -> None:
-    sender = t.SharedMemorySender()
-    receiver = t.receiver(await sender.open(UPDATE))
-    await sender.announce(bucket(0))
-    await sender.announce(bucket(1))
-    again = await sender.announce(bucket(1))
-    assert receiver.receive(again).tensors["w"][0] == 1
-    await sender.close()
-
-
 async def test_a_segment_of_the_wrong_size_is_refused() -> None:
     sender = t.SharedMemorySender()
     receiver = t.receiver(await sender.open(UPDATE))
@@ -96,23 +53,6 @@ async def test_nothing_but_a_segment_is_read() -> None:
     for name in ("/etc/passwd", "other", f"{shared_memory.PREFIX}./../../etc/passwd", None):
         with pytest.raises(UpdateDamaged, match="is not a trainer's segment"):
             receiver.receive({**announced, "segment": name})
-    await sender.close()
-
-
-async def test_memory_that_is_not_there_is_an_error_and_not_a_signal() -> None:
-    sender = t.SharedMemorySender()
-    room = os.statvfs(shared_memory.DIRECTORY)
-    nbytes = room.f_blocks * room.f_frsize * 2
-    if not nbytes:
-        pytest.skip("shared memory is not limited here")
-    # One byte that is expanded takes no memory here.
-    too_much = Bucket(index=0, tensors={"w": torch.zeros(1).bool().expand(nbytes)}, checksums={})
-
-    await sender.open(UPDATE)
-    with pytest.raises(t.TransportError, match=r"no room for a segment of \d+ MB in /dev/shm"):
-        await sender.announce(too_much)
-    assert mine() == []
-    assert (await sender.announce(bucket(0)))["index"] == 0
     await sender.close()
 
 

@@ -29,6 +29,8 @@ KINDS = [
         marks=pytest.mark.skipif(host_gpu.COMPILER is None, reason=host_gpu.WITHOUT),
     ),
 ]
+#: Those that put buckets into segments of memory that workers open.
+IN_MEMORY = [KINDS[1], KINDS[3]]
 UPDATE = WeightUpdate(id="run/1", version=1)
 Make = Callable[..., t.Sender]
 
@@ -230,6 +232,65 @@ async def test_a_bucket_of_another_update_is_refused(kind: str, make: Make) -> N
     with pytest.raises(UpdateDamaged, match="is of update 'run/9'; open a receiver for that"):
         receiver.receive({**announced, "update": "run/9"})
     await sender.close()
+
+
+def bucket(index: int, megabytes: int = 1) -> Bucket:
+    return Bucket.of(index, {"w": torch.full((megabytes << 18,), float(index))})
+
+
+@pytest.mark.parametrize("kind", IN_MEMORY)
+async def test_two_segments_serve_any_number_of_buckets_of_any_size(
+    kind: str, make: Make, peers: Peers, tmp_path: pathlib.Path
+) -> None:
+    sender = make(kind)
+    place = "segment" if kind == "shared_memory" else "handle"
+    opened = await sender.open(UPDATE)
+    peers[0].ask("open", name="two", opened=opened, rank=1)
+    seen = set()
+
+    async def announced(index: int, megabytes: int = 1) -> str:
+        found = await sender.announce(bucket(index, megabytes))
+        received = peers[0].ask("receive", name="two", announced=found)
+        assert received["tensors"] == owned(bucket(index, megabytes))["tensors"]
+        assert len(left_behind(tmp_path)) <= 2
+        return str(found[place])
+
+    for index, megabytes in enumerate((2, 1, 2, 2, 1, 2)):
+        seen.add(await announced(index, megabytes))
+        if index:
+            await sender.release(bucket(index - 1))
+    assert len(seen) == 2
+    larger = await announced(6, 6)
+    assert larger not in seen
+    await sender.release(bucket(6))
+    assert await announced(7, 5) == larger
+    with pytest.raises(t.TransportError, match=r"buckets \[5, 7\] hold both segments; release"):
+        await sender.announce(bucket(8))
+    assert await announced(7, 5) == larger  # again, into its own segment
+    await sender.close()
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", IN_MEMORY)
+async def test_memory_that_is_not_there_is_an_error_and_the_next_bucket_comes(
+    kind: str, make: Make, tmp_path: pathlib.Path
+) -> None:
+    sender = make(kind)
+    nbytes, said = 1 << 31, "MB on GPU 1, which has 1074 MB free: cuMemAlloc_v2 failed with 2: out"
+    if kind == "shared_memory":
+        room = os.statvfs(DIRECTORY)
+        nbytes, said = room.f_blocks * room.f_frsize * 2, r"MB in /dev/shm"
+    if not nbytes:
+        pytest.skip("shared memory is not limited here")
+    # One byte that is expanded takes no memory here.
+    too_much = Bucket(index=0, tensors={"w": torch.zeros(1).bool().expand(nbytes)}, checksums={})
+    await sender.open(UPDATE)
+    with pytest.raises(t.TransportError, match=rf"no room for a segment of \d+ {said}"):
+        await sender.announce(too_much)
+    assert left_behind(tmp_path) == []
+    assert (await sender.announce(bucket(0)))["index"] == 0
+    await sender.close()
+    assert left_behind(tmp_path) == []
 
 
 def test_an_unknown_kind_and_another_format_are_refused_by_name() -> None:

@@ -18,51 +18,25 @@ Announcement = Mapping[str, Any]
 """JSON that the engine's controller passes on, so that its workers find the bytes."""
 
 
-class Sender(Protocol):
-    """Sends buckets from the trainer; each engine has a sender of its own.
-
-    opened = await sender.open(update)            # pass it to the engine's workers
-    for bucket in buckets:
-        announced = await sender.announce(bucket)
-        # pass it to the workers, and at the same time:
-        await sender.transmit(bucket)
-    await sender.close()
-    """
-
-    async def open(self, update: WeightUpdate) -> Announcement:
-        """Begin an update; return what `receiver()` needs, its "kind" among it."""
-        ...
-
-    async def announce(self, bucket: Bucket) -> Announcement:
-        """Put a bucket where workers find it, or say that it comes; return its metadata."""
-        ...
-
-    async def transmit(self, bucket: Bucket) -> None:
-        """Send the bucket's bytes where that takes both ends at once; elsewhere a no-op."""
-        ...
-
-    async def release(self, bucket: Bucket) -> None:
-        """Free what the bucket held, once all workers have it."""
-        ...
-
-    async def close(self) -> None:
-        """End the update, complete or not, and leave no bytes. Twice: no-op."""
-        ...
-
-
-class Receiver(Protocol):
+class Receiver:
     """Receives buckets in a worker. Its methods block: call them in a thread, beside the model."""
+
+    def __init__(self, opened: Announcement) -> None:
+        self._update_id = str(opened["update"])
 
     def receive(self, announced: Announcement) -> Bucket:
         """Return the bucket, in memory of this process: the CPU's, or its GPU's over CUDA IPC.
 
         Errors: `UpdateDamaged` for a bucket that is incomplete, or did not come in time.
         """
-        ...
+        layout = BucketLayout.from_json(announced, update_id=self._update_id)
+        return self._receive(layout, announced)
+
+    def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the update that `open` announced. Twice: no-op."""
-        ...
 
 
 class TransportError(RuntimeError):
@@ -76,31 +50,36 @@ class TransportTimeout(TransportError):
 _T = TypeVar("_T")
 
 
-class Session(Protocol):
+class Session:
     """Sends one update. Its methods block; they are called in turn, on one thread."""
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
-        """See `Sender.announce`. Returns what a receiver needs in addition to the layout."""
-        ...
+        """See `Sender.announce`. Return what a receiver needs in addition to the layout."""
+        return {}
 
     def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
         """See `Sender.transmit`."""
-        ...
 
     def release(self, index: int) -> None:
         """See `Sender.release`."""
-        ...
 
     def close(self) -> None:
         """See `Sender.close`. Called once, after all other methods."""
-        ...
 
 
-class SessionSender:
-    """Implements `Sender` with a session for each update, which subclasses begin.
+class Sender:
+    """Sends buckets from the trainer; each engine has a sender of its own.
 
-    It calls the session on a thread of its own, so that the event loop goes on meanwhile, and
-    `close` runs even after a call that was cancelled and still runs.
+        opened = await sender.open(update)            # pass it to the engine's workers
+        for bucket in buckets:
+            announced = await sender.announce(bucket)
+            # pass it to the workers, and at the same time:
+            await sender.transmit(bucket)
+        await sender.close()
+
+    Each update has a session, which subclasses begin. The session is called on a thread of its own,
+    so that the event loop goes on meanwhile, and `close` runs even after a call that was cancelled
+    and still runs.
     """
 
     kind: str
@@ -116,7 +95,7 @@ class SessionSender:
         raise NotImplementedError
 
     async def open(self, update: WeightUpdate) -> Announcement:
-        """Begin an update; return what `receiver()` needs.
+        """Begin an update; return what `receiver()` needs, its "kind" among it.
 
         Errors: `TransportError` while another update is open.
         """
@@ -208,7 +187,7 @@ class SharedMemory(Protocol):
         ...
 
 
-class TwoSegments:
+class TwoSegments(Session):
     """Keeps each bucket of an update in one of two segments until it is released."""
 
     def __init__(
@@ -249,9 +228,6 @@ class TwoSegments:
         if len(self._taken) + len(self._free) == _SEGMENTS:
             self._free.pop().unlink()  # too small
         return self._make(nbytes)
-
-    def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
-        """Do nothing: workers read the segment."""
 
     def release(self, index: int) -> None:
         """See `Session.release`."""

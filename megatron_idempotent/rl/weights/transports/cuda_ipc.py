@@ -15,7 +15,7 @@ import torch
 from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights.staging import SideStream
 
-from .base import Announcement, SessionSender, TransportError, TwoSegments
+from .base import Announcement, Receiver, Sender, TransportError, TwoSegments
 from .layout import BucketLayout
 
 LIBRARY = "libcuda.so.1"
@@ -111,7 +111,7 @@ KIND = "cuda_ipc"
 _GRAIN = 1 << 21
 
 
-class CudaIpcSender(SessionSender):
+class CudaIpcSender(Sender):
     """Copies each bucket within the GPU's memory, into a segment that workers open and copy from.
 
     It does on the GPU what `SharedMemorySender` does on the host, which no byte passes through. Up
@@ -167,7 +167,7 @@ class _Segment:
         self._gpu.driver.free(self._pointer)
 
 
-class CudaIpcReceiver:
+class CudaIpcReceiver(Receiver):
     """Copies buckets out of a trainer's segments, into memory of its own on its current GPU.
 
     A segment is open no longer than its copy takes, so that the trainer may free it once all
@@ -175,7 +175,7 @@ class CudaIpcReceiver:
     """
 
     def __init__(self, opened: Announcement) -> None:
-        self._update_id = str(opened["update"])
+        super().__init__(opened)
         try:
             self._gpu = Gpu.of(str(opened["gpu"]))  # the trainer's
             self._mine = Gpu.current()
@@ -183,9 +183,8 @@ class CudaIpcReceiver:
             raise UpdateDamaged(f"update {self._update_id} cannot be received: {error}") from error
         self._side: SideStream | None = None
 
-    def receive(self, announced: Announcement) -> Bucket:
-        """See `Receiver.receive`. Tensors are on the GPU that was current when this was made."""
-        layout = BucketLayout.from_json(announced, update_id=self._update_id)
+    def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
+        # Onto the GPU that was current when this was made.
         where = f"update {self._update_id}: bucket {layout.index}"
         handle, nbytes = _segment_of(announced, layout, where)
         try:
@@ -209,9 +208,6 @@ class CudaIpcReceiver:
             yield self._gpu.bytes_at(pointer, nbytes)
         finally:
             self._gpu.driver.close(pointer)
-
-    def close(self) -> None:
-        """See `Receiver.close`."""
 
 
 class Gpu:

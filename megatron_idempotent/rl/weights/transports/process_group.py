@@ -7,7 +7,7 @@ import datetime
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed
 
 from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
 
-from .base import Announcement, SessionSender, TransportError, TransportTimeout
+from .base import Announcement, Receiver, Sender, Session, TransportError, TransportTimeout
 from .layout import BucketLayout
 
 Backend = Literal["gloo", "nccl"]
@@ -25,142 +25,48 @@ dist: Any = torch.distributed
 _POLL_S = 0.001
 
 
-class Rendezvous:
-    """Lets both ends meet at a key-value store, which the trainer serves."""
+def _serve(host: str, port: int, timeout_s: float) -> tuple[Any, int]:
+    """Serve a key-value store at one address of this machine, and at no other; return its port too.
 
-    def __init__(self, store: Any, *, token: str, host: str, timeout_s: float) -> None:
-        self._store = dist.PrefixStore(token, store)
-        self._host = host
-        self._timeout_s = timeout_s
-
-    @classmethod
-    def serve(cls, host: str, port: int, *, token: str, timeout_s: float) -> tuple[Rendezvous, int]:
-        """Serve the store at one address of this machine, and at no other; return the port too.
-
-        Errors: `TransportError` for an address that is not this machine's, or is taken.
-        """
-        listening = None
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listening = socket.socket(family, kind)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(128)
-            port = int(listening.getsockname()[1])
-            store = _store(host, port, timeout_s, is_master=True, listening=listening.fileno())
-            listening.detach()  # the store closes it
-        except (OSError, RuntimeError) as error:
-            if listening is not None:
-                listening.close()
-            raise TransportError(
-                f"cannot listen at {host!r}, port {port}: {error}; give an address of this machine "
-                "that the workers reach, and port=0 for a free port"
-            ) from error
-        return cls(store, token=token, host=host, timeout_s=timeout_s), port
-
-    @classmethod
-    def reach(cls, host: str, port: int, *, token: str, timeout_s: float) -> Rendezvous:
-        """Connect to a trainer's store. Errors: `TransportTimeout` if it does not answer."""
-        try:
-            mine = _address_towards(host, port)
-            store = _store(host, port, timeout_s, is_master=False, listening=None)
-        except (OSError, RuntimeError) as error:
-            raise TransportTimeout(
-                f"the trainer does not answer at {host!r}, port {port}, within {timeout_s} s: "
-                f"{_first_line(error)}; is the update still open, and can this machine reach that "
-                "address?"
-            ) from error
-        return cls(store, token=token, host=mine, timeout_s=timeout_s)
-
-    def join(self, rank: int, *, ranks: int, backend: Backend) -> TransferGroup:
-        """Meet the others, and return their group. The trainer enters as rank 0, and workers 1 on.
-
-        Errors: `TransportTimeout` naming who did not come; `TransportError`.
-        """
-        began = time.monotonic()
-        try:
-            if rank == 0:
-                self._wait_for_workers(ranks)
-            elif self._store.add(f"joined/{rank}", 1) > 1:
-                raise TransportError(
-                    f"a second worker joined as rank {rank} of {ranks}; give each its own rank"
-                )
-            return TransferGroup(
-                _process_group(backend, self._store, rank, ranks + 1, self._host, self._timeout_s),
-                backend=backend,
-                timeout_s=self._timeout_s,
-            )
-        except TransportError:
-            raise
-        except RuntimeError as error:
-            # Without its traceback, which holds the store.
-            raise _told(error, "the process group was not made", began, self._timeout_s) from (
-                error.with_traceback(None)
-            )
-
-    def close(self) -> None:
-        """Leave the store; the trainer's port is free once its groups are closed too."""
-        self._store = None
-
-    def _wait_for_workers(self, ranks: int) -> None:
-        keys = {rank: f"joined/{rank}" for rank in range(1, ranks + 1)}
-        try:
-            self._store.wait(list(keys.values()), datetime.timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            absent = [rank for rank, key in keys.items() if not self._store.check([key])]
-            raise TransportTimeout(
-                f"workers {absent} of {ranks} did not join within {self._timeout_s} s; were they "
-                "given open()'s announcement and a bucket's, and can they reach this address?"
-            ) from error
+    Errors: `TransportError` for an address that is not this machine's, or is taken.
+    """
+    listening = None
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
+        port = int(listening.getsockname()[1])
+        store = _store(host, port, timeout_s, is_master=True, listening=listening.fileno())
+        listening.detach()  # the store closes it
+    except (OSError, RuntimeError) as error:
+        if listening is not None:
+            listening.close()
+        raise TransportError(
+            f"cannot listen at {host!r}, port {port}: {error}; give an address of this machine "
+            "that the workers reach, and port=0 for a free port"
+        ) from error
+    return store, port
 
 
-class TransferGroup:
-    """Connects rank 0 and the workers. A failed operation breaks the group for good: close it."""
+def _reach(host: str, port: int, timeout_s: float) -> tuple[Any, str]:
+    """Connect to a trainer's store; return this machine's address on the route to it, too.
 
-    def __init__(self, group: Any, *, backend: Backend, timeout_s: float) -> None:
-        self._group = group
-        self._backend = backend
-        self._timeout_s = timeout_s
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the bytes have to be on."""
-        return torch.device("cuda" if self._backend == "nccl" else "cpu")
-
-    def broadcast(self, flat_N: torch.Tensor) -> None:
-        """Send rank 0's bytes to all ranks; all enter, and return when all have them.
-
-        Errors: `TransportTimeout`; `TransportError` if another end is gone.
-        """
-        began = time.monotonic()
-        try:
-            self._finish(self._group.broadcast([flat_N]), began)
-            # Workers pass the bytes on to others; this tells rank 0 that the last one has them.
-            everyone = torch.zeros(1, device=flat_N.device)
-            self._finish(self._group.allreduce([everyone]), began)
-        except TransportError:
-            raise
-        except RuntimeError as error:
-            # Without its traceback, which holds the operation and with it the connections: an error
-            # that somebody keeps would keep the others from seeing that this end is gone.
-            raise _told(error, "the transfer broke off", began, self._timeout_s) from (
-                error.with_traceback(None)
-            )
-
-    def _finish(self, work: Any, began: float) -> None:
-        if self._backend == "gloo":
-            work.wait()  # up to the timeout that the group was made with
-            return
-        while not work.is_completed():
-            if time.monotonic() - began > self._timeout_s:
-                self._group.abort()
-                raise TransportTimeout(f"no end of the transfer within {self._timeout_s} s")
-            time.sleep(_POLL_S)
-        work.wait()
-
-    def close(self) -> None:
-        """Leave the group; the others see that at once."""
-        self._group = None
+    Errors: `TransportTimeout` if it does not answer.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with contextlib.closing(socket.socket(family, kind)) as probe:
+            probe.connect(address)  # which sends nothing
+            mine = str(probe.getsockname()[0])
+        return _store(host, port, timeout_s, is_master=False, listening=None), mine
+    except (OSError, RuntimeError) as error:
+        raise TransportTimeout(
+            f"the trainer does not answer at {host!r}, port {port}, within {timeout_s} s: "
+            f"{_first_line(error)}; is the update still open, and can this machine reach that "
+            "address?"
+        ) from error
 
 
 def _process_group(
@@ -195,18 +101,24 @@ def _store(
     )
 
 
-def _address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the route to another; send nothing."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with contextlib.closing(socket.socket(family, kind)) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def _told(error: Exception, fact: str, began: float, timeout_s: float) -> TransportError:
-    late = time.monotonic() - began >= timeout_s
-    kind = TransportTimeout if late else TransportError
-    return kind(f"{fact} after {time.monotonic() - began:.1f} s: {_first_line(error)}")
+def _told(run: Callable[[], None], fact: str, timeout_s: float) -> None:
+    """Call a function, and raise torch's errors as `TransportError`; late ones as
+    `TransportTimeout`.
+    """
+    began = time.monotonic()
+    try:
+        run()
+    except TransportError:
+        raise
+    except RuntimeError as error:
+        took_s = time.monotonic() - began
+        kind = TransportTimeout if took_s >= timeout_s else TransportError
+        # Without its traceback, which holds the store, the operation and with it the connections:
+        # an error that somebody keeps would keep the others from seeing that this end is gone.
+        # (So would the frames of a context manager.)
+        raise kind(f"{fact} after {took_s:.1f} s: {_first_line(error)}") from (
+            error.with_traceback(None)
+        )
 
 
 def _first_line(error: Exception) -> str:
@@ -216,7 +128,7 @@ def _first_line(error: Exception) -> str:
 KIND = "process_group"
 
 
-class ProcessGroupSender(SessionSender):
+class ProcessGroupSender(Sender):
     """Broadcasts each bucket as one message of bytes; the workers receive while it transmits.
 
     The group is made at the first bucket of an update and ends with it. It is none of the process's
@@ -258,50 +170,38 @@ class ProcessGroupSender(SessionSender):
         self._device = _device(backend)
 
     def _begin(self, update: WeightUpdate) -> tuple[_Broadcasts, Mapping[str, Any]]:
-        token = secrets.token_hex(8)  # keeps workers of an earlier open() out
-        rendezvous, port = Rendezvous.serve(
-            self._address, self._port, token=token, timeout_s=self._timeout_s
-        )
-        session = _Broadcasts(
-            rendezvous, rank=0, ranks=self._ranks, backend=self._backend, device=self._device
-        )
-        return session, {
+        store, port = _serve(self._address, self._port, self._timeout_s)
+        fields = {
             "host": self._address,
             "port": port,
-            "token": token,
+            "token": secrets.token_hex(8),  # keeps workers of an earlier open() out
             "ranks": self._ranks,
             "backend": self._backend,
             "timeout_s": self._timeout_s,
         }
+        return _Broadcasts(store, self._address, fields, rank=0, device=self._device), fields
 
 
-class _Broadcasts:
-    """Sends or receives buckets over the group, which is made at the first one."""
+class _Broadcasts(Session):
+    """Sends or receives buckets over a group, which is made at the first one.
+
+    The trainer is rank 0, and workers are 1 on. A failed operation breaks the group for good: it is
+    closed, so that the other ends see it at once.
+    """
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        *,
-        rank: int,
-        ranks: int,
-        backend: Backend,
-        device: int | None,
+        self, store: Any, host: str, opened: Announcement, *, rank: int, device: int | None
     ) -> None:
-        self._rendezvous: Rendezvous | None = rendezvous
-        self._rank, self._ranks, self._backend, self._device = rank, ranks, backend, device
-        self._group: TransferGroup | None = None
+        self._store = dist.PrefixStore(str(opened["token"]), store)
+        self._host, self._rank, self._device = host, rank, device
+        self._ranks, self._backend = int(opened["ranks"]), opened["backend"]
+        self._timeout_s = float(opened["timeout_s"])
+        self._group: Any = None
         self._flat_N: torch.Tensor | None = None
-
-    def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
-        return {}
 
     def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
         try:
-            with self._closed_on_failure():
-                group = self._joined()
-                flat_N = self._buffer(layout.nbytes, group)
-                layout.pack(bucket.tensors, flat_N)
-                group.broadcast(flat_N)
+            self._broadcast(layout, bucket.tensors)
         except TransportError as error:
             raise type(error)(
                 f"update {layout.update_id}: bucket {layout.index} was not sent: {error}; close() "
@@ -309,56 +209,89 @@ class _Broadcasts:
             ) from error
 
     def receive(self, layout: BucketLayout) -> Bucket:
-        with self._closed_on_failure():
-            group = self._joined()
-            flat_N = self._buffer(layout.nbytes, group)
-            group.broadcast(flat_N)
-            return layout.unpack(flat_N)
-
-    def release(self, index: int) -> None:
-        pass
+        return layout.unpack(self._broadcast(layout, None))
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-        self._group = self._rendezvous = self._flat_N = None
+        """Leave the group, and the store, whose port is free once its groups are closed too."""
+        self._group = self._store = self._flat_N = None
 
-    @contextlib.contextmanager
-    def _closed_on_failure(self) -> Iterator[None]:
-        """Close the group if the block raises, so that the other ends see it at once."""
+    def _broadcast(
+        self, layout: BucketLayout, tensors: Mapping[str, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Send rank 0's bytes to all ranks; all enter, and return when all have them.
+
+        Errors: `TransportTimeout`; `TransportError` if another end is gone.
+        """
+        if self._store is None:
+            raise TransportError("the group has failed before, or is closed")
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
         try:
-            yield
+            if self._group is None:
+                _told(self._join, "the process group was not made", self._timeout_s)
+            flat_N = self._buffer(layout.nbytes)
+            if tensors is not None:
+                layout.pack(tensors, flat_N)
+            _told(lambda: self._exchange(flat_N), "the transfer broke off", self._timeout_s)
+            return flat_N
         except BaseException:
             self.close()
             raise
 
-    def _joined(self) -> TransferGroup:
-        if self._rendezvous is None:
-            raise TransportError("the group has failed before, or is closed")
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
-        if self._group is None:
-            self._group = self._rendezvous.join(
-                self._rank, ranks=self._ranks, backend=self._backend
+    def _join(self) -> None:
+        """Meet the others. Errors: `TransportTimeout` naming who did not come; `TransportError`."""
+        keys = {rank: f"joined/{rank}" for rank in range(1, self._ranks + 1)}
+        if self._rank and self._store.add(keys[self._rank], 1) > 1:
+            raise TransportError(
+                f"a second worker joined as rank {self._rank} of {self._ranks}; give each its own "
+                "rank"
             )
-        return self._group
+        try:
+            if not self._rank:
+                wait = datetime.timedelta(seconds=self._timeout_s)
+                self._store.wait(list(keys.values()), wait)
+        except RuntimeError as error:
+            absent = [rank for rank, key in keys.items() if not self._store.check([key])]
+            raise TransportTimeout(
+                f"workers {absent} of {self._ranks} did not join within {self._timeout_s} s; were "
+                "they given open()'s announcement and a bucket's, and can they reach this address?"
+            ) from error
+        place = self._store, self._rank, self._ranks + 1
+        self._group = _process_group(self._backend, *place, self._host, self._timeout_s)
 
-    def _buffer(self, nbytes: int, group: TransferGroup) -> torch.Tensor:
+    def _exchange(self, flat_N: torch.Tensor) -> None:
+        until = time.monotonic() + self._timeout_s
+        self._finish(self._group.broadcast([flat_N]), until)
+        # Workers pass the bytes on to others; this tells rank 0 that the last one has them.
+        everyone = torch.zeros(1, device=flat_N.device)
+        self._finish(self._group.allreduce([everyone]), until)
+
+    def _finish(self, work: Any, until: float) -> None:
+        if self._backend == "gloo":
+            work.wait()  # up to the timeout that the group was made with
+            return
+        while not work.is_completed():
+            if time.monotonic() > until:
+                self._group.abort()
+                raise TransportTimeout(f"no end of the transfer within {self._timeout_s} s")
+            time.sleep(_POLL_S)
+        work.wait()
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` of memory, the same memory for every bucket."""
         if self._flat_N is None or len(self._flat_N) < nbytes:
             self._flat_N = None
-            self._flat_N = torch.empty(max(1, nbytes), dtype=torch.uint8, device=group.device)
+            device = "cuda" if self._backend == "nccl" else "cpu"
+            self._flat_N = torch.empty(max(1, nbytes), dtype=torch.uint8, device=device)
         return self._flat_N[: max(1, nbytes)]
 
 
-class ProcessGroupReceiver:
+class ProcessGroupReceiver(Receiver):
     """Receives buckets in a worker, which joins at the first one; a failure needs a new `open`."""
 
     def __init__(self, opened: Announcement, *, rank: int) -> None:
-        self._update_id, self._rank = str(opened["update"]), rank
-        self._opened = opened
+        super().__init__(opened)
+        self._opened, self._rank = opened, rank
         self._end: _Broadcasts | None = None
         self._closed = False
         self._device = _device(opened["backend"])
@@ -366,36 +299,22 @@ class ProcessGroupReceiver:
         if not 1 <= rank <= ranks:
             raise ValueError(f"receiver() got rank={rank}; this sender has workers 1 to {ranks}")
 
-    def receive(self, announced: Announcement) -> Bucket:
-        """See `Receiver.receive`. Waits for the sender, up to its `timeout_s`."""
-        layout = BucketLayout.from_json(announced, update_id=self._update_id)
+    def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
+        opened = self._opened
         try:
             if self._closed:
                 raise TransportError("this receiver is closed")
             if self._end is None:
-                self._end = self._reach()
+                address = str(opened["host"]), int(opened["port"])
+                store, mine = _reach(*address, float(opened["timeout_s"]))
+                place = store, mine, opened
+                self._end = _Broadcasts(*place, rank=self._rank, device=self._device)
             return self._end.receive(layout)
         except TransportError as error:
             raise UpdateDamaged(
                 f"update {self._update_id}: bucket {layout.index} did not arrive: {error}; send "
                 "the update again"
             ) from error
-
-    def _reach(self) -> _Broadcasts:
-        opened = self._opened
-        rendezvous = Rendezvous.reach(
-            str(opened["host"]),
-            int(opened["port"]),
-            token=str(opened["token"]),
-            timeout_s=float(opened["timeout_s"]),
-        )
-        return _Broadcasts(
-            rendezvous,
-            rank=self._rank,
-            ranks=int(opened["ranks"]),
-            backend=opened["backend"],
-            device=self._device,
-        )
 
     def close(self) -> None:
         """See `Receiver.close`."""

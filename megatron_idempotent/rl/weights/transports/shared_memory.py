@@ -14,7 +14,7 @@ import torch
 
 from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
 
-from .base import Announcement, SessionSender, TransportError, TwoSegments
+from .base import Announcement, Receiver, Sender, TransportError, TwoSegments
 from .layout import BucketLayout, read_tensor
 
 #: Where Linux shows POSIX shared memory as files.
@@ -109,7 +109,7 @@ def _started(pid: int) -> int | None:
 KIND = "shared_memory"
 
 
-class SharedMemorySender(SessionSender):
+class SharedMemorySender(Sender):
     """Writes each bucket into a segment that all workers read; two segments are used in turn.
 
     A bucket's segment is taken until `release(bucket)`, so at most two buckets are on their way.
@@ -128,7 +128,7 @@ class SharedMemorySender(SessionSender):
         return TwoSegments(update.id, make=Segment), {}
 
 
-class SharedMemoryReceiver:
+class SharedMemoryReceiver(Receiver):
     """Copies buckets out of a trainer's segments.
 
     It opens them as the files that they are on Linux. `multiprocessing.shared_memory` would also
@@ -136,12 +136,7 @@ class SharedMemoryReceiver:
     process ends, under the trainer's feet.
     """
 
-    def __init__(self, opened: Announcement) -> None:
-        self._update_id = str(opened["update"])
-
-    def receive(self, announced: Announcement) -> Bucket:
-        """See `Receiver.receive`."""
-        layout = BucketLayout.from_json(announced, update_id=self._update_id)
+    def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
         name, expected = str(announced.get("segment")), announced.get("segment_bytes")
         if not name.startswith(f"{PREFIX}.") or "/" in name:
             raise UpdateDamaged(f"update {self._update_id}: {name!r} is not a trainer's segment")
@@ -167,6 +162,3 @@ class SharedMemoryReceiver:
                 "update again"
             ) from error
         return layout.bucket(tensors)
-
-    def close(self) -> None:
-        """See `Receiver.close`."""

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint, by its headers."""
+"""Files of safetensors: contents of a checkpoint by its headers, and files that are written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_idempotent.rl.weights import TensorInfo, WeightsError
-from megatron_idempotent.rl.weights.safetensors_io import DTYPES, INDEX, Checkpoint
+from megatron_idempotent.rl.weights.safetensors_io import DTYPES, INDEX, Checkpoint, SafetensorsFile
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -76,3 +76,32 @@ def test_a_type_that_torch_lacks_is_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(WeightsError, match="F4"):
         tensor_infos(tmp_path)
+
+
+def test_tensors_that_are_not_those_announced_are_refused(tmp_path):
+    one = TensorInfo(name="a", shape=(2, 3), dtype=torch.float32)
+    file = SafetensorsFile(tmp_path / "x", [one])
+    for name, tensor in (("a", torch.zeros(3, 2)), ("b", torch.zeros(2, 3))):
+        with pytest.raises(ValueError, match=r"it has to be|or unknown"):
+            file.write(name, tensor)
+    file.abandon()
+    with pytest.raises(ValueError, match="safetensors cannot hold"):
+        SafetensorsFile(tmp_path / "y", [TensorInfo(name="c", shape=(1,), dtype=torch.complex64)])
+
+
+def test_types_of_several_widths_are_written_as_safetensors_aligns_them(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = {
+        "odd": torch.randn(3, 5).to(torch.float8_e4m3fn),
+        "scale": torch.randn(2, 2),
+        "b": torch.randn(7).bfloat16(),
+        "é": torch.randn(3, 2).T,
+    }
+    file = SafetensorsFile(tmp_path / "x", [TensorInfo.of(n, t) for n, t in tensors.items()])
+    for name, tensor in tensors.items():
+        file.write(name, tensor)
+    file.close()
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    safetensors.save_file(whole, tmp_path / "y", metadata={"format": "pt"})
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
+    assert safetensors.load_file(tmp_path / "x").keys() == tensors.keys()
