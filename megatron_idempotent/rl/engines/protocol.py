@@ -210,3 +210,15 @@ def refuse_kv_scales(engine: str, update: WeightUpdate, why: str) -> None:
             f"engine {engine}: update {update.id} brings {len(update.kv_scales)} kv_scales, and "
             f"{why}; leave kv_scales out"
         )
+
+
+def split_mix(state: int) -> int:
+    """Return 64 bits that hash a state, as SplitMix64 (Steele, Lea and Flood 2014) mixes its own.
+
+    Engines make of it the numbers that choose tokens, from a request's seed and place.
+    """
+    mask = (1 << 64) - 1
+    state &= mask
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    return state ^ (state >> 31)

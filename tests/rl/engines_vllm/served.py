@@ -66,9 +66,9 @@ class Served:
         """No requests, no pause, nothing staged, and the weights of the checkpoint."""
         engine = VllmEngine(self.server.url, name="clean", transport=SharedMemorySender)
         try:
-            await engine._control.post("/abort_requests", {}, timeout_s=10.0)
+            await engine._control.post("/abort_requests", {})
             await slow(engine, 0.0)
-            state = await engine._updates.state()
+            state = await engine._state()
             if state.staging:
                 await engine.rollback(state.staging)
             if state.dirty or self._weights != (directory, state.version):

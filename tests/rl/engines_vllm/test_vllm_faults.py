@@ -1,16 +1,17 @@
-"""Updates of a real vLLM that go wrong half-way, and clients that are gone or late."""
+"""Updates of a real vLLM that go wrong half-way, servers that are killed, and clients that left."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import pytest
-from contract_base import buckets, cut, listed, next_update, served
-from fault_base import Faults
-from served import fast
+from contract_base import ContractBase, buckets, cut, listed, next_update, served
+from served import fast, slow
 from tiny import read_weights
 
-from megatron_idempotent.rl.engines import EngineError, EngineTimeout
+from megatron_idempotent.rl.engines import EngineDead, EngineError, EngineTimeout
 from megatron_idempotent.rl.engines.vllm import VllmEngine
 from megatron_idempotent.rl.weights import UpdateRefused, WeightUpdate
 from megatron_idempotent.rl.weights.transports import (
@@ -18,6 +19,58 @@ from megatron_idempotent.rl.weights.transports import (
     ProcessGroupSender,
     SharedMemorySender,
 )
+
+BREAK_OFF = {"do": "fault", "at": "load", "after": 7}
+
+
+class Faults(ContractBase):
+    """Tests on the shared server."""
+
+    @pytest.fixture(autouse=True)
+    def server(self, shared):
+        self.shared = shared
+        shared.start()
+
+    def serving(self, directory):
+        return self.shared.engine(directory, timeouts=fast())
+
+    async def broken(self, engine, directory):
+        """Running requests, and an update whose commit broke off at its eighth tensor."""
+        await slow(engine)
+        requests = self.ragged(4, max_tokens=150)
+        calls = [asyncio.ensure_future(engine.generate(each)) for each in requests]
+        await engine.generate(self.request(max_tokens=6))
+        update = await self.update(engine, directory)
+        await engine.pause()
+        await engine._control.rpc(BREAK_OFF)
+        with pytest.raises(EngineError, match="a fault for a test"):
+            await engine.commit(update.id)
+        health = await engine.health()
+        assert (health.status, health.version) == ("DIRTY", None)
+        assert "a fault for a test" in health.detail
+        with pytest.raises(EngineError, match="DIRTY"):
+            await engine.resume()
+        assert await engine._control.is_paused()
+        return requests, calls, update
+
+    async def finished(self, requests, calls, weights):
+        for request, sample in zip(requests, await asyncio.gather(*calls), strict=True):
+            assert len(sample.tokens) == 150
+            assert set(sample.versions) <= set(weights)
+            self.check_logprobs(request, sample, weights)
+
+    async def rolled_back(self, engine, old, new, version):
+        requests, calls, update = await self.broken(engine, new)
+        await engine.rollback("another")
+        assert (await engine.health()).status == "DIRTY"
+        await engine.rollback(update.id)
+        health = await engine.health()
+        assert (health.status, health.version) == ("PAUSED", version)
+        with pytest.raises(EngineError, match=update.id):
+            await engine.commit(update.id)
+        await engine.resume()
+        await self.finished(requests, calls, {version: old})
+        await self.serves(engine, old, version)
 
 
 class TestFaults(Faults):
@@ -48,8 +101,7 @@ class TestFaults(Faults):
             assert (await engine.health()).status == "DIRTY"
             update = WeightUpdate(id="again", version=update.version + 1)
             await engine.stage(update, buckets(read_weights(new)))
-            assert await engine.commit(update.id) == update.version
-            await engine.resume()
+            await self.put_in(engine, update)
             await asyncio.gather(*calls)
             await self.serves(engine, new, update.version)
 
@@ -71,10 +123,10 @@ class TestFaults(Faults):
         version = (await engine.health()).version
         update = await self.update(engine, new)
         await engine.pause()
-        await engine._control.post("/start_weight_update", timeout_s=20.0)
+        await engine._control.post("/start_weight_update")
         assert (await engine.health()).status == "DIRTY"
         assert await engine.commit(update.id) == update.version
-        await engine._control.post("/start_weight_update", timeout_s=20.0)
+        await engine._control.post("/start_weight_update")
         await engine.rollback("")
         health = await engine.health()
         assert (health.status, health.version) == ("PAUSED", update.version)
@@ -88,7 +140,8 @@ class TestFaults(Faults):
         update = await self.update(engine, new)
         await engine.pause()
         await engine.commit(update.id)
-        await engine._control.set_stamp(str(version))  # as if its last call had been lost
+        stale = {"new_version": str(version)}  # as if its last call had been lost
+        await engine._control.post("/update_weight_version", stale)
         health = await engine.health()
         assert (health.status, health.version) == ("DIRTY", None)
         assert f"stamps tokens with {version}" in health.detail
@@ -144,11 +197,11 @@ class TestFaults(Faults):
     @served
     async def test_a_response_that_takes_too_long_is_an_error(self, engine, old):
         await engine.pause()
-        engine._timeouts = fast(generate_s=0.3)
+        engine._control.timeouts = fast(generate_s=0.3)
         with pytest.raises(EngineTimeout, match="generate"):
             await engine.generate(self.request())
         assert (await engine.health()).running == 0
-        engine._timeouts = fast()
+        engine._control.timeouts = fast()
         await engine.resume()
         await engine.generate(self.request())
 
@@ -160,3 +213,60 @@ class TestFaults(Faults):
             with pytest.raises(ValueError, match="transport"):
                 await engine.stage(update, buckets(read_weights(new)))
             await engine.generate(self.request())
+
+
+class TestKilled(Faults):
+    async def is_dead(self, engine):
+        health = await engine.health()
+        assert (health.status, health.version, health.running) == ("DEAD", None, 0)
+        assert health.detail
+        for call in (engine.generate(self.request()), engine.resume(), engine.commit("u")):
+            with pytest.raises(EngineDead, match="shared"):
+                await call
+
+    @served
+    async def test_a_worker_that_dies_in_a_commit(self, engine, old, new):
+        await slow(engine)
+        calls = [asyncio.ensure_future(engine.generate(self.request(max_tokens=200)))]
+        await engine.generate(self.request(max_tokens=6))
+        update = await self.update(engine, new)
+        await engine.pause()
+        await engine._control.rpc({"do": "fault", "at": "kill", "after": 7})
+        with pytest.raises(EngineDead):
+            await engine.commit(update.id)
+        for call in calls:
+            with pytest.raises(EngineDead):
+                await call
+        await self.is_dead(engine)
+        self.shared.server.stop()
+
+    @served
+    async def test_a_commit_that_broke_off_is_rolled_back_to_the_checkpoint(self, engine, old, new):
+        assert (await engine.health()).version == 0  # started again, and never updated
+        await self.rolled_back(engine, old, new, 0)
+
+    @served
+    async def test_a_server_that_dies_while_it_serves_and_stages(self, engine, old, new):
+        await slow(engine)
+        requests = self.ragged(4, max_tokens=200)
+        calls = [asyncio.ensure_future(engine.generate(each)) for each in requests]
+        await engine.generate(self.request(max_tokens=6))
+
+        async def cut_off():
+            given = cut(read_weights(new))
+            yield given[0]
+            os.killpg(self.shared.server.pid, signal.SIGKILL)
+            yield given[1]
+
+        with pytest.raises(EngineDead):
+            await engine.stage(await next_update(engine), cut_off())
+        for call in calls:
+            with pytest.raises(EngineDead):
+                await call
+        await self.is_dead(engine)
+
+    @served
+    async def test_a_server_that_dies_idle(self, engine, old):
+        os.killpg(self.shared.server.pid, signal.SIGKILL)
+        await self.is_dead(engine)
+        await engine.close()

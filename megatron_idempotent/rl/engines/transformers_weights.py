@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megatron_idempotent.fp8.blockwise import BLOCK, E4M3, dequantize_blockwise
-from megatron_idempotent.rl.engines.protocol import EngineError, refuse_kv_scales
 from megatron_idempotent.rl.weights import (
     Bucket,
     Staging,
@@ -22,6 +21,8 @@ from megatron_idempotent.rl.weights import (
     WeightUpdate,
 )
 from megatron_idempotent.rl.weights.staging import SideStream, used_here
+
+from .protocol import EngineError, refuse_kv_scales
 
 # transformers holds the experts of a layer in two tensors, [E, 2 I, H] and [E, H, I], and
 # checkpoints have three matrices for each expert.
@@ -215,15 +216,6 @@ class Incoming(Staging):
         super()._check_fit(tensors)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Torn:
-    """Describes a commit that failed, after which the old weights could not be put back."""
-
-    update_id: str
-    version: int | None
-    trouble: str
-
-
 class WeightVersions:
     """Stages, commits and takes back updates of one model's weights.
 
@@ -232,17 +224,26 @@ class WeightVersions:
     """
 
     def __init__(self, weights: ServedWeights, *, name: str, version: int) -> None:
-        self.version: int | None = version
-        """The version that is served; None if the weights were freed, or are torn."""
-        self.trouble = ""
-        """The reason why no version is served; empty if one is."""
         self._weights = weights
         self._name = name
         self._last = version
+        self._freed = ""
+        self._torn_by = ""
         self._arriving: tuple[WeightUpdate, asyncio.Task[None]] | None = None
         self._staged: tuple[WeightUpdate, dict[str, torch.Tensor]] | None = None
         self._committed: WeightUpdate | None = None
-        self._torn: _Torn | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that is served; None if the weights were freed, or are torn."""
+        return None if self.trouble else self._last
+
+    @property
+    def trouble(self) -> str:
+        """The reason why no version is served; empty if one is."""
+        if self._torn_by:
+            return f"update {self._torn_by} was committed in part; commit it again or roll it back"
+        return self._freed
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
         """See `RolloutEngine.stage`. It raises `UpdateRefused` if it is rolled back meanwhile."""
@@ -281,12 +282,14 @@ class WeightVersions:
         try:
             self._weights.exchange(tensors)
         except Exception as error:
+            # What an earlier attempt had left is back as well, unless this one left something.
+            self._torn_by = update.id if self._weights.torn else ""
             raise EngineError(
                 f"{self._name} could not commit update {update.id}: {type(error).__name__}: "
-                f"{error}; {self._after_failure(update)}"
+                f"{error}; {self.trouble if self._torn_by else 'what was there before is back'}"
             ) from error
-        self.version, self._last, self.trouble = update.version, update.version, ""
-        self._committed, self._staged, self._torn = update, None, None
+        self._last, self._freed, self._torn_by = update.version, "", ""
+        self._committed, self._staged = update, None
         return update.version
 
     def committed(self, update_id: str) -> int | None:
@@ -298,7 +301,7 @@ class WeightVersions:
     async def rollback(self, update_id: str) -> None:
         """See `RolloutEngine.rollback`. Errors: `EngineError` if weights cannot be restored."""
         await self._give_up(update_id)
-        if self._torn is not None and self._torn.update_id == update_id:
+        if self._torn_by and self._torn_by == update_id:
             try:
                 self._weights.restore()
             except Exception as error:
@@ -306,34 +309,16 @@ class WeightVersions:
                     f"{self._name} could not take back update {update_id}: "
                     f"{type(error).__name__}: {error}; it stays DIRTY: stage all weights again"
                 ) from error
-            self._put_back(self._torn)
+            self._torn_by = ""
         if self._staged is not None and self._staged[0].id == update_id:
             self._staged = None
 
     async def free(self, why: str) -> None:
         """Give up all weights: served, staged and arriving ones; `why` becomes the trouble."""
         await self._give_up(None)
-        self._staged = self._committed = self._torn = None
+        self._staged = self._committed = None
         self._weights.free()
-        self.version, self.trouble = None, why
-
-    def _after_failure(self, update: WeightUpdate) -> str:
-        if self._weights.torn:
-            before = self._torn or _Torn(
-                update_id=update.id, version=self.version, trouble=self.trouble
-            )
-            self._torn = dataclasses.replace(before, update_id=update.id)
-            self.version = None
-            self.trouble = (
-                f"update {update.id} was committed in part; commit it again or roll it back"
-            )
-            return self.trouble
-        if self._torn is not None:
-            self._put_back(self._torn)  # what an earlier attempt had left is back as well
-        return "what was there before is back"
-
-    def _put_back(self, torn: _Torn) -> None:
-        self.version, self.trouble, self._torn = torn.version, torn.trouble, None
+        self._freed, self._torn_by = why, ""
 
     async def _give_up(self, update_id: str | None) -> None:
         if self._arriving is not None and update_id in (None, self._arriving[0].id):
@@ -368,7 +353,7 @@ class WeightVersions:
                 f"{self._name} was given update {update.id} of version {update.version} and has "
                 f"committed one of that id in version {self._committed.version}; give it another id"
             )
-        # Freed weights may come again in the version that they had.
+        # Weights that were freed, or are torn, may come again in the version that they had.
         least = self._last + 1 if self.version is not None else self._last
         if update.version < least:
             raise UpdateRefused(
