@@ -22,7 +22,7 @@ from megatron_idempotent.rl.weights import (
 )
 from megatron_idempotent.rl.weights.staging import SideStream, used_here
 
-from .protocol import EngineError, refuse_kv_scales
+from .protocol import EngineError, refuse_kv_scales, refuse_out_of_turn
 
 # transformers holds the experts of a layer in two tensors, [E, 2 I, H] and [E, H, I], and
 # checkpoints have three matrices for each expert.
@@ -250,7 +250,19 @@ class WeightVersions:
         if self._committed == update:
             return
         refuse_kv_scales(self._name, update, "its key-value cache is not quantised")
-        self._refuse(update)
+        if self._committed is not None and self._committed.id == update.id:
+            raise UpdateRefused(
+                f"{self._name} was given update {update.id} of version {update.version} and has "
+                f"committed one of that id in version {self._committed.version}; give it another id"
+            )
+        refuse_out_of_turn(
+            self._name,
+            update,
+            # Weights that were freed, or are torn, may come again in the version that they had.
+            least=self._last + 1 if self.version is not None else self._last,
+            serving=self.version,
+            staging="" if self._arriving is None else self._arriving[0].id,
+        )
         self._staged = None
         task = asyncio.ensure_future(self._receive(update, buckets))
         self._arriving = (update, task)
@@ -341,28 +353,3 @@ class WeightVersions:
     def _assembled(self, incoming: Incoming) -> dict[str, torch.Tensor]:
         with incoming.side.complete():
             return self._weights.assemble(incoming.complete())
-
-    def _refuse(self, update: WeightUpdate) -> None:
-        if self._arriving is not None:
-            raise UpdateRefused(
-                f"{self._name} was given update {update.id} while {self._arriving[0].id} is being "
-                "staged; wait for that one, or roll it back"
-            )
-        if self._committed is not None and self._committed.id == update.id:
-            raise UpdateRefused(
-                f"{self._name} was given update {update.id} of version {update.version} and has "
-                f"committed one of that id in version {self._committed.version}; give it another id"
-            )
-        # Weights that were freed, or are torn, may come again in the version that they had.
-        least = self._last + 1 if self.version is not None else self._last
-        if update.version < least:
-            raise UpdateRefused(
-                f"{self._name} was given update {update.id} of version {update.version} and has "
-                f"version {self._last}; send {least} or later"
-            )
-        if update.base_version is not None and update.base_version != self.version:
-            serves = "no version" if self.version is None else f"version {self.version}"
-            raise UpdateRefused(
-                f"{self._name} was given update {update.id}, which builds on version "
-                f"{update.base_version}, and serves {serves}; send all tensors"
-            )

@@ -22,7 +22,7 @@ from megatron_idempotent.rl.weights import (
 )
 from megatron_idempotent.rl.weights.transports import receiver
 
-from .protocol import EngineUnsupported
+from .protocol import EngineUnsupported, refuse_out_of_turn
 
 
 class IncomingUpdate:
@@ -292,23 +292,15 @@ class Inbox:
 
     def _open(self, update: WeightUpdate, command: Mapping[str, Any]) -> None:
         serving = command["serving"] if self._version is None else self._version
-        if self._arrival is not None and self._arrival.busy:
-            raise UpdateRefused(
-                f"update {self._arrival.update.id} is being staged; send {update.id} when that one "
-                "is staged, or rolled back"
-            )
-        if update.version <= serving:
-            raise UpdateRefused(
-                f"update {update.id} is version {update.version}, and {serving} is served; send "
-                "one above it"
-            )
+        arrival = self._arrival
+        refuse_out_of_turn(
+            f"worker {self._rank}",
+            update,
+            least=serving + 1,
+            serving=None if self.dirty else serving,
+            staging=arrival.update.id if arrival is not None and arrival.busy else "",
+        )
         if update.base_version is not None:
-            if update.base_version != serving or self.dirty:
-                raise UpdateRefused(
-                    f"update {update.id} builds on version {update.base_version}, and "
-                    f"{'weights of more than one' if self.dirty else serving} are served; send "
-                    "every tensor"
-                )
             self._base()
         if update.kv_scales is not None:
             self._check_scales(update.kv_scales)

@@ -123,7 +123,6 @@ class VllmUpdates:
         self._transport = transport
         self._initial_version = initial_version
         self._keep_copy = keep_copy
-        self._staging = ""
         # Commits and rollbacks take several calls each, which must not mix.
         self._switching = asyncio.Lock()
 
@@ -167,19 +166,10 @@ class VllmUpdates:
         """See `RolloutEngine.stage`. Each worker takes all tensors into its host's memory."""
         if self._transport is None:
             raise ValueError(f"engine {self.name} has no transport; construct it with one")
-        if self._staging:
-            raise UpdateRefused(
-                f"engine {self.name}: update {self._staging} is being staged; send "
-                f"{update.id} when that one is staged, or rolled back"
-            )
-        self._staging = update.id
-        try:
-            state = await self._state()
-            if state.committed == update.id and not state.dirty:
-                return
-            await self._send(update, buckets, self._transport(), state.version)
-        finally:
-            self._staging = ""
+        state = await self._state()
+        if state.committed == update.id and not state.dirty:
+            return
+        await self._send(update, buckets, self._transport(), state.version)
 
     async def commit(self, update_id: str) -> int:
         """See `RolloutEngine.commit`."""

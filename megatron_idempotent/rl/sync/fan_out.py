@@ -167,7 +167,11 @@ class ChangedTensors:
     """
 
     def __init__(self, buckets: Iterator[Bucket], known: Mapping[str, int]) -> None:
-        """`known` are the checksums of tensors that need not be sent again."""
+        """
+        Args:
+            buckets: all buckets of the update, as the export makes them.
+            known: the checksums of tensors that need not be sent again.
+        """
         self.bytes_sent = self.tensors_sent = self.tensors_unchanged = 0
         self.checksums: dict[str, int] = {}
         self._buckets = buckets

@@ -82,7 +82,6 @@ class WeightSync:
         self._kv_scales: Mapping[str, float] | None = None
         self._run = uuid.uuid4().hex[:8]
         self._running: int | None = None
-        self._outcomes: dict[str, EngineOutcome] = {}
         self._quarantined: Mapping[str, str] = {}
 
     @property
@@ -134,7 +133,8 @@ class WeightSync:
         self._running = version
         try:
             kv_scales = self._kv_scales if kv_scales is None else dict(kv_scales)
-            report = await self._update(source, version, changed_only, kv_scales, Phases(timer))
+            update = WeightUpdate(id=f"{self._run}/{version}", version=version, kv_scales=kv_scales)
+            report = await self._bring(update, source, changed_only, Phases(timer))
         finally:
             self._running = None
         if not report.named("committed"):
@@ -156,17 +156,11 @@ class WeightSync:
                 await resume(engine, health.version, "", self._settings)
         return await self._ask_all()
 
-    async def _update(
-        self,
-        source: WeightSource,
-        version: int,
-        changed_only: bool,
-        kv_scales: Mapping[str, float] | None,
-        phases: Phases,
+    async def _bring(
+        self, update: WeightUpdate, source: WeightSource, changed_only: bool, phases: Phases
     ) -> SyncReport:
         clock = asyncio.get_running_loop().time
         started = clock()
-        update = WeightUpdate(id=f"{self._run}/{version}", version=version, kv_scales=kv_scales)
         healths = await self._ask_all()
         alive = [each for each in self._engines if healths[each.name].status != "DEAD"]
         (base, known), self._sent = self._sent, (None, {})
@@ -185,18 +179,18 @@ class WeightSync:
             await asyncio.shield(one.give_up(f"the update was interrupted: {error!r}"))
             raise
         finally:
-            self._outcomes = {
+            outcomes = {
                 name: one.outcomes.get(name) or given_up(healths[name], "it does not answer")
                 for name in healths
             }
             self._quarantined = {
                 name: found.detail
-                for name, found in self._outcomes.items()
+                for name, found in outcomes.items()
                 if found.outcome == "quarantined"
             }
         report = SyncReport(
-            version=version,
-            engines=self._outcomes,
+            version=update.version,
+            engines=outcomes,
             bytes_sent=passing.bytes_sent,
             tensors_sent=passing.tensors_sent,
             tensors_unchanged=passing.tensors_unchanged,
@@ -204,7 +198,7 @@ class WeightSync:
             pause_s=one.pause_s,
             total_s=clock() - started,
         )
-        self._sent = (version, passing.checksums)
+        self._sent = (update.version, passing.checksums)
         if one.stamp_error is not None:
             raise one.stamp_error
         return report

@@ -60,5 +60,5 @@ def make_engine(watched):
 
 @pytest.fixture
 def engine(make_engine):
-    """That model's engine, named "e1"."""
+    """An engine of that model, named "e1"."""
     return make_engine(name="e1")

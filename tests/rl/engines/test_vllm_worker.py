@@ -73,7 +73,7 @@ class Worker:
         return self.tell("complete", id=update.id, buckets=len(tensors))
 
     def commit(self, update_id: str = "u", *, fails: bool = False) -> dict[str, float]:
-        """What vLLM loads at a commit, which fails or not."""
+        """Do what vLLM does at a commit, which fails or not; return what it loads."""
         self.inbox.began()
         loaded = self.inbox.to_load(update_id, restore=False)
         if fails:
@@ -155,7 +155,7 @@ def test_an_update_with_a_base_is_loaded_with_the_rest_of_it(worker: Worker) -> 
     ("base", "dirty", "keep", "message"),
     [
         (0, False, True, "builds on version 0"),
-        (1, True, True, "more than one"),
+        (1, True, True, "no version is served"),
         (1, False, False, "keep_copy"),
     ],
 )
@@ -180,11 +180,12 @@ def refused(answer: dict[str, Any], message: str) -> dict[str, Any]:
 
 def test_an_update_is_above_what_is_served_and_alone_and_complete(worker: Worker) -> None:
     third = WeightUpdate(id="u", version=3)
-    refused(worker.stage(third, NEW, serving=3), "update u is version 3, and 3 is served")
+    answer = worker.stage(third, NEW, serving=3)
+    refused(answer, "worker 0: update u of version 3 came after version 3; send 4 or later")
     worker.open(third, serving=2)
     asyncio.run(worker.sender.close())
     other = worker.open(WeightUpdate(id="v", version=5), serving=2)
-    assert refused(other, "update u is being staged")["staging"] == "u"
+    assert refused(other, "came while u is being staged")["staging"] == "u"
     answer = refused(worker.tell("complete", id="u", buckets=2), "u: 0 of 2 buckets arrived")
     assert answer["holds"] == {}
     worker.tell("drop", id="another")

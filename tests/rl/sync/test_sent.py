@@ -1,4 +1,4 @@
-"""What an update sends: changed tensors only, and scales; and timers that hear of its phases."""
+"""An update sends changed tensors only, and scales with them; timers hear of its phases."""
 
 from __future__ import annotations
 
