@@ -18,7 +18,7 @@ UPDATES = 40
 
 
 def asked_by(worker, turn):
-    """Make a worker's request: it has its neighbour's prompt, so that some share their computation."""
+    """Make a worker's request; it has its neighbour's prompt, so some share their computation."""
     return request(
         1000 * worker + turn,
         prompt=tuple(range(3 + worker // 2, 9 + worker // 2 + turn % 5)),
