@@ -91,22 +91,6 @@ async def then_fails(given):
 class EngineContract(ContractBase):
     """Override `serving`, and the flags of `ContractBase` for what the engine cannot do."""
 
-    async def start(self, engine, requests):
-        """Calls that have drawn some tokens, and have more to draw."""
-        calls = [asyncio.ensure_future(engine.generate(each)) for each in requests]
-        # A short request runs beside them: once it is answered, they have come as far.
-        await engine.generate(self.request(max_tokens=6))
-        return calls
-
-    async def ended(self, requests, calls, weights, *, tokens=None):
-        """Their samples, each with the log-probs of its weights; whole, or else aborted."""
-        samples = await asyncio.gather(*calls)
-        for request, sample in zip(requests, samples, strict=True):
-            assert (sample.finish_reason == "abort") == (tokens is None)
-            assert tokens in (None, len(sample.tokens))
-            self.check_logprobs(request, sample, weights)
-        return samples
-
     # generate and health
 
     @served

@@ -121,6 +121,31 @@ class ContractBase:
                         float(exact[place]), abs=allowed
                     ), (request, place)
 
+    async def start(
+        self, engine: RolloutEngine, requests: Sequence[Request]
+    ) -> list[asyncio.Future[Sample]]:
+        """Calls that have drawn some tokens, and have more to draw."""
+        calls = [asyncio.ensure_future(engine.generate(each)) for each in requests]
+        # A short request runs beside them: once it is answered, they have come as far.
+        await engine.generate(self.request(max_tokens=6))
+        return calls
+
+    async def ended(
+        self,
+        requests: Sequence[Request],
+        calls: Sequence[asyncio.Future[Sample]],
+        weights: Path | Mapping[int, Path],
+        *,
+        tokens: int | None = None,
+    ) -> list[Sample]:
+        """Their samples, each with the log-probs of its weights; whole, or else aborted."""
+        samples = await asyncio.gather(*calls)
+        for request, sample in zip(requests, samples, strict=True):
+            assert (sample.finish_reason == "abort") == (tokens is None)
+            assert tokens in (None, len(sample.tokens))
+            self.check_logprobs(request, sample, weights)
+        return samples
+
     async def update(
         self, engine: RolloutEngine, directory: Path, *, above: int = 1
     ) -> WeightUpdate:

@@ -26,6 +26,7 @@ from megatron_idempotent.rl.engines import (
 )
 from megatron_idempotent.rl.engines.vllm import Timeouts, VllmEngine, VllmServer, seed_at
 from megatron_idempotent.rl.engines.vllm_server import PATHS
+from megatron_idempotent.rl.weights import WeightUpdate
 
 GENERATE = "/inference/v1/generate"
 ASKED = Request(id="q", prompt=(5, 6), max_tokens=2)
@@ -145,6 +146,10 @@ def pause(mode: Any = "keep") -> Any:
     return lambda engine: engine.pause(mode)
 
 
+def stage(engine: Any) -> Any:
+    return engine.stage(WeightUpdate(id="u", version=1), None)
+
+
 REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     (lacks(GENERATE), generate(), EngineUnsupported, "lacks /inference.*--enable-scale-out"),
     (lacks("/pause"), pause(), EngineUnsupported, "lacks /pause;.*VLLM_SERVER_DEV_MODE=1"),
@@ -154,6 +159,7 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     (Server, generate(temperature=0.7), EngineUnsupported, "processed_logprobs"),
     (Server, generate(prompt=(5,) * 63), ValueError, "64 positions"),
     (Server, generate(temperature=0.009), ValueError, "temperature=0.009"),
+    (Server, stage, ValueError, "engine e has no transport"),
     (Server, pause("later"), ValueError, "'later'.*'keep', 'abort'"),
     (refuses(400, "Token 700 is unknown"), generate(), ValueError, "request 'q'.*700 is unknown"),
     (refuses(500, "out of luck"), generate(), EngineError, "500: out of luck"),

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import pytest
 from contract import EngineContract
 from contract_base import served
-from served import slow
+from served import OnServer, slow
 
 from megatron_idempotent.rl.engines import EngineUnsupported
 
 
-class TestVllmEngine(EngineContract):
+class TestVllmEngine(OnServer, EngineContract):
     # vLLM draws a part that is resubmitted with another generator than the whole.
     exact_seeds = False
     pauses_to_stage = True
     hot = (32, {"max_tokens": 200, "temperature": 2.0})  # its highest temperature
-
-    @pytest.fixture(autouse=True)
-    def server(self, shared):
-        self.shared = shared
-        shared.start()
-
-    @contextlib.asynccontextmanager
-    async def serving(self, directory):
-        async with self.shared.engine(directory) as engine:
-            yield engine
-
-    async def start(self, engine, requests):
-        await slow(engine)
-        return await super().start(engine, requests)
 
     @served
     async def test_a_prompt_seen_before_a_commit_is_computed_anew(self, engine, old, new):

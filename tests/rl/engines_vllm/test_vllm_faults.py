@@ -7,8 +7,8 @@ import os
 import signal
 
 import pytest
-from contract_base import ContractBase, buckets, cut, listed, next_update, served
-from served import fast, slow
+from contract_base import buckets, cut, listed, next_update, served
+from served import OnServer, fast
 from tiny import read_weights
 
 from megatron_idempotent.rl.engines import EngineDead, EngineError, EngineTimeout
@@ -23,23 +23,15 @@ from megatron_idempotent.rl.weights.transports import (
 BREAK_OFF = {"do": "fault", "at": "load", "after": 7}
 
 
-class Faults(ContractBase):
-    """Tests on the shared server."""
+class Faults(OnServer):
+    """Commits that break off, and checks of what follows them."""
 
-    @pytest.fixture(autouse=True)
-    def server(self, shared):
-        self.shared = shared
-        shared.start()
-
-    def serving(self, directory):
-        return self.shared.engine(directory, timeouts=fast())
+    limits = fast()
 
     async def broken(self, engine, directory):
         """Running requests, and an update whose commit broke off at its eighth tensor."""
-        await slow(engine)
         requests = self.ragged(4, max_tokens=150)
-        calls = [asyncio.ensure_future(engine.generate(each)) for each in requests]
-        await engine.generate(self.request(max_tokens=6))
+        calls = await self.start(engine, requests)
         update = await self.update(engine, directory)
         await engine.pause()
         await engine._control.rpc(BREAK_OFF)
@@ -53,12 +45,6 @@ class Faults(ContractBase):
         assert await engine._control.is_paused()
         return requests, calls, update
 
-    async def finished(self, requests, calls, weights):
-        for request, sample in zip(requests, await asyncio.gather(*calls), strict=True):
-            assert len(sample.tokens) == 150
-            assert set(sample.versions) <= set(weights)
-            self.check_logprobs(request, sample, weights)
-
     async def rolled_back(self, engine, old, new, version):
         requests, calls, update = await self.broken(engine, new)
         await engine.rollback("another")
@@ -69,7 +55,7 @@ class Faults(ContractBase):
         with pytest.raises(EngineError, match=update.id):
             await engine.commit(update.id)
         await engine.resume()
-        await self.finished(requests, calls, {version: old})
+        await self.ended(requests, calls, old, tokens=150)
         await self.serves(engine, old, version)
 
 
@@ -81,7 +67,7 @@ class TestFaults(Faults):
         assert await engine.commit(update.id) == update.version
         assert (await engine.health()).status == "PAUSED"
         await engine.resume()
-        await self.finished(requests, calls, {version: old, update.version: new})
+        await self.ended(requests, calls, {version: old, update.version: new}, tokens=150)
         await self.serves(engine, new, update.version)
 
     @served
@@ -108,7 +94,7 @@ class TestFaults(Faults):
     @served
     async def test_a_new_client_goes_on_where_another_stopped(self, engine, old, new):
         _, calls, update = await self.broken(engine, new)
-        other = VllmEngine(self.shared.server.url, name="other", timeouts=fast())
+        other = VllmEngine(self.shared.server.url, name="other", timeouts=self.limits)
         assert (await other.health()).status == "DIRTY"
         with pytest.raises(EngineError, match="DIRTY"):
             await other.resume()
@@ -194,26 +180,6 @@ class TestFaults(Faults):
             await self.serves(engine, new, await self.switch(engine, new))
             assert list(tmp_path.iterdir()) == []  # nothing is left of what was sent
 
-    @served
-    async def test_a_response_that_takes_too_long_is_an_error(self, engine, old):
-        await engine.pause()
-        engine._control.timeouts = fast(generate_s=0.3)
-        with pytest.raises(EngineTimeout, match="generate"):
-            await engine.generate(self.request())
-        assert (await engine.health()).running == 0
-        engine._control.timeouts = fast()
-        await engine.resume()
-        await engine.generate(self.request())
-
-    @served
-    async def test_an_engine_without_a_transport_serves_and_is_not_updated(self, engine, old, new):
-        await engine.close()
-        async with self.shared.engine(old, transport=None) as engine:
-            update = await next_update(engine)
-            with pytest.raises(ValueError, match="transport"):
-                await engine.stage(update, buckets(read_weights(new)))
-            await engine.generate(self.request())
-
 
 class TestKilled(Faults):
     async def is_dead(self, engine):
@@ -226,9 +192,7 @@ class TestKilled(Faults):
 
     @served
     async def test_a_worker_that_dies_in_a_commit(self, engine, old, new):
-        await slow(engine)
-        calls = [asyncio.ensure_future(engine.generate(self.request(max_tokens=200)))]
-        await engine.generate(self.request(max_tokens=6))
+        calls = await self.start(engine, [self.request(max_tokens=200)])
         update = await self.update(engine, new)
         await engine.pause()
         await engine._control.rpc({"do": "fault", "at": "kill", "after": 7})
@@ -247,10 +211,7 @@ class TestKilled(Faults):
 
     @served
     async def test_a_server_that_dies_while_it_serves_and_stages(self, engine, old, new):
-        await slow(engine)
-        requests = self.ragged(4, max_tokens=200)
-        calls = [asyncio.ensure_future(engine.generate(each)) for each in requests]
-        await engine.generate(self.request(max_tokens=6))
+        calls = await self.start(engine, self.ragged(4, max_tokens=200))
 
         async def cut_off():
             given = cut(read_weights(new))
