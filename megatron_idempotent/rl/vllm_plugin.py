@@ -4,7 +4,7 @@ from __future__ import annotations
 
 BACKEND = "megatron_idempotent"
 """The name of the transfer engine, for `--weight-transfer-config '{"backend": …}'`."""
-EXTENSION = "megatron_idempotent.rl.engines.vllm.worker.StagingExtension"
+EXTENSION = "megatron_idempotent.rl.engines.vllm_worker.StagingExtension"
 """The value of `--worker-extension-cls`: the client's commands to workers go through it."""
 
 
@@ -19,5 +19,5 @@ def register() -> None:
     # vLLM forgets nothing and refuses a second registration, and has no public way to ask.
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "megatron_idempotent.rl.engines.vllm.worker", "StagedTransfer"
+            BACKEND, "megatron_idempotent.rl.engines.vllm_worker", "StagedTransfer"
         )

@@ -177,8 +177,8 @@ def _server(file: str, folder: Path, checkpoint: Path) -> None:
 #: Each is called with its file, a folder, and a checkpoint.
 SERVED = {
     "rl/controller/controller.py": _controller,
-    "rl/engines/transformers/engine.py": _local_engine,
-    "rl/engines/vllm/inbox.py:Inbox": _inbox,
+    "rl/engines/transformers.py": _local_engine,
+    "rl/engines/vllm_inbox.py:Inbox": _inbox,
     "rl/sync/fan_out.py": _fan_out,
     "rl/sync/weight_sync.py": _weight_sync,
     "rl/weights/staging.py:Staging": _staging,

@@ -9,7 +9,6 @@ cluster, a GPU or processes of its own, its calls are held against the signature
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -29,17 +28,12 @@ BOUND = {
     "proof/certify/run.py": "an adapter in a package of its own",
     "proof/cpu/pool.py": CLUSTER,
     "fp8/settings.py": "Transformer Engine and a GPU",
-    "rl/engines/vllm/inbox.py:IncomingUpdate": "a sender beside it that sends between the lines",
-    "rl/engines/vllm/server.py": "vLLM",
-    "rl/engines/vllm/updates.py": "an engine of vLLM's",
+    "rl/engines/vllm_inbox.py:IncomingUpdate": "a sender beside it that sends between the lines",
+    "rl/engines/vllm_server.py": "vLLM",
     "step/packs.py:pack_batches": "attention that takes packs: tests/step/test_packs.py has it",
     "rl/workers/embedded.py": CLUSTER,
     "rl/workers/ray.py": "a cluster of Ray's",
     "rl/workers/torchrun.py": "torchrun's ranks in other processes",
-}
-#: Classes of what such an example is given, by its name there.
-GIVEN = {
-    "rl/engines/vllm/updates.py": ("updates", "rl.engines.vllm.updates", "UpdateStager"),
 }
 ON_RANKS = {
     "proof/cpu/probes.py:watching_collectives",
@@ -339,9 +333,6 @@ def _bind(file: str, *, package: Path = PACKAGE) -> int:
     """
     imported: dict[str, Any] = {}
     made: dict[str, Any] = {}
-    if file in GIVEN:
-        name, module, kind = GIVEN[file]
-        made[name] = getattr(importlib.import_module(f"megatron_idempotent.{module}"), kind)
     bound = 0
     for example in _examples(file, package=package):
         flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT

@@ -114,7 +114,7 @@ def staged_beside(nbytes: int) -> tuple[bool, bool]:
     busy."""
     import torch
 
-    from megatron_idempotent.rl.engines.transformers.weights import Incoming
+    from megatron_idempotent.rl.engines.transformers_weights import Incoming
     from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightUpdate
 
     weights = torch.randint(0, 127, (nbytes,), dtype=torch.uint8, device="cuda")

@@ -15,7 +15,7 @@ from megatron_idempotent.rl.sync import (
     SyncSettings,
     WeightSync,
 )
-from megatron_idempotent.rl.sync.recovery import ask
+from megatron_idempotent.rl.sync.weight_sync import ask
 from megatron_idempotent.rl.weights import WeightSource
 
 from .protocol import EnginesLost, PoisonedPrompt, RolloutGroup

@@ -13,6 +13,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_idempotent.lazy import naming_the_remedy
+
 from .protocol import EngineDead, EngineTimeout
 
 if TYPE_CHECKING:
@@ -41,24 +43,22 @@ class HttpResponse:
 class HttpClient:
     """Sends requests to one server. Example: `await client.call("GET", "/health", timeout_s=5)`."""
 
-    def __init__(
-        self, url: str, *, engine: str, api_key: str | None = None, connect_s: float | None = None
-    ) -> None:
+    def __init__(self, url: str, *, engine: str, api_key: str | None = None) -> None:
         """
         Args:
             url: the server's address, such as "http://10.0.0.7:30000".
             engine: the engine's name, for errors.
             api_key: sent as a bearer token.
-            connect_s: seconds to wait for a connection; None for as long as the call may take.
 
         Errors: `ModuleNotFoundError` without aiohttp.
         """
-        _aiohttp()
+        with naming_the_remedy("an engine over HTTP"):
+            import aiohttp
+        self._aiohttp = aiohttp
         self.url = url.rstrip("/")
         self.where = f"engine {engine} at {self.url}"
         """The engine's name and address, for errors."""
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._connect_s = connect_s
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -84,25 +84,26 @@ class HttpClient:
         Errors: `EngineDead` if there is no connection, or it ends before the answer does, or this
             client was closed; `EngineTimeout`.
         """
-        aiohttp = _aiohttp()
-        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_s)
+        limits = self._aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._open().request(
                 method, self.url + path, json=body, params=query, timeout=limits
             ) as response:
                 text = await response.text()
         except asyncio.TimeoutError as error:
-            waited_s = self._connect_s if timeout_s is None else timeout_s
             raise EngineTimeout(
-                f"{self.where} has not answered {path} in {waited_s:g} s; ask its health what it "
-                "did"
+                f"{self.where} has not answered {path} in {timeout_s} s; ask its health what it did"
             ) from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (self._aiohttp.ClientError, OSError) as error:
             raise EngineDead(
                 f"{self.where} does not answer {path}: {error!r}; start the server again and make "
                 "a new engine for it"
             ) from error
-        return HttpResponse(status=response.status, body=_parsed(text))
+        try:
+            parsed = json.loads(text) if text else None
+        except ValueError:
+            parsed = text
+        return HttpResponse(status=response.status, body=parsed)
 
     async def close(self) -> None:
         """End all connections. Twice: no-op. Later calls raise `EngineDead`."""
@@ -115,22 +116,8 @@ class HttpClient:
         if self._closed:
             raise EngineDead(f"{self.where} was closed by this client; make a new engine for it")
         if self._session is None:
-            aiohttp = _aiohttp()
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            self._session = self._aiohttp.ClientSession(
+                connector=self._aiohttp.TCPConnector(limit=0, force_close=True),
+                headers=self._headers,
+            )
         return self._session
-
-
-def _aiohttp() -> Any:
-    from megatron_idempotent.lazy import naming_the_remedy
-
-    with naming_the_remedy("an engine over HTTP"):
-        import aiohttp
-    return aiohttp
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text) if text else None
-    except ValueError:
-        return text

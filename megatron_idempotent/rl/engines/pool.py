@@ -5,32 +5,32 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol
 
 from .protocol import EngineDead, EngineError, Request, RolloutEngine, Sample
 
-Pick: TypeAlias = "Callable[[Request], RolloutEngine | Awaitable[RolloutEngine]]"
-"""A function that chooses an engine for the rest of a request."""
-
+#: Attempts in a row that may bring nothing, and the pause after the first of them.
+_ATTEMPTS, _WAIT_S = 8, 0.05
 #: A pause between attempts never gets longer.
 _LONGEST_WAIT_S = 5.0
 
 
 async def generate_whole(
-    engine: RolloutEngine | Pick,
+    engine: RolloutEngine,
     request: Request,
     *,
-    attempts: int = 8,
-    wait_s: float = 0.05,
+    attempts: int = _ATTEMPTS,
+    wait_s: float = _WAIT_S,
 ) -> Sample:
-    """Sample a response; one that comes back as a part is continued, by the same engine or another.
+    """Sample a response; one that comes back as a part is continued.
 
     A part's tokens become the end of the next prompt, so each token is drawn, and counted, once;
     with a seed the response is the one that was never interrupted, if the weights are the same.
-    A paused engine lets the rest wait, so this waits with it.
+    A paused engine lets the rest wait, so this waits with it. `EnginePool.generate` continues a
+    part on another engine, too.
 
     Args:
-        engine: one engine, or a function that chooses one for each attempt.
+        engine: the engine that samples.
         request: the whole response; its id is that of all parts.
         attempts: the number of attempts in a row without a token after which it gives up; a part
             with a token starts the count again, because an engine may be stopped for every update
@@ -38,23 +38,28 @@ async def generate_whole(
         wait_s: seconds before an attempt that follows one without a token; twice as long each time,
             up to 5 s.
 
-    Errors: those of `generate`. `EngineDead` only if there is no other engine to choose, or after
-        so many attempts; `EngineError` after so many parts without a token.
+    Errors: those of `generate`; `EngineError` after so many parts without a token.
     """
+    return await _whole(engine.generate, request, engine.name, attempts=attempts, wait_s=wait_s)
+
+
+async def _whole(
+    draw: Callable[[Request], Awaitable[Sample]],
+    request: Request,
+    only: str | None,
+    *,
+    attempts: int,
+    wait_s: float,
+) -> Sample:
+    """Join parts to a whole response. `only` names the engine that draws them, if it is one."""
     done = Sample(request_id=request.id, tokens=(), logprobs=(), versions=(), finish_reason="abort")
     without = 0
     while True:
-        rest = _rest(request, done)
-        if callable(engine):
-            found = engine(rest)
-            chosen = await found if isinstance(found, Awaitable) else found
-        else:
-            chosen = engine
         try:
-            part = await chosen.generate(rest)
+            part = await draw(_rest(request, done))
         except EngineDead:
             without += 1
-            if not callable(engine) or without >= attempts:
+            if only is not None or without >= attempts:
                 raise
         else:
             without = 0 if part.tokens else without + 1
@@ -63,8 +68,8 @@ async def generate_whole(
                 return done
             if without >= attempts:
                 raise EngineError(
-                    f"{chosen.name} gave back request {request.id!r} {without} times without a "
-                    f"token, after {len(done.tokens)} of them; is it resumed?"
+                    f"{only or 'the pool'} gave back request {request.id!r} {without} times "
+                    f"without a token, after {len(done.tokens)} of them; is it resumed?"
                 )
         if without:
             await asyncio.sleep(min(wait_s * 2 ** (without - 1), _LONGEST_WAIT_S))
@@ -116,7 +121,8 @@ class EnginePool:
     def __init__(self, engines: Sequence[RolloutEngine], *, sync: Quarantine | None = None) -> None:
         if not engines:
             raise ValueError("EnginePool() got no engines; give at least one")
-        self._counted = [_Counted(engine, self) for engine in engines]
+        self._engines = {engine.name: engine for engine in engines}
+        self._running = dict.fromkeys(self._engines, 0)
         self._sync = sync
         self._dead: dict[str, str] = {}
 
@@ -128,57 +134,40 @@ class EnginePool:
         Errors: `EngineError` naming every engine if none is left; `ValueError` for a request that
             can never be answered.
         """
-        return await generate_whole(lambda _: cast("RolloutEngine", self._pick()), request)
+        return await _whole(self._draw, request, None, attempts=_ATTEMPTS, wait_s=_WAIT_S)
+
+    async def _draw(self, request: Request) -> Sample:
+        """Draw with the engine that runs the fewest requests, and the first of those."""
+        out = self._out
+        serving = [name for name in self._engines if name not in out]
+        if not serving:
+            reasons = "; ".join(f"{name}: {why}" for name, why in out.items())
+            raise EngineError(f"no engine is left: {reasons}; start one of them again")
+        name = min(serving, key=self._running.__getitem__)
+        self._running[name] += 1
+        try:
+            return await self._engines[name].generate(request)
+        except EngineDead as error:
+            self._dead[name] = str(error)
+            raise
+        finally:
+            self._running[name] -= 1
 
     @property
     def usable(self) -> bool:
         """True if an engine is left that requests can go to."""
-        return bool(self._serving())
+        return any(name not in self._out for name in self._engines)
 
     async def reprobe(self) -> None:
         """Ask engines that were lost for their health, and use again those that answer."""
-        lost = [each for each in self._counted if each.name in self._dead]
-        for each, health in zip(
-            lost, await asyncio.gather(*(each.engine.health() for each in lost)), strict=True
-        ):
+        lost = list(self._dead)
+        healths = await asyncio.gather(*(self._engines[name].health() for name in lost))
+        for name, health in zip(lost, healths, strict=True):
             if health.status in ("SERVING", "PAUSED"):
-                self._dead.pop(each.name, None)
-
-    def _serving(self) -> list[_Counted]:
-        """Return the engines that requests can go to."""
-        out = self._out
-        return [each for each in self._counted if each.name not in out]
+                self._dead.pop(name, None)
 
     @property
     def _out(self) -> Mapping[str, str]:
         """The reason for each engine that must not be used, by name."""
         quarantined = self._sync.quarantined if self._sync else {}
         return {**self._dead, **quarantined} if self._dead else quarantined
-
-    def _pick(self) -> _Counted:
-        """Return the engine that runs the fewest requests, and the first of those."""
-        serving = self._serving()
-        if serving:
-            return min(serving, key=lambda each: each.running)
-        reasons = "; ".join(f"{name}: {why}" for name, why in self._out.items())
-        raise EngineError(f"no engine is left: {reasons}; start one of them again")
-
-
-class _Counted:
-    """Counts an engine's running requests, and takes an engine that dies out of its pool."""
-
-    def __init__(self, engine: RolloutEngine, pool: EnginePool) -> None:
-        self.engine = engine
-        self.name = engine.name
-        self.running = 0
-        self._pool = pool
-
-    async def generate(self, request: Request) -> Sample:
-        self.running += 1
-        try:
-            return await self.engine.generate(request)
-        except EngineDead as error:
-            self._pool._dead[self.name] = str(error)
-            raise
-        finally:
-            self.running -= 1

@@ -10,7 +10,7 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol
 
-from megatron_idempotent.rl.weights import Bucket, WeightUpdate
+from megatron_idempotent.rl.weights import Bucket, UpdateRefused, WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort"]
 """The reason why a sample ends: a stop token, its longest length, or that it was aborted."""
@@ -210,3 +210,39 @@ def refuse_kv_scales(engine: str, update: WeightUpdate, why: str) -> None:
             f"engine {engine}: update {update.id} brings {len(update.kv_scales)} kv_scales, and "
             f"{why}; leave kv_scales out"
         )
+
+
+def refuse_out_of_turn(
+    engine: str, update: WeightUpdate, *, least: int, serving: int | None, staging: str = ""
+) -> None:
+    """Raise `UpdateRefused` if an update comes too late, on another base, or beside another.
+
+    `least` is the lowest version that the engine takes, `serving` the one version that it serves,
+    if it does, and `staging` the id of the update that it is receiving.
+    Example: `refuse_out_of_turn("engine-0", update, least=4, serving=3)`.
+    """
+    found = f"{engine}: update {update.id} of version {update.version}"
+    if staging:
+        raise UpdateRefused(
+            f"{found} came while {staging} is being staged; wait for that one, or roll it back"
+        )
+    if update.version < least:
+        raise UpdateRefused(f"{found} came after version {least - 1}; send {least} or later")
+    if update.base_version not in (None, serving):
+        served = "no version" if serving is None else f"version {serving}"
+        raise UpdateRefused(
+            f"{found} builds on version {update.base_version}, and {served} is served; send every "
+            "tensor"
+        )
+
+
+def split_mix(state: int) -> int:
+    """Return 64 bits that hash a state, as SplitMix64 (Steele, Lea and Flood 2014) mixes its own.
+
+    Engines make of it the numbers that choose tokens, from a request's seed and place.
+    """
+    mask = (1 << 64) - 1
+    state &= mask
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    return state ^ (state >> 31)

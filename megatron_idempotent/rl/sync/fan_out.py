@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from megatron_idempotent.rl.engines import EngineHealth
 from megatron_idempotent.rl.weights import Bucket
 from megatron_idempotent.rl.weights.records import end_export
 
@@ -161,70 +160,41 @@ def _export_thread() -> ThreadPoolExecutor:
     )
 
 
-class DeltaStream:
+class ChangedTensors:
     """Passes the buckets of one update on: counts them, and drops tensors that the engines have.
 
     Example: `for bucket in passing.buckets(): …` and then `passing.bytes_sent`.
     """
 
-    def __init__(
-        self, version: int, buckets: Iterator[Bucket], known: Mapping[str, int] | None
-    ) -> None:
-        self.version = version
-        self.bytes_sent = 0
-        self.tensors_sent = 0
-        self.tensors_unchanged = 0
+    def __init__(self, buckets: Iterator[Bucket], known: Mapping[str, int]) -> None:
+        """
+        Args:
+            buckets: all buckets of the update, as the export makes them.
+            known: the checksums of tensors that need not be sent again.
+        """
+        self.bytes_sent = self.tensors_sent = self.tensors_unchanged = 0
         self.checksums: dict[str, int] = {}
         self._buckets = buckets
-        self._known = known or {}
+        self._known = known
 
     def buckets(self) -> Generator[Bucket, None, None]:
         """Yield the buckets, once. Closing the generator closes the source."""
         try:
             for bucket in self._buckets:
                 self.checksums.update(bucket.checksums)
-                yield self._sent_of(bucket)
+                changed = {
+                    name: tensor
+                    for name, tensor in bucket.tensors.items()
+                    if self._known.get(name) != bucket.checksums[name]
+                }
+                sent = Bucket(
+                    index=bucket.index,
+                    tensors=changed,
+                    checksums={name: bucket.checksums[name] for name in changed},
+                )
+                self.bytes_sent += sent.nbytes
+                self.tensors_sent += len(changed)
+                self.tensors_unchanged += len(bucket.tensors) - len(changed)
+                yield sent
         finally:
             end_export(self._buckets)
-
-    def _sent_of(self, bucket: Bucket) -> Bucket:
-        changed = {
-            name: tensor
-            for name, tensor in bucket.tensors.items()
-            if self._known.get(name) != bucket.checksums[name]
-        }
-        sent = Bucket(
-            index=bucket.index,
-            tensors=changed,
-            checksums={name: bucket.checksums[name] for name in changed},
-        )
-        self.bytes_sent += sent.nbytes
-        self.tensors_sent += len(changed)
-        self.tensors_unchanged += len(bucket.tensors) - len(changed)
-        return sent
-
-
-class DeltaTracker:
-    """Keeps the last update's checksums; the next may build on it if all engines have it."""
-
-    def __init__(self) -> None:
-        self._version: int | None = None
-        self._checksums: Mapping[str, int] = {}
-
-    def base(self, healths: Iterable[EngineHealth]) -> int | None:
-        """Return the version to build on, if every engine has it; None to send everything."""
-        if all(health.version == self._version for health in healths):
-            return self._version
-        return None
-
-    def passing(self, version: int, buckets: Iterator[Bucket], base: int | None) -> DeltaStream:
-        """Return the stream of an update's buckets, which builds on `base`, or on nothing."""
-        return DeltaStream(version, buckets, None if base is None else self._checksums)
-
-    def took(self, passing: DeltaStream) -> None:
-        """Keep an update's checksums once all of its buckets have passed."""
-        self._version, self._checksums = passing.version, passing.checksums
-
-    def forget(self) -> None:
-        """Drop the checksums while an update is under way: after an interruption all is sent."""
-        self._version, self._checksums = None, {}

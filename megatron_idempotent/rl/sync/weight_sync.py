@@ -10,14 +10,21 @@ import asyncio
 import dataclasses
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from megatron_idempotent.rl.engines import ColocatedEngine, EngineHealth, RolloutEngine
+from megatron_idempotent.rl.engines import (
+    ColocatedEngine,
+    EngineDead,
+    EngineHealth,
+    EngineTimeout,
+    RolloutEngine,
+)
 from megatron_idempotent.rl.weights import Bucket, WeightSource, WeightUpdate
 
-from .fan_out import DeltaTracker, FanOut, Reader
+from .fan_out import ChangedTensors, FanOut, Reader
 from .records import (
     EngineOutcome,
+    Outcome,
     Phase,
     Phases,
     PhaseTimer,
@@ -26,187 +33,11 @@ from .records import (
     SyncReport,
     SyncSettings,
 )
-from .recovery import ask, attempts, bounded, given_up, resume, settle
 
 _Answer = TypeVar("_Answer")
 
 Stamp = Callable[[int, tuple[str, ...]], None]
 """A function of a version and the names of the engines that have it, called before they resume."""
-
-
-class UpdateAttempt:
-    """Brings one update to engines, and finds the outcome of each.
-
-    Example: `await one.stage(buckets); await one.switch(stamp); one.outcomes`.
-    """
-
-    def __init__(
-        self,
-        engines: Sequence[RolloutEngine],
-        update: WeightUpdate,
-        settings: SyncSettings,
-        phases: Phases,
-    ) -> None:
-        self.outcomes: dict[str, EngineOutcome] = {}
-        self.pause_s = 0.0
-        self.stamp_error: Exception | None = None
-        self._engines = list(engines)
-        self._failed: list[tuple[RolloutEngine, str, bool]] = []
-        self._staged = False
-        self._update = update
-        self._settings = settings
-        self._phases = phases
-
-    async def stage(self, buckets: Iterator[Bucket]) -> None:
-        """Bring the buckets to all engines, which keep serving. Raises only what the export does.
-
-        The export runs to its end even if no engine wants it: other ranks take part in it.
-        """
-        await self._in_phase("wake", self._wake("weights"))
-        with self._phases.time("stage"):
-            await self._stage(buckets)
-
-    async def _stage(self, buckets: Iterator[Bucket]) -> None:
-        fan_out = FanOut(buckets, bucket_timeout_s=self._settings.bucket_timeout_s)
-        readers = {engine.name: fan_out.reader() for engine in self._engines}
-        staging = asyncio.gather(
-            *(self._stage_on(engine, readers[engine.name]) for engine in self._engines)
-        )
-        try:
-            await fan_out.run()
-        except BaseException:
-            staging.cancel()
-            await asyncio.gather(staging, return_exceptions=True)
-            raise
-        self._keep_good(await staging)
-        self._staged = True
-
-    async def switch(self, stamp: Stamp | None) -> None:
-        """Pause, commit, verify, stamp and resume; requests wait from the pause to the resume.
-
-        Engines that have failed are repaired after that, so that they delay no other.
-        """
-        clock = asyncio.get_running_loop().time
-        started = clock()
-        await self._in_phase("pause", self._on_all(self._pause))
-        await self._in_phase("commit", self._on_all(self._commit))
-        await self._in_phase("wake", self._wake("kv_cache"))
-        version = self._update.version
-        if stamp is not None and self._engines:
-            with self._phases.time("stamp"):
-                try:
-                    stamp(version, tuple(engine.name for engine in self._engines))
-                except Exception as error:  # noqa: BLE001 (the engines must be resumed first)
-                    self.stamp_error = error
-        with self._phases.time("resume"):
-            resumed = await self._on_all(lambda each: resume(each, version, "", self._settings))
-        for engine, outcome in zip(self._engines, resumed, strict=True):
-            self.outcomes[engine.name] = outcome
-        if self._engines:
-            self.pause_s = clock() - started
-        self._engines = []
-        await self._settle_failed()
-
-    async def give_up(self, reason: str) -> None:
-        """Settle all engines without an outcome: roll them back, or resume them if they have it."""
-        self._keep_good([reason] * len(self._engines))
-        await self._settle_failed()
-
-    async def _in_phase(self, phase: Phase, errors: Awaitable[Sequence[str]]) -> None:
-        """Wait for a phase, and go on with the engines that it has no error for."""
-        if phase == "wake" and not self._settings.colocated:
-            self._keep_good(await errors)
-            return
-        with self._phases.time(phase):
-            self._keep_good(await errors)
-
-    def _keep_good(self, errors: Sequence[str]) -> None:
-        """Go on with the engines that have no error."""
-        judged = list(zip(self._engines, errors, strict=True))
-        self._failed += [(engine, error, self._staged) for engine, error in judged if error]
-        self._engines = [engine for engine, error in judged if not error]
-
-    async def _settle_failed(self) -> None:
-        if not self._failed:
-            return
-        with self._phases.time("settle"):
-            settled = await asyncio.gather(
-                *(
-                    settle(engine, self._update, why, self._settings, had_staged=had_staged)
-                    for engine, why, had_staged in self._failed
-                )
-            )
-        for (engine, *_), outcome in zip(self._failed, settled, strict=True):
-            self.outcomes[engine.name] = outcome
-        self._failed = []
-
-    async def _on_all(self, call: Callable[[RolloutEngine], Awaitable[_Answer]]) -> list[_Answer]:
-        return await asyncio.gather(*(call(engine) for engine in self._engines))
-
-    async def _stage_on(self, engine: RolloutEngine, reader: Reader) -> str:
-        settings = self._settings
-        staging = asyncio.ensure_future(engine.stage(self._update, reader))
-        staging.add_done_callback(_look_at_error)
-        dropped = asyncio.ensure_future(reader.dropped.wait())
-        try:
-            await asyncio.wait(
-                {staging, dropped},
-                timeout=settings.stage_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if staging.done():
-                staging.result()
-                return ""
-        except Exception as error:  # noqa: BLE001 (one engine's error is not the others')
-            return f"staging failed: {error}"
-        finally:
-            reader.leave()
-            dropped.cancel()
-            staging.cancel()
-            # Its own clean-up may take as long as a switch, and not longer.
-            await asyncio.wait({staging}, timeout=settings.commit_timeout_s)
-        if reader.dropped.is_set():
-            return f"staging failed: a bucket not taken in {settings.bucket_timeout_s:g} s"
-        return f"staging failed: not done in {settings.stage_timeout_s:g} s"
-
-    async def _wake(self, tag: str) -> list[str]:
-        """Wake colocated engines that are asleep; return the error of each, or ""."""
-        if not self._settings.colocated:
-            return [""] * len(self._engines)
-
-        async def wake(engine: RolloutEngine) -> str:
-            waking = cast("ColocatedEngine", engine).wake((tag,))
-            try:
-                await bounded(engine, "wake", waking, self._settings)
-            except Exception as error:  # noqa: BLE001 (one engine's error is not the others')
-                return f"waking its {tag} failed: {error}"
-            return ""
-
-        return await self._on_all(wake)
-
-    async def _pause(self, engine: RolloutEngine) -> str:
-        pausing = engine.pause(self._settings.pause_mode)
-        try:
-            await bounded(engine, "pause", pausing, self._settings)
-        except Exception as error:  # noqa: BLE001 (as above)
-            return f"pausing failed: {error}"
-        return ""
-
-    async def _commit(self, engine: RolloutEngine) -> str:
-        """Commit, and verify that by the engine's own health; return the error, or ""."""
-        return await attempts(
-            engine,
-            "commit",
-            lambda: engine.commit(self._update.id),
-            lambda health: (health.status, health.version) == ("PAUSED", self._update.version),
-            self._settings,
-        )
-
-
-def _look_at_error(staging: asyncio.Future[None]) -> None:
-    """Take the error, so that asyncio does not log it after the engine was dropped."""
-    if not staging.cancelled():
-        staging.exception()
 
 
 class WeightSync:
@@ -245,12 +76,12 @@ class WeightSync:
         self._engines = tuple(engines)
         self._settings = settings or SyncSettings()
         self._stamp = stamp
-        self._sent = DeltaTracker()
+        # Of the last update that all engines took; none while one is under way.
+        self._sent: tuple[int | None, Mapping[str, int]] = (None, {})
         # Those of the last update that engines took: one that was started again has others.
         self._kv_scales: Mapping[str, float] | None = None
         self._run = uuid.uuid4().hex[:8]
         self._running: int | None = None
-        self._outcomes: dict[str, EngineOutcome] = {}
         self._quarantined: Mapping[str, str] = {}
 
     @property
@@ -302,7 +133,8 @@ class WeightSync:
         self._running = version
         try:
             kv_scales = self._kv_scales if kv_scales is None else dict(kv_scales)
-            report = await self._update(source, version, changed_only, kv_scales, Phases(timer))
+            update = WeightUpdate(id=f"{self._run}/{version}", version=version, kv_scales=kv_scales)
+            report = await self._bring(update, source, changed_only, Phases(timer))
         finally:
             self._running = None
         if not report.named("committed"):
@@ -324,26 +156,20 @@ class WeightSync:
                 await resume(engine, health.version, "", self._settings)
         return await self._ask_all()
 
-    async def _update(
-        self,
-        source: WeightSource,
-        version: int,
-        changed_only: bool,
-        kv_scales: Mapping[str, float] | None,
-        phases: Phases,
+    async def _bring(
+        self, update: WeightUpdate, source: WeightSource, changed_only: bool, phases: Phases
     ) -> SyncReport:
         clock = asyncio.get_running_loop().time
         started = clock()
-        name = f"{self._run}/{version}"
-        update = WeightUpdate(id=name, version=version, kv_scales=kv_scales)
         healths = await self._ask_all()
         alive = [each for each in self._engines if healths[each.name].status != "DEAD"]
-        base = self._sent.base(healths.values()) if changed_only else None
+        (base, known), self._sent = self._sent, (None, {})
+        if not changed_only or any(health.version != base for health in healths.values()):
+            base = None
         update = dataclasses.replace(update, base_version=base)
         buckets = source.buckets(bucket_bytes=self._settings.bucket_bytes)
-        passing = self._sent.passing(version, buckets, base)
+        passing = ChangedTensors(buckets, {} if base is None else known)
         one = UpdateAttempt(alive, update, self._settings, phases)
-        self._sent.forget()
         try:
             await one.stage(passing.buckets())
             staged_at = clock()
@@ -353,18 +179,18 @@ class WeightSync:
             await asyncio.shield(one.give_up(f"the update was interrupted: {error!r}"))
             raise
         finally:
-            self._outcomes = {
+            outcomes = {
                 name: one.outcomes.get(name) or given_up(healths[name], "it does not answer")
                 for name in healths
             }
             self._quarantined = {
                 name: found.detail
-                for name, found in self._outcomes.items()
+                for name, found in outcomes.items()
                 if found.outcome == "quarantined"
             }
         report = SyncReport(
-            version=version,
-            engines=self._outcomes,
+            version=update.version,
+            engines=outcomes,
             bytes_sent=passing.bytes_sent,
             tensors_sent=passing.tensors_sent,
             tensors_unchanged=passing.tensors_unchanged,
@@ -372,7 +198,7 @@ class WeightSync:
             pause_s=one.pause_s,
             total_s=clock() - started,
         )
-        self._sent.took(passing)
+        self._sent = (update.version, passing.checksums)
         if one.stamp_error is not None:
             raise one.stamp_error
         return report
@@ -389,3 +215,294 @@ def follow(source: WeightSource, *, settings: SyncSettings | None = None) -> Non
     """
     for _ in source.buckets(bucket_bytes=(settings or SyncSettings()).bucket_bytes):
         pass
+
+
+class UpdateAttempt:
+    """Brings one update to engines, and finds the outcome of each.
+
+    Example: `await one.stage(buckets); await one.switch(stamp); one.outcomes`.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        update: WeightUpdate,
+        settings: SyncSettings,
+        phases: Phases,
+    ) -> None:
+        self.outcomes: dict[str, EngineOutcome] = {}
+        self.pause_s = 0.0
+        self.stamp_error: Exception | None = None
+        self._engines = list(engines)
+        self._failed: list[tuple[RolloutEngine, str, bool]] = []
+        self._staged = False
+        self._update = update
+        self._settings = settings
+        self._phases = phases
+
+    async def stage(self, buckets: Iterator[Bucket]) -> None:
+        """Bring the buckets to all engines, which keep serving. Raises only what the export does.
+
+        The export runs to its end even if no engine wants it: other ranks take part in it.
+        """
+        await self._wake("weights")
+        with self._phases.time("stage"):
+            fan_out = FanOut(buckets, bucket_timeout_s=self._settings.bucket_timeout_s)
+            staging = asyncio.gather(
+                *[self._stage_on(engine, fan_out.reader()) for engine in self._engines]
+            )
+            try:
+                await fan_out.run()
+            except BaseException:
+                staging.cancel()
+                await asyncio.gather(staging, return_exceptions=True)
+                raise
+            self._keep_good(await staging)
+        self._staged = True
+
+    async def switch(self, stamp: Stamp | None) -> None:
+        """Pause, commit, verify, stamp and resume; requests wait from the pause to the resume.
+
+        Engines that have failed are repaired after that, so that they delay no other.
+        """
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        version = self._update.version
+        await self._in_phase("pause", "pausing", lambda each: each.pause(self._settings.pause_mode))
+        with self._phases.time("commit"):
+            self._keep_good(await self._on_all(self._commit))
+        await self._wake("kv_cache")
+        if stamp is not None and self._engines:
+            with self._phases.time("stamp"):
+                try:
+                    stamp(version, tuple(engine.name for engine in self._engines))
+                except Exception as error:  # noqa: BLE001 (the engines must be resumed first)
+                    self.stamp_error = error
+        with self._phases.time("resume"):
+            resumed = await self._on_all(lambda each: resume(each, version, "", self._settings))
+        for engine, outcome in zip(self._engines, resumed, strict=True):
+            self.outcomes[engine.name] = outcome
+        if self._engines:
+            self.pause_s = clock() - started
+        self._engines = []
+        await self._settle_failed()
+
+    async def give_up(self, reason: str) -> None:
+        """Settle all engines without an outcome: roll them back, or resume them if they have it."""
+        self._keep_good([reason] * len(self._engines))
+        await self._settle_failed()
+
+    async def _in_phase(
+        self, phase: Phase, doing: str, call: Callable[[RolloutEngine], Awaitable[None]]
+    ) -> None:
+        """Call all engines, and go on with those whose call has come back."""
+
+        async def error_of(engine: RolloutEngine) -> str:
+            try:
+                await bounded(engine, phase, call(engine), self._settings)
+            except Exception as error:  # noqa: BLE001 (one engine's error is not the others')
+                return f"{doing} failed: {error}"
+            return ""
+
+        with self._phases.time(phase):
+            self._keep_good(await self._on_all(error_of))
+
+    async def _wake(self, tag: str) -> None:
+        """Wake engines that are asleep, which only colocated ones are."""
+        if self._settings.colocated:
+            await self._in_phase(
+                "wake", f"waking its {tag}", lambda each: cast("ColocatedEngine", each).wake((tag,))
+            )
+
+    def _keep_good(self, errors: Sequence[str]) -> None:
+        """Go on with the engines that have no error."""
+        judged = list(zip(self._engines, errors, strict=True))
+        self._failed += [(engine, error, self._staged) for engine, error in judged if error]
+        self._engines = [engine for engine, error in judged if not error]
+
+    async def _settle_failed(self) -> None:
+        if not self._failed:
+            return
+        with self._phases.time("settle"):
+            settled = await asyncio.gather(
+                *(
+                    settle(engine, self._update, why, self._settings, had_staged=had_staged)
+                    for engine, why, had_staged in self._failed
+                )
+            )
+        for (engine, *_), outcome in zip(self._failed, settled, strict=True):
+            self.outcomes[engine.name] = outcome
+        self._failed = []
+
+    async def _on_all(self, call: Callable[[RolloutEngine], Awaitable[_Answer]]) -> list[_Answer]:
+        return await asyncio.gather(*(call(engine) for engine in self._engines))
+
+    async def _stage_on(self, engine: RolloutEngine, reader: Reader) -> str:
+        settings = self._settings
+        staging = asyncio.ensure_future(engine.stage(self._update, reader))
+        staging.add_done_callback(_look_at_error)
+        dropped = asyncio.ensure_future(reader.dropped.wait())
+        try:
+            await asyncio.wait(
+                {staging, dropped},
+                timeout=settings.stage_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if staging.done():
+                staging.result()
+                return ""
+        except Exception as error:  # noqa: BLE001 (one engine's error is not the others')
+            return f"staging failed: {error}"
+        finally:
+            reader.leave()
+            dropped.cancel()
+            staging.cancel()
+            # Its own clean-up may take as long as a switch, and not longer.
+            await asyncio.wait({staging}, timeout=settings.commit_timeout_s)
+        if reader.dropped.is_set():
+            return f"staging failed: a bucket not taken in {settings.bucket_timeout_s:g} s"
+        return f"staging failed: not done in {settings.stage_timeout_s:g} s"
+
+    async def _commit(self, engine: RolloutEngine) -> str:
+        """Commit, and verify that by the engine's own health; return the error, or ""."""
+        return await attempts(
+            engine,
+            "commit",
+            lambda: engine.commit(self._update.id),
+            lambda health: (health.status, health.version) == ("PAUSED", self._update.version),
+            self._settings,
+        )
+
+
+def _look_at_error(staging: asyncio.Future[None]) -> None:
+    """Take the error, so that asyncio does not log it after the engine was dropped."""
+    if not staging.cancelled():
+        staging.exception()
+
+
+#: The setting that limits a call.
+_LIMITS = {
+    "pause": "pause_timeout_s",
+    "commit": "commit_timeout_s",
+    "rollback": "commit_timeout_s",
+    "resume": "resume_timeout_s",
+    "wake": "resume_timeout_s",
+    "health": "resume_timeout_s",
+}
+
+
+async def bounded(
+    engine: RolloutEngine, what: str, call: Awaitable[_Answer], settings: SyncSettings
+) -> _Answer:
+    """Return the call's result.
+
+    Errors: the call's own; `EngineTimeout` naming the engine, the call and its limit.
+    """
+    limit_s: float = getattr(settings, _LIMITS[what])
+    try:
+        return await asyncio.wait_for(call, limit_s)
+    except asyncio.TimeoutError as error:
+        raise EngineTimeout(
+            f"engine {engine.name} has not finished {what} in {limit_s:g} s; its health says what "
+            f"it did, and {_LIMITS[what]} is the limit"
+        ) from error
+
+
+async def ask(engine: RolloutEngine, settings: SyncSettings) -> EngineHealth:
+    """Return the engine's health; DEAD if it does not answer or, against its contract, raises."""
+    try:
+        return await bounded(engine, "health", engine.health(), settings)
+    except Exception as error:  # noqa: BLE001 (a third party's engine; any error is its answer)
+        return EngineHealth(status="DEAD", version=None, detail=repr(error))
+
+
+async def attempts(
+    engine: RolloutEngine,
+    what: str,
+    call: Callable[[], Awaitable[Any]],
+    done: Callable[[EngineHealth], bool],
+    settings: SyncSettings,
+) -> str:
+    """Call until `done` says so of the engine's health; return the last error, or "".
+
+    Health is asked after every attempt, failed or not: a call that times out may have been carried
+    out, and one that comes back may not.
+    """
+    error = ""
+    for attempt in range(settings.attempts):
+        if attempt:
+            await asyncio.sleep(settings.retry_wait_s)
+        try:
+            await bounded(engine, what, call(), settings)
+        except Exception as failure:  # noqa: BLE001 (whatever it is, the engine's health decides)
+            error = f"{what} failed: {failure}"
+            dead = isinstance(failure, EngineDead)
+        else:
+            error, dead = f"{what} came back, and health does not show it", False
+        health = await ask(engine, settings)
+        if done(health):
+            return ""
+        if dead or health.status == "DEAD":
+            return f"{error}; {health.detail or 'it does not answer'}"
+        error += f" (it is {health.status} at version {health.version})"
+    return error
+
+
+async def settle(
+    engine: RolloutEngine,
+    update: WeightUpdate,
+    reason: str,
+    settings: SyncSettings,
+    *,
+    had_staged: bool,
+) -> EngineOutcome:
+    """Bring an engine that was interrupted in an update to one known version, or give it up.
+
+    It rolls the engine back, which changes nothing if the update is committed in full, and resumes
+    it only if it then says that its weights are of one version. An engine that is DIRTY is never
+    resumed. An engine that had not staged the update does not have it, even if its version has the
+    same number.
+    """
+    await attempts(
+        engine,
+        "rollback",
+        lambda: engine.rollback(update.id),
+        lambda health: health.status in ("SERVING", "PAUSED"),
+        settings,
+    )
+    health = await ask(engine, settings)
+    if health.status not in ("SERVING", "PAUSED") or health.version is None:
+        return given_up(health, reason)
+    # One that says SERVING too: a pause that came too late may still be under way.
+    has_it = had_staged and health.version == update.version
+    found = await resume(engine, health.version, "" if has_it else reason, settings)
+    if has_it and found.outcome == "quarantined":
+        return dataclasses.replace(found, detail=f"{reason}; {found.detail}")
+    return found
+
+
+async def resume(
+    engine: RolloutEngine, version: int, reason: str, settings: SyncSettings
+) -> EngineOutcome:
+    """Resume an engine of a known version, and return its outcome.
+
+    `reason` says why the version is not the newest; "" if it is.
+    """
+    error = await attempts(
+        engine,
+        "resume",
+        engine.resume,
+        lambda health: (health.status, health.version) == ("SERVING", version),
+        settings,
+    )
+    if error:
+        detail = f"{reason}; {error}" if reason else error
+        return EngineOutcome(outcome="quarantined", version=None, detail=detail)
+    outcome: Outcome = "behind" if reason else "committed"
+    return EngineOutcome(outcome=outcome, version=version, detail=reason)
+
+
+def given_up(health: EngineHealth, reason: str) -> EngineOutcome:
+    """Return the outcome of an engine that must not serve, with its health as the detail."""
+    detail = f"{reason}; it is {health.status}" + (f": {health.detail}" if health.detail else "")
+    return EngineOutcome(outcome="quarantined", version=None, detail=detail)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 
 import pytest
 
-pytest.register_assert_rewrite(
-    "local_cases",
-    "contract",
-    "contract_base",
-    "contract_generate",
-    "contract_pause",
-    "contract_updates",
-    "contract_refusals",
-)
+pytest.register_assert_rewrite("local_cases", "contract", "contract_base")
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
     collect_ignore_glob = ["test_*.py"]
 elif importlib.util.find_spec("aiohttp") is None:  # of the extra `http`
@@ -47,3 +40,25 @@ def watched(old):
     from watched import Watched
 
     return Watched(old)
+
+
+@pytest.fixture
+def make_engine(watched):
+    """`make_engine(max_running=4)` serves that model in this process, until the test ends."""
+    from megatron_idempotent.rl.engines.transformers import TransformersEngine
+
+    made = []
+
+    def make(model=None, **settings):
+        made.append(TransformersEngine(watched.model if model is None else model, **settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        asyncio.run(engine.close())
+
+
+@pytest.fixture
+def engine(make_engine):
+    """An engine of that model, named "e1"."""
+    return make_engine(name="e1")

@@ -1,4 +1,4 @@
-"""Shared by the parts of the contract: checkpoints, updates of weights, reference log-probs."""
+"""Shared by the tests of engines: checkpoints, updates of weights, reference log-probs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny import read_weights
 
-from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
+from megatron_idempotent.rl.engines import EngineError, Request, RolloutEngine, Sample
 from megatron_idempotent.rl.weights import Bucket, WeightUpdate
 
 _ids = itertools.count()
@@ -52,6 +52,10 @@ class ContractBase:
     deltas = True
     #: Running requests come back as parts from `close()`, and `health()` is DEAD after it.
     closes = True
+    #: Running requests are paused before an update is staged: the engine would end them meanwhile.
+    pauses_to_stage = False
+    #: Requests, and their settings, of which one draws the model's own end token by chance.
+    hot = (8, {"max_tokens": 100, "temperature": 50.0})
 
     def serving(self, directory: Path) -> AbstractAsyncContextManager[RolloutEngine]:
         """An engine that serves a checkpoint, under whatever version, and is not paused."""
@@ -117,6 +121,31 @@ class ContractBase:
                         float(exact[place]), abs=allowed
                     ), (request, place)
 
+    async def start(
+        self, engine: RolloutEngine, requests: Sequence[Request]
+    ) -> list[asyncio.Future[Sample]]:
+        """Calls that have drawn some tokens, and have more to draw."""
+        calls = [asyncio.ensure_future(engine.generate(each)) for each in requests]
+        # A short request runs beside them: once it is answered, they have come as far.
+        await engine.generate(self.request(max_tokens=6))
+        return calls
+
+    async def ended(
+        self,
+        requests: Sequence[Request],
+        calls: Sequence[asyncio.Future[Sample]],
+        weights: Path | Mapping[int, Path],
+        *,
+        tokens: int | None = None,
+    ) -> list[Sample]:
+        """Their samples, each with the log-probs of its weights; whole, or else aborted."""
+        samples = await asyncio.gather(*calls)
+        for request, sample in zip(requests, samples, strict=True):
+            assert (sample.finish_reason == "abort") == (tokens is None)
+            assert tokens in (None, len(sample.tokens))
+            self.check_logprobs(request, sample, weights)
+        return samples
+
     async def update(
         self, engine: RolloutEngine, directory: Path, *, above: int = 1
     ) -> WeightUpdate:
@@ -127,11 +156,36 @@ class ContractBase:
 
     async def switch(self, engine: RolloutEngine, directory: Path) -> int:
         """Stage, pause, commit, resume; return the version."""
-        update = await self.update(engine, directory)
+        return await self.put_in(engine, await self.update(engine, directory))
+
+    async def put_in(self, engine: RolloutEngine, update: WeightUpdate) -> int:
+        """Pause, commit, resume; return the version."""
         await engine.pause()
-        version = await engine.commit(update.id)
+        assert await engine.commit(update.id) == update.version
         await engine.resume()
-        return version
+        return update.version
+
+    async def is_not_staged(self, engine: RolloutEngine, update_id: str) -> None:
+        """A commit is refused, by the update's id."""
+        await engine.pause()
+        with pytest.raises(EngineError, match=update_id):
+            await engine.commit(update_id)
+        await engine.resume()
+
+    async def serves(
+        self, engine: RolloutEngine, weights: Path | Mapping[int, Path], version: int
+    ) -> None:
+        """It serves those weights, under that version."""
+        health = await engine.health()
+        assert (health.status, health.version) == ("SERVING", version)
+        request = self.request(max_tokens=16, seed=3)
+        sample = await engine.generate(request)
+        assert set(sample.versions) == {version}
+        self.check_logprobs(request, sample, weights)
+
+    async def all(self, engine: RolloutEngine, requests: Sequence[Request]) -> list[Sample]:
+        """Their samples, drawn at once."""
+        return await asyncio.gather(*(engine.generate(each) for each in requests))
 
 
 async def next_update(engine: RolloutEngine, *, above: int = 1) -> WeightUpdate:

@@ -7,83 +7,75 @@ import collections
 import dataclasses
 import itertools
 
-from contract_base import ContractBase, cut, listed
+from contract_base import cut, listed
+from local_cases import contract, request
 from tiny import read_weights
 
-from megatron_idempotent.rl.engines import Request
 from megatron_idempotent.rl.engines.pool import generate_whole
-from megatron_idempotent.rl.engines.transformers import TransformersEngine
 from megatron_idempotent.rl.weights import WeightUpdate
 
-contract = ContractBase()
 UPDATES = 40
 
 
-def test_forty_updates_lose_no_token_and_repeat_none(make_model):
-    directories = [make_model(family="qwen3", seed=seed) for seed in (0, 1)]
+def asked_by(worker, turn):
+    """Make a worker's request; it has its neighbour's prompt, so some share their computation."""
+    return request(
+        1000 * worker + turn,
+        prompt=tuple(range(3 + worker // 2, 9 + worker // 2 + turn % 5)),
+        max_tokens=1 + (7 * worker + 5 * turn) % 40,
+        stop_tokens=(60,),
+    )
+
+
+async def test_forty_updates_lose_no_token_and_repeat_none(old, new, make_engine):
+    directories = [old, new]
     sent = [cut(read_weights(directory)) for directory in directories]
     modes = itertools.cycle(["keep", "abort", "keep", "wait"])
-    drawn = collections.Counter()
+    engine = make_engine(max_running=17)
+    done = []
+    ended = asyncio.Event()
 
-    async def scenario():
-        engine = TransformersEngine(directories[0], max_running=17)
-        done = []
-        updating = True
+    async def work(worker):
+        for turn in itertools.count():
+            if ended.is_set():
+                return
+            asked = asked_by(worker, turn)
+            done.append((asked, await generate_whole(engine, asked)))
 
-        def request(worker, turn):
-            return Request(
-                id=f"{worker}/{turn}",
-                # A prompt and its neighbour's: some share their computation.
-                prompt=tuple(range(3 + worker // 2, 9 + worker // 2 + turn % 5)),
-                max_tokens=1 + (7 * worker + 5 * turn) % 40,
-                stop_tokens=(60,),
-                seed=1000 * worker + turn,
-            )
-
-        async def work(worker):
-            for turn in itertools.count():
-                if not updating:
-                    return
-                asked = request(worker, turn)
-                done.append((asked, await generate_whole(engine, asked)))
-
-        workers = [asyncio.ensure_future(work(worker)) for worker in range(16)]
-        for version in range(1, UPDATES + 1):
-            update = WeightUpdate(id=f"u{version}", version=version)
-            await engine.stage(update, listed(sent[version % 2]))
-            await engine.pause(next(modes))
+    workers = [asyncio.ensure_future(work(worker)) for worker in range(16)]
+    for version in range(1, UPDATES + 1):
+        update = WeightUpdate(id=f"u{version}", version=version)
+        await engine.stage(update, listed(sent[version % 2]))
+        await engine.pause(next(modes))
+        assert await engine.commit(update.id) == version
+        await engine.resume()
+        # A version that nobody draws with would show nothing.
+        asked = dataclasses.replace(asked_by(99, version), max_tokens=2)
+        sample = await engine.generate(asked)
+        assert set(sample.versions) == {version}
+        done.append((asked, sample))
+        if version % 10 == 0:
+            # The same again, and one that came too late to be taken back.
             assert await engine.commit(update.id) == version
-            await engine.resume()
-            # A version that nobody draws with would show nothing.
-            asked = dataclasses.replace(request(99, version), max_tokens=2)
-            sample = await engine.generate(asked)
-            assert set(sample.versions) == {version}
-            done.append((asked, sample))
-            if version % 10 == 0:
-                # The same again, and one that came too late to be taken back.
-                assert await engine.commit(update.id) == version
-                await engine.rollback(update.id)
-        updating = False
-        await asyncio.gather(*workers)
-        health = await engine.health()
-        assert (health.status, health.version, health.running) == ("SERVING", UPDATES, 0)
-        await engine.close()
-        return done
+            await engine.rollback(update.id)
+    ended.set()
+    await asyncio.gather(*workers)
+    health = await engine.health()
+    assert (health.status, health.version, health.running) == ("SERVING", UPDATES, 0)
 
-    done = asyncio.run(asyncio.wait_for(scenario(), 120))
+    drawn = collections.Counter()
     for asked, sample in done:
         drawn.update(sample.versions)
         assert sample.request_id == asked.id
         assert list(sample.versions) == sorted(sample.versions)
-        ended = sample.tokens[-1] == 60
-        assert (sample.finish_reason == "stop") == ended
-        assert ended or len(sample.tokens) == asked.max_tokens
+        stopped = sample.tokens[-1] == 60
+        assert (sample.finish_reason == "stop") == stopped
+        assert stopped or len(sample.tokens) == asked.max_tokens
         assert 60 not in sample.tokens[:-1]
     assert set(range(1, UPDATES + 1)) <= set(drawn)
     # A lost or repeated token would be conditioned on by those after it.
     crossing = [each for each in done if len(set(each[1].versions)) > 1]
     assert len(crossing) > 40
     for asked, sample in crossing[:: len(crossing) // 40]:
-        contract.check_logprobs(
-            asked, sample, {version: directories[version % 2] for version in sample.versions}
-        )
+        weights = {version: directories[version % 2] for version in sample.versions}
+        contract.check_logprobs(asked, sample, weights)

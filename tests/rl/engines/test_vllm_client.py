@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import dataclasses
 import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,72 +24,83 @@ from megatron_idempotent.rl.engines import (
     EngineUnsupported,
     Request,
 )
-from megatron_idempotent.rl.engines.vllm import Timeouts, VllmEngine, VllmServer
-from megatron_idempotent.rl.engines.vllm.control import _PATHS
-from megatron_idempotent.rl.engines.vllm.engine import seed_at, to_sample
+from megatron_idempotent.rl.engines.vllm import Timeouts, VllmEngine, VllmServer, seed_at
+from megatron_idempotent.rl.engines.vllm_server import PATHS
+from megatron_idempotent.rl.weights import WeightUpdate
 
+GENERATE = "/inference/v1/generate"
 ASKED = Request(id="q", prompt=(5, 6), max_tokens=2)
-CHOICE = {
+HOT = dataclasses.replace(ASKED, temperature=0.7)
+HALF, NONE = [{"logprob": -1.0}], {"logprob": -9999.0}
+SPANS = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+FOREIGN = [{"version": "x", "start": 0, "end": 2}]
+CHOICE: dict[str, Any] = {
     "token_ids": [7, 8],
-    "logprobs": {
-        "content": [{"logprob": -1.0, "top_logprobs": [{"logprob": -0.5}]}, {"logprob": -2.0}]
-    },
-    "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1}],
+    "logprobs": {"content": [*HALF, {"logprob": -2.0}]},
+    "weight_versions": SPANS,
     "finish_reason": "length",
 }
-CHOICE["weight_versions"][1]["end"] = 2  # type: ignore[index]
+WITHOUT = "Worker failed with error ''Worker' has no attribute 'megatron_idempotent''"
 
 
 class Server:
-    """Answers as vLLM does, to what it was started with."""
+    """Answers as vLLM does: a path's answer, or a status and an error's message."""
 
-    def __init__(self, *, without: tuple[str, ...] = (), stamps: bool = True) -> None:
-        self.without, self.stamps = without, stamps
-        self.likeliest = [-0.5]
+    def __init__(self, *, stamps: bool = True) -> None:
+        fields = {"weight_versions": {}} if stamps else {}
+        self.answers: dict[str, Any] = {
+            "/v1/models": {"data": [{"id": "m", "max_model_len": 64}]},
+            "/collective_rpc": (500, WITHOUT),
+        }
+        paths = {path: {"post": {}} for path in (*PATHS, GENERATE)}
+        self.answers["/openapi.json"] = {"paths": paths, "components": {"schemas": fields}}
+        self.choice = copy.deepcopy(CHOICE)
+        self.likeliest = {1.0: -0.5, 2.0: -0.5}
         self.hung = asyncio.Event()
         self.hangs = ""
-        self.refusal: tuple[int, str] | None = None
         self.ids: list[str] = []
         self.aborts: int | None = None
         """Counts requests until a response comes back; None for never."""
+
+    def lacks(self, *paths: str) -> Server:
+        for path in paths:
+            del self.answers["/openapi.json"]["paths"][path]
+        return self
+
+    def refuses(self, path: str, status: int, message: str) -> Server:
+        self.answers[path] = (status, message)
+        return self
 
     async def answer(self, request: web.Request) -> web.Response:
         path = request.path
         if path == self.hangs:
             await self.hung.wait()
-        if path == "/openapi.json":
-            there = {*_PATHS, "/inference/v1/generate"} - set(self.without)
-            paths = {path: {"post": {}} for path in there}
-            fields = {"weight_versions": {}} if self.stamps else {}
-            return web.json_response({"paths": paths, "components": {"schemas": fields}})
-        if path == "/v1/models":
-            return web.json_response({"data": [{"id": "m", "max_model_len": 64}]})
-        if path == "/collective_rpc":
-            message = "Worker failed with error ''Worker' has no attribute 'megatron_idempotent''"
-            return web.json_response({"error": {"message": message}}, status=500)
-        if path == "/inference/v1/generate":
-            if self.refusal is not None:
-                status, message = self.refusal
-                return web.json_response({"error": {"message": message}}, status=status)
-            body = await request.json()
-            asked = body["sampling_params"]
-            self.ids.append(body["request_id"] if asked["max_tokens"] > 1 else "")
-            if asked["max_tokens"] == 3:
-                await self.hung.wait()
-                return web.json_response({"choices": [{**CHOICE, "finish_reason": "abort"}]})
-            if asked["max_tokens"] == 1:
-                at = min(int(asked["temperature"]), len(self.likeliest)) - 1
-                top = [{"logprob": self.likeliest[at]}]
-                content = [{"logprob": -9.0, "top_logprobs": top}]
-                return web.json_response({"choices": [{"logprobs": {"content": content}}]})
-            return web.json_response({"choices": [CHOICE]})
         if path == "/abort_requests":
             if self.aborts is None:
-                return web.json_response({"error": {"message": "out of luck"}}, status=500)
-            self.aborts -= 1
-            if self.aborts == 0:
-                self.hung.set()
-        return web.json_response({})
+                self.refuses(path, 500, "out of luck")
+            else:
+                self.aborts -= 1
+                if self.aborts == 0:
+                    self.hung.set()
+        body = await request.json() if path == GENERATE else {}
+        found = self.answers[path] if path in self.answers else await self.drawn(body)
+        if isinstance(found, tuple):
+            status, message = found
+            return web.json_response({"error": {"message": message}}, status=status)
+        return web.json_response(found)
+
+    async def drawn(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A response of two tokens; of one, to look at; of three, which waits to be aborted."""
+        asked = body.get("sampling_params", {"max_tokens": 0})
+        if asked["max_tokens"] == 1:
+            top = [{"logprob": self.likeliest[asked["temperature"]]}]
+            return {"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]}
+        if body:
+            self.ids.append(body["request_id"])
+        if asked["max_tokens"] == 3:
+            await self.hung.wait()
+            return {"choices": [{**self.choice, "finish_reason": "abort"}]}
+        return {"choices": [self.choice]}
 
 
 @contextlib.asynccontextmanager
@@ -107,75 +121,99 @@ async def connected(server: Server, timeouts: Timeouts | None = None) -> AsyncIt
         await runner.cleanup()
 
 
-async def test_what_a_server_was_not_started_with_is_named_with_its_remedy() -> None:
-    missing = ("/pause", "/inference/v1/generate")
-    async with connected(Server(without=missing)) as engine:
-        with pytest.raises(EngineUnsupported, match=r"lacks /inference.*--enable-scale-out"):
-            await engine.generate(ASKED)
-        with pytest.raises(EngineUnsupported, match=r"lacks /pause;.*VLLM_SERVER_DEV_MODE=1"):
-            await engine.pause()
+def lacks(path: str) -> Any:
+    return lambda: Server().lacks(path)
+
+
+def refuses(status: int, message: str) -> Any:
+    return lambda: Server().refuses(GENERATE, status, message)
+
+
+def choice(**changed: Any) -> Any:
+    def server() -> Server:
+        made = Server()
+        made.choice |= changed
+        return made
+
+    return server
+
+
+def generate(**changed: Any) -> Any:
+    return lambda engine: engine.generate(dataclasses.replace(ASKED, **changed))
+
+
+def pause(mode: Any = "keep") -> Any:
+    return lambda engine: engine.pause(mode)
+
+
+def stage(engine: Any) -> Any:
+    return engine.stage(WeightUpdate(id="u", version=1), None)
+
+
+REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+    (lacks(GENERATE), generate(), EngineUnsupported, "lacks /inference.*--enable-scale-out"),
+    (lacks("/pause"), pause(), EngineUnsupported, "lacks /pause;.*VLLM_SERVER_DEV_MODE=1"),
+    (lambda: Server(stamps=False), generate(), EngineUnsupported, "weight_versions"),
+    (Server, lambda engine: engine.commit("u"), EngineUnsupported, "--worker-extension-cls megat"),
+    (refuses(403, "Disabled."), generate(), EngineUnsupported, "Disabled.*--enable-scale-out"),
+    (Server, generate(temperature=0.7), EngineUnsupported, "processed_logprobs"),
+    (Server, generate(prompt=(5,) * 63), ValueError, "64 positions"),
+    (Server, generate(temperature=0.009), ValueError, "temperature=0.009"),
+    (Server, stage, ValueError, "engine e has no transport"),
+    (Server, pause("later"), ValueError, "'later'.*'keep', 'abort'"),
+    (refuses(400, "Token 700 is unknown"), generate(), ValueError, "request 'q'.*700 is unknown"),
+    (refuses(500, "out of luck"), generate(), EngineError, "500: out of luck"),
+    (refuses(503, "gone"), generate(), EngineDead, "503: gone"),
+    (choice(logprobs={"content": HALF}), generate(), EngineError, "2 tokens, and not all of them"),
+    (choice(logprobs={"content": [*HALF, NONE]}), generate(), EngineError, "finite"),
+    (choice(weight_versions=SPANS[:1]), generate(), EngineError, "versions of 1"),
+    (choice(weight_versions=None), generate(), EngineError, "versions of 0"),
+    (choice(weight_versions=FOREIGN), generate(), EngineError, "'x', which is no number"),
+    (choice(finish_reason="error"), generate(), EngineError, "ended with 'error'"),
+]
+
+
+@pytest.mark.parametrize(("server", "call", "error", "message"), REFUSED)
+async def test_what_a_server_was_not_started_with_or_answers_wrongly_is_named(
+    server: Any, call: Any, error: type[Exception], message: str
+) -> None:
+    async with connected(server()) as engine:
+        with pytest.raises(error, match=message) as found:
+            await call(engine)
+        assert type(found.value) is error
+
+
+async def test_a_server_that_lacks_something_or_has_no_engine_is_dead() -> None:
+    async with connected(Server().lacks("/pause")) as engine:
         health = await engine.health()
         assert health.status == "DEAD"
         assert "VLLM_SERVER_DEV_MODE=1" in health.detail
-    async with connected(Server(stamps=False)) as engine:
-        with pytest.raises(EngineUnsupported, match="weight_versions"):
-            await engine.generate(ASKED)
-    server = Server()
+    server = Server().refuses(GENERATE, 500, "out of luck").refuses("/health", 503, "no engine")
     async with connected(server) as engine:
-        with pytest.raises(EngineUnsupported, match="--worker-extension-cls megatron_idem"):
-            await engine.commit("u")
-        server.refusal = (403, "Scale-out endpoints are disabled.")
-        with pytest.raises(EngineUnsupported, match=r"disabled.*--enable-scale-out"):
+        with pytest.raises(EngineDead, match=r"500: out of luck; .*503: no engine"):
             await engine.generate(ASKED)
-    async with connected(server) as there:
-        engine = VllmEngine(there._control.url, model="other")
-        with pytest.raises(EngineUnsupported, match="serves m, not other"):
-            await engine.generate(ASKED)
-        await engine.close()
 
 
-async def test_logprobs_before_temperature_are_refused_unless_it_is_one() -> None:
-    hot = Request(id="hot", prompt=(5, 6), max_tokens=2, temperature=0.7)
-    async with connected(Server()) as engine:
-        assert (await engine.generate(ASKED)).versions == (3, 4)
-        with pytest.raises(EngineUnsupported, match="processed_logprobs"):
-            await engine.generate(hot)
+async def test_a_response_is_stamped_by_the_server_and_tempered_if_it_is_told_so() -> None:
     server = Server()
-    server.likeliest = [-0.5, -0.9]
+    server.likeliest = {1.0: -0.5, 2.0: -0.9}
     async with connected(server) as engine:
-        assert (await engine.generate(hot)).logprobs == (-1.0, -2.0)
-
-
-async def test_requests_that_vllm_refuses_or_would_change_silently_are_refused() -> None:
-    async with connected(Server()) as engine:
-        with pytest.raises(ValueError, match="64 positions"):
-            await engine.generate(Request(id="long", prompt=(5,) * 60, max_tokens=5))
-        with pytest.raises(ValueError, match="temperature"):
-            await engine.generate(Request(id="cold", prompt=(5,), max_tokens=2, temperature=0.009))
-    server = Server()
-    server.refusal = (400, "Token id 700 is out of vocabulary")
-    async with connected(server) as engine:
-        with pytest.raises(ValueError, match=r"request 'q'.*out of vocabulary"):
-            await engine.generate(ASKED)
-        server.refusal = (500, "out of luck")
-        with pytest.raises(EngineError, match="500: out of luck") as found:
-            await engine.generate(ASKED)
-        assert not isinstance(found.value, EngineDead)
-        server.refusal = (503, "")
-        with pytest.raises(EngineDead):
-            await engine.generate(ASKED)
+        for asked in (ASKED, HOT):
+            sample = await engine.generate(asked)
+            assert (sample.versions, sample.logprobs) == ((3, 4), (-1.0, -2.0))
 
 
 async def test_a_server_that_hangs_is_dead_in_its_health_and_late_elsewhere() -> None:
     server = Server()
-    timeouts = Timeouts(generate_s=1, control_s=1, health_s=1)
+    timeouts = Timeouts(generate_s=0.3, control_s=0.3, health_s=0.3)
     async with connected(server, timeouts) as engine:
+        await engine.generate(ASKED)
         server.hangs = "/is_paused"
-        with pytest.raises(EngineTimeout, match="/is_paused"):
+        with pytest.raises(EngineTimeout, match=r"/is_paused in 0\.3 s"):
             await engine.pause()
         server.hangs = "/health"
         assert (await engine.health()).detail
-        server.hangs = "/inference/v1/generate"
+        server.hangs = GENERATE
         with pytest.raises(EngineTimeout, match="generate"):
             await engine.generate(ASKED)
         assert (await engine.health()).running == 0
@@ -187,7 +225,7 @@ async def test_closing_gives_back_what_there_is(aborts: int | None) -> None:
     server = Server()
     server.aborts = aborts
     async with connected(server) as engine:
-        asked = Request(id="q", prompt=(5, 6), max_tokens=3)
+        asked = dataclasses.replace(ASKED, max_tokens=3)
         calls = [asyncio.ensure_future(engine.generate(asked)) for _ in range(2)]
         while len(server.ids) < 2:
             await asyncio.sleep(0)
@@ -198,8 +236,10 @@ async def test_closing_gives_back_what_there_is(aborts: int | None) -> None:
             assert sample.tokens == (() if aborts is None else (7, 8))
 
 
-def test_nobody_at_the_address_is_a_dead_engine() -> None:
-    async def scenario(url: str) -> None:
+async def test_nobody_at_the_address_is_a_dead_engine() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         engine = VllmEngine(url)
         assert engine.name == url
         for call in (engine.generate(ASKED), engine.pause(), engine.resume(), engine.commit("u")):
@@ -209,39 +249,16 @@ def test_nobody_at_the_address_is_a_dead_engine() -> None:
         assert (health.status, health.version) == ("DEAD", None)
         await engine.close()
 
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        asyncio.run(scenario(f"http://127.0.0.1:{unused.getsockname()[1]}"))
-
-
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"logprobs": [-1.0]}, "2 tokens, and not all of them have a log-prob"),
-        ({"logprobs": [-1.0, -9999.0]}, "finite"),
-        ({"spans": [{"version": "3", "start": 0, "end": 1}]}, "versions of 1"),
-        ({"spans": None}, "versions of 0"),
-        ({"finish_reason": "error"}, "'error'"),
-    ],
-)
-def test_a_response_that_is_not_whole_is_an_error(changed: dict[str, object], named: str) -> None:
-    whole = {
-        "tokens": [7, 8],
-        "logprobs": [-1.0, -2.0],
-        "spans": [{"version": "3", "start": 0, "end": 2}],
-        "finish_reason": "stop",
-        "version_of": int,
-        "engine": "e",
-    }
-    assert to_sample(ASKED, **whole).versions == (3, 3)  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match=named):
-        to_sample(ASKED, **{**whole, **changed})  # type: ignore[arg-type]
-
 
 def test_parts_of_a_response_are_drawn_with_different_numbers() -> None:
     seeds = {seed_at(seed, part) for seed in (-1, 0, 1, 2**40) for part in range(20)}
     assert len(seeds) == 80
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_limits_are_seconds_above_0() -> None:
+    with pytest.raises(ValueError, match=r"bucket_s=0; allowed: seconds above 0"):
+        Timeouts(bucket_s=0)
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A vLLM worker's account of updates, without vLLM: real buckets over a real transport."""
+"""A vLLM worker's account of updates, without vLLM: real buckets over a real transport.
+
+And scales of key-value caches in the layers of a model that keeps them as vLLM does.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_idempotent.rl.engines.vllm.inbox import Inbox
-from megatron_idempotent.rl.engines.vllm.updates import WorkersState
-from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightsError, WeightUpdate
+from megatron_idempotent.rl.engines import EngineError, EngineUnsupported
+from megatron_idempotent.rl.engines.vllm_inbox import CacheScales, Inbox
+from megatron_idempotent.rl.engines.vllm_updates import WorkersState
+from megatron_idempotent.rl.weights import (
+    Bucket,
+    TensorInfo,
+    UpdateDamaged,
+    UpdateMismatch,
+    WeightsError,
+    WeightUpdate,
+)
 from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, expected_tensors
 from megatron_idempotent.rl.weights.transports import DiskSender
 
@@ -61,11 +72,27 @@ class Worker:
         asyncio.run(self.sender.close())
         return self.tell("complete", id=update.id, buckets=len(tensors))
 
-    def commit(self, update_id: str) -> dict[str, float]:
+    def commit(self, update_id: str = "u", *, fails: bool = False) -> dict[str, float]:
+        """Do what vLLM does at a commit, which fails or not; return what it loads."""
         self.inbox.began()
         loaded = self.inbox.to_load(update_id, restore=False)
-        self.inbox.finished()
+        if fails:
+            self.inbox.failed(RuntimeError("out of memory"))
+        else:
+            self.inbox.finished()
         return {name: float(tensor[0]) for name, tensor in loaded.items()}
+
+    def is_at(self, version: int | None, *, dirty: str = "", **more: Any) -> None:
+        """Check the state that it tells."""
+        state = self.tell("state")
+        assert state["version"] == version
+        assert dirty in state["dirty"]
+        assert bool(state["dirty"]) == bool(dirty)
+        assert {name: state[name] for name in more} == more
+
+
+FIRST = WeightUpdate(id="u", version=1)
+ALL_NEW = {"a": 11.0, "b": 12.0, "c": 13.0}
 
 
 @pytest.fixture
@@ -77,95 +104,100 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 
 def test_a_worker_is_dirty_from_a_commits_begin_to_its_end(worker: Worker) -> None:
-    assert worker.stage(WeightUpdate(id="u", version=1), NEW)["holds"] == {"u": 1}
+    assert worker.stage(FIRST, NEW)["holds"] == {"u": 1}
     worker.inbox.began()
-    state = worker.tell("state")
-    assert state["updating"]
-    assert "under way" in state["dirty"]
+    worker.is_at(None, dirty="under way", updating=True)
     worker.inbox.to_load("u", restore=False)
-    assert worker.tell("state")["dirty"]
+    worker.is_at(None, dirty="under way", updating=True)
     worker.inbox.finished()
-    state = worker.tell("state")
-    assert (state["version"], state["committed"], state["dirty"]) == (1, "u", "")
-    assert state["holds"] == {"u": 1}
-    assert not state["updating"]
+    worker.is_at(1, committed="u", holds={"u": 1}, updating=False)
+    # The same again, for another worker that has failed.
+    assert worker.commit() == ALL_NEW
+    worker.is_at(1)
 
 
 def test_an_attempt_that_loads_nothing_does_not_clean_a_half_loaded_model(worker: Worker) -> None:
-    worker.stage(WeightUpdate(id="u", version=1), NEW)
-    worker.inbox.began()
-    worker.inbox.to_load("u", restore=False)
-    worker.inbox.failed(RuntimeError("out of memory"))
+    worker.stage(FIRST, NEW)
+    worker.commit(fails=True)
+    worker.inbox.finished()  # vLLM's own end of it
+    worker.is_at(None, dirty="out of memory", half="u", holds={"u": 1})
     worker.inbox.began()
     worker.inbox.finished()
-    state = worker.tell("state")
-    assert "out of memory" in state["dirty"]
-    assert (state["half"], state["version"]) == ("u", None)
-    assert worker.commit("u") == {"a": 11.0, "b": 12.0, "c": 13.0}
-    assert worker.tell("state")["dirty"] == ""
+    worker.is_at(None, dirty="out of memory", half="u")
+    assert worker.commit() == ALL_NEW
+    worker.is_at(1, half="")
 
 
 def test_a_half_loaded_model_gets_back_what_it_served(worker: Worker) -> None:
     assert worker.inbox.to_load("", restore=True) is OLD
-    worker.stage(WeightUpdate(id="first", version=1), NEW)
-    worker.commit("first")
+    worker.stage(FIRST, NEW)
+    worker.commit()
     worker.stage(WeightUpdate(id="second", version=2), OLD)
-    worker.inbox.began()
-    worker.inbox.to_load("second", restore=False)
-    worker.inbox.failed(RuntimeError("out of memory"))
+    worker.commit("second", fails=True)
     worker.inbox.began()
     restored = worker.inbox.to_load("", restore=True)
     worker.inbox.finished()
-    assert {name: float(tensor[0]) for name, tensor in restored.items()}["a"] == 11.0
-    state = worker.tell("state")
-    assert (state["version"], state["dirty"], state["half"]) == (1, "", "")
+    assert {name: float(tensor[0]) for name, tensor in restored.items()} == ALL_NEW
+    worker.is_at(1, half="")
 
 
 def test_an_update_with_a_base_is_loaded_with_the_rest_of_it(worker: Worker) -> None:
-    part = {"b": NEW["b"]}
-    worker.stage(WeightUpdate(id="on-checkpoint", version=1, base_version=0), part)
-    assert worker.commit("on-checkpoint") == {"a": 1.0, "b": 12.0, "c": 3.0}
-    part = {"c": NEW["c"]}
-    worker.stage(WeightUpdate(id="on-update", version=2, base_version=1), part)
-    assert worker.commit("on-update") == {"a": 1.0, "b": 12.0, "c": 13.0}
+    parts = [{"b": NEW["b"]}, {"c": NEW["c"]}, {}]
+    loaded = [(1.0, 12.0, 3.0), (1.0, 12.0, 13.0), (1.0, 12.0, 13.0)]
+    for base, (part, expected) in enumerate(zip(parts, loaded, strict=True)):
+        update = WeightUpdate(id=f"on {base}", version=base + 1, base_version=base)
+        worker.stage(update, part)
+        assert tuple(worker.commit(update.id).values()) == expected
+        worker.is_at(base + 1)
 
 
-@pytest.mark.parametrize("why", ["another base", "dirty", "no copy"])
-def test_an_update_with_a_base_that_is_not_there_is_refused(worker: Worker, why: str) -> None:
-    worker.stage(WeightUpdate(id="u", version=1), NEW, keep=why != "no copy")
-    worker.commit("u")
-    if why == "dirty":
+@pytest.mark.parametrize(
+    ("base", "dirty", "keep", "message"),
+    [
+        (0, False, True, "builds on version 0"),
+        (1, True, True, "no version is served"),
+        (1, False, False, "keep_copy"),
+    ],
+)
+def test_an_update_with_a_base_that_is_not_there_is_refused(
+    worker: Worker, base: int, dirty: bool, keep: bool, message: str
+) -> None:
+    worker.stage(FIRST, NEW, keep=keep)
+    worker.commit()
+    if dirty:
         worker.inbox.began()
         worker.inbox.failed(RuntimeError("out of memory"))
-    base = 0 if why == "another base" else 1
     answer = worker.stage(WeightUpdate(id="v", version=2, base_version=base), {"b": OLD["b"]})
     assert answer["error"]["kind"] == "UpdateRefused"
-    expected = {"another base": "builds on version 0", "dirty": "more than one"}
-    assert expected.get(why, "keep_copy") in answer["error"]["message"]
+    assert message in answer["error"]["message"]
     assert "v" not in answer["holds"]
 
 
-def test_a_worker_that_has_committed_loads_the_same_again_for_one_that_failed(
-    worker: Worker,
-) -> None:
-    worker.stage(WeightUpdate(id="u", version=1), NEW)
-    worker.commit("u")
-    assert worker.commit("u") == {"a": 11.0, "b": 12.0, "c": 13.0}
-    assert worker.tell("state")["version"] == 1
+def refused(answer: dict[str, Any], message: str) -> dict[str, Any]:
+    assert message in answer["error"]["message"]
+    return answer
 
 
-def test_an_update_is_above_what_is_served_and_alone(worker: Worker) -> None:
-    answer = worker.stage(WeightUpdate(id="u", version=3), NEW, serving=3)
-    assert answer["error"]["message"].startswith("update u is version 3, and 3 is served")
-    worker.open(WeightUpdate(id="u", version=4), serving=3)
+def test_an_update_is_above_what_is_served_and_alone_and_complete(worker: Worker) -> None:
+    third = WeightUpdate(id="u", version=3)
+    answer = worker.stage(third, NEW, serving=3)
+    refused(answer, "worker 0: update u of version 3 came after version 3; send 4 or later")
+    worker.open(third, serving=2)
     asyncio.run(worker.sender.close())
-    answer = worker.open(WeightUpdate(id="v", version=5), serving=3)
-    assert answer["error"]["message"].startswith("update u is being staged")
-    assert answer["staging"] == "u"
+    other = worker.open(WeightUpdate(id="v", version=5), serving=2)
+    assert refused(other, "came while u is being staged")["staging"] == "u"
+    answer = refused(worker.tell("complete", id="u", buckets=2), "u: 0 of 2 buckets arrived")
+    assert answer["holds"] == {}
+    worker.tell("drop", id="another")
+    assert worker.tell("state")["staging"] == "u"
+    assert worker.tell("drop", id="u")["staging"] == ""
+    answer = refused(worker.tell("bucket", id="u", announced={}), "stage it again")
+    assert answer["error"]["kind"] == "UpdateRefused"
+    refused(worker.tell("sing"), "told 'sing'; allowed")
 
 
 def test_an_update_that_goes_silent_fails_and_makes_room(worker: Worker) -> None:
-    worker.open(WeightUpdate(id="u", version=1), silence_s=0.01)
+    worker.open(FIRST, silence_s=0.01)
     asyncio.run(worker.sender.close())
     deadline = time.monotonic() + 30
     while not (state := worker.tell("state"))["failed"]:
@@ -176,48 +208,20 @@ def test_an_update_that_goes_silent_fails_and_makes_room(worker: Worker) -> None
     assert worker.stage(WeightUpdate(id="v", version=1), NEW)["holds"] == {"v": 1}
 
 
-def test_an_update_is_complete_with_all_of_its_buckets(worker: Worker) -> None:
-    worker.open(WeightUpdate(id="u", version=1))
-    answer = worker.tell("complete", id="u", buckets=2)
-    assert answer["error"]["message"].startswith("update u: 0 of 2 buckets arrived")
-    assert answer["holds"] == {}
-
-
-def test_a_commit_that_is_ended_for_another_worker_leaves_its_own_dirty(worker: Worker) -> None:
-    worker.stage(WeightUpdate(id="u", version=1), NEW)
-    worker.inbox.began()
-    worker.inbox.to_load("u", restore=False)
-    worker.inbox.failed(RuntimeError("another worker"))
-    worker.inbox.finished()  # vLLM's own end of it
-    state = worker.tell("state")
-    assert "another worker" in state["dirty"]
-    assert (state["version"], state["holds"]) == (None, {"u": 1})
-
-
-def test_buckets_of_an_update_that_was_dropped_go_nowhere(worker: Worker) -> None:
-    worker.open(WeightUpdate(id="u", version=1))
-    worker.tell("drop", id="another")
-    assert worker.tell("state")["staging"] == "u"
-    assert worker.tell("drop", id="u")["staging"] == ""
-    answer = worker.tell("bucket", id="u", announced={})
-    assert answer["error"]["kind"] == "UpdateRefused"
-    assert "stage it again" in answer["error"]["message"]
-
-
-def test_workers_that_have_committed_different_versions_are_dirty_together() -> None:
-    same = {
-        "committed": "u",
-        "holds": {"u": 2, "v": 3},
-        "staging": "",
-        "received": 0,
-        "failed": None,
-    }
-    same |= {"dirty": "", "half": "", "updating": False}
-    other = {**same, "committed": "t", "holds": {"t": 1, "u": 2}}
-    state = WorkersState.whatever([{**same, "version": 2}, {**other, "version": 1}], engine="e")
+def test_workers_that_have_committed_different_versions_are_dirty_together(worker: Worker) -> None:
+    same = {**worker.tell("state"), "version": 2, "committed": "u", "holds": {"u": 2, "v": 3}}
+    other = {**same, "version": 1, "committed": "t", "holds": {"t": 1, "u": 2}}
+    state = WorkersState.of([same, other], engine="e")
     assert state.disagree
     assert "[1, 2]" in state.dirty
     assert (state.version, state.committed, state.holds) == (None, "", {"u": 2})
+    failed = {**same, "failed": {"kind": "UpdateDamaged", "message": "cut"}}
+    WorkersState.of([same, failed], engine="e")
+    with pytest.raises(UpdateDamaged, match="engine e: cut"):
+        WorkersState.of([same, failed], engine="e", receiving=True)
+    failed["error"] = {"kind": "MemoryError", "message": "none"}
+    with pytest.raises(EngineError, match="engine e: MemoryError in a worker: none"):
+        WorkersState.of([same, failed], engine="e")
 
 
 def test_an_update_brings_the_tensors_of_the_checkpoint_in_the_type_computed_in(
@@ -257,17 +261,107 @@ def test_scales_are_checked_when_an_update_opens_and_given_out_until_it_is_serve
 ) -> None:
     scales = {"layers.0.k_scale": 0.5}
     worker.stage(WeightUpdate(id="u", version=1, kv_scales=scales), NEW)
-    assert worker.checked == [scales]
-    assert worker.inbox.loaded_scales is None
+    assert (worker.checked, worker.inbox.loaded_scales) == ([scales], None)
     worker.inbox.began()
     worker.inbox.to_load("u", restore=False)
     assert worker.inbox.loaded_scales == scales
     worker.inbox.failed(RuntimeError("out of memory"))
-    assert (worker.inbox.loaded_scales, bool(worker.inbox.dirty)) == (None, True)
-    worker.commit("u")
-    assert (worker.inbox.loaded_scales, worker.inbox.dirty) == (None, "")
+    assert worker.inbox.loaded_scales is None
+    worker.commit()
+    assert worker.inbox.loaded_scales is None
     worker.stage(WeightUpdate(id="v", version=2), OLD)
     worker.inbox.began()
     worker.inbox.to_load("v", restore=False)
-    assert worker.inbox.loaded_scales is None
-    assert worker.checked == [scales]
+    assert (worker.checked, worker.inbox.loaded_scales) == ([scales], None)
+
+
+class Attention(torch.nn.Module):
+    """The buffers and numbers of vLLM's layer, `make test-vllm` has the layer itself."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.kv_cache_dtype = dtype
+        self.calculate_kv_scales = True
+        for which in "kvq":
+            self.register_buffer(f"_{which}_scale", torch.tensor(1.0))
+            setattr(self, f"_{which}_scale_float", 1.0)
+        self._k_scale_cpu, self._v_scale_cpu = torch.tensor(1.0), torch.tensor(1.0)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.self_attn = torch.nn.Module()
+        self.self_attn.attn = Attention(dtype)
+        self.self_attn.qkv_proj = torch.nn.Linear(2, 2)
+
+
+def model(*dtypes: str) -> torch.nn.Module:
+    whole = torch.nn.Module()
+    whole.model = torch.nn.Module()
+    whole.model.layers = torch.nn.ModuleList([Layer(dtype) for dtype in dtypes])
+    return whole
+
+
+def given(layer: int, **scales: float) -> dict[str, float]:
+    names = {"k": "k_scale", "v": "v_scale", "q": "attn.q_scale"}
+    return {f"model.layers.{layer}.self_attn.{names[w]}": v for w, v in scales.items()}
+
+
+PLACE = "model.layers.{}.self_attn.attn"
+
+
+def test_scales_are_written_in_place_as_float32_rounds_them_to_all_that_reads_them() -> None:
+    whole = model("fp8", "fp8_e4m3")
+    scales = CacheScales(whole)
+    attention = whole.model.layers[0].self_attn.attn
+    buffer = attention._k_scale
+    told = {**given(0, k=0.1, v=0.2, q=0.3), **given(1, k=0.4, v=0.5)}
+    scales.check(told)
+    scales.write(scales.read(), told)
+    rounded = [float(torch.tensor(value)) for value in (0.1, 0.2, 0.3)]
+    assert rounded[0] != 0.1
+    assert attention._k_scale is buffer
+    assert list(scales.read()[PLACE.format(0)].values()) == rounded
+    assert [getattr(attention, f"_{which}_scale_float") for which in "kvq"] == rounded
+    assert [float(attention._k_scale_cpu), float(attention._v_scale_cpu)] == rounded[:2]
+    assert not attention.calculate_kv_scales
+    # Of queries there need not be any: what was there stays.
+    assert scales.read()[PLACE.format(1)]["q"] == 1.0
+
+
+def test_a_reload_that_resets_them_leaves_those_of_before() -> None:
+    whole = model("fp8")
+    scales = CacheScales(whole, doubled=True)
+    # Names may be those of vLLM itself.
+    told = {f"{PLACE.format(0)}.k_scale": 0.5, f"{PLACE.format(0)}.v_scale": 0.25}
+    scales.check(told)
+    scales.write(scales.read(), told)
+    before = scales.read()
+    assert before[PLACE.format(0)] == {"k": 1.0, "v": 0.5, "q": 1.0}
+    attention = whole.model.layers[0].self_attn.attn
+    for which in "kvq":
+        getattr(attention, f"_{which}_scale").fill_(1.0)
+        setattr(attention, f"_{which}_scale_float", 1.0)
+    scales.write(before, None)
+    assert scales.read() == before
+    assert attention._v_scale_float == 0.5
+
+
+@pytest.mark.parametrize("dtypes", [(), ("auto",), ("fp8_per_token_head",), ("bfloat16", "auto")])
+def test_a_model_without_such_a_cache_refuses_scales(dtypes: tuple[str, ...]) -> None:
+    with pytest.raises(EngineUnsupported, match=r"--kv-cache-dtype fp8, or leave kv_scales out"):
+        CacheScales(model(*dtypes)).check(given(0, k=0.5, v=0.5))
+
+
+def test_scales_have_to_be_those_of_all_layers_and_of_no_other() -> None:
+    whole = model("fp8", "fp8", "auto")
+    both = {**given(0, k=1.5, v=1.5), **given(1, k=1.5, v=1.5)}
+    CacheScales(whole).check(both)
+    with pytest.raises(UpdateMismatch, match=r"lack model.layers.1.self_attn.attn.k_scale, .*v_sc"):
+        CacheScales(whole).check(given(0, k=1.5, v=1.5))
+    for other in (given(2, k=1.5), given(7, k=1.5)):
+        with pytest.raises(UpdateMismatch, match=r"no layer of the model: model.layers.[27]"):
+            CacheScales(whole).check({**both, **other})
+    # A stage of a pipeline has some of the layers only.
+    CacheScales(whole, whole=False).check({**both, **given(7, k=1.5, v=1.5)})

@@ -16,14 +16,15 @@ PAD, END, UNKNOWN = 0, 1, 2
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
-def checkpoints(folders: Any) -> Callable[..., Path]:
+def checkpoints(folders: Any, **always: Any) -> Callable[..., Path]:
     """`make(seed=1, family="qwen3")` writes a checkpoint once, and returns its directory.
 
-    `folders` is pytest's `tmp_path_factory`.
+    `folders` is pytest's `tmp_path_factory`; `always` are settings of all checkpoints.
     """
     made: dict[str, Path] = {}
 
     def make(**settings: Any) -> Path:
+        settings = {**always, **settings}
         key = repr(sorted(settings.items()))
         if key not in made:
             made[key] = make_checkpoint(folders.mktemp("checkpoint"), **settings)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from pathlib import Path
 
-from megatron_idempotent.rl.engines.transformers.batch import RowCache, cache_argument
+from megatron_idempotent.rl.engines.transformers_batch import RowCache, cache_argument
 
 
 class Watched:

@@ -17,9 +17,7 @@ sys.path.insert(0, str(HERE.parent / "engines"))
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    pytest.register_assert_rewrite(
-        "contract", "contract_base", "contract_generate", "contract_pause", "contract_updates"
-    )
+    pytest.register_assert_rewrite("contract", "contract_base")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,19 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory):
     """`make_model(seed=1)` writes a checkpoint once and returns its directory."""
-    from tiny import make_checkpoint
+    from tiny import checkpoints
 
-    made: dict[str, Path] = {}
-
-    def make(**settings) -> Path:
-        key = repr(sorted(settings.items()))
-        if key not in made:
-            # Attention on CPUs wants heads of 32.
-            directory = tmp_path_factory.mktemp("checkpoint")
-            made[key] = make_checkpoint(directory, hidden=128, **settings)
-        return made[key]
-
-    return make
+    return checkpoints(tmp_path_factory, hidden=128)  # attention on CPUs wants heads of 32
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A vLLM worker that fails when it is told to."""
+"""A vLLM worker that fails when it is told to, and tells of its scales."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import time
 from typing import Any
 
-from megatron_idempotent.rl.engines.vllm.worker import StagingExtension
+from megatron_idempotent.rl.engines.vllm_worker import StagingExtension
 
 
 class FaultyWorker(StagingExtension):
@@ -55,3 +55,14 @@ class FaultyWorker(StagingExtension):
             original(Broken(weights))
 
         transfer._load = broken
+
+    def scales_in_use(self) -> dict[str, Any]:
+        model = self.weight_transfer_engine.model
+        return {
+            name: [
+                (float(getattr(layer, f"_{which}_scale")), getattr(layer, f"_{which}_scale_float"))
+                for which in "kvq"
+            ]
+            for name, layer in model.named_modules()
+            if hasattr(layer, "_k_scale")
+        }

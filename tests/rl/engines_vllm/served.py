@@ -7,7 +7,8 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from contract_base import buckets
+import pytest
+from contract_base import ContractBase, buckets
 from tiny import read_weights
 
 from megatron_idempotent.rl.engines import Request
@@ -66,9 +67,9 @@ class Served:
         """No requests, no pause, nothing staged, and the weights of the checkpoint."""
         engine = VllmEngine(self.server.url, name="clean", transport=SharedMemorySender)
         try:
-            await engine._control.post("/abort_requests", {}, timeout_s=10.0)
+            await engine._control.post("/abort_requests", {})
             await slow(engine, 0.0)
-            state = await engine._updates.state()
+            state = await engine._state()
             if state.staging:
                 await engine.rollback(state.staging)
             if state.dirty or self._weights != (directory, state.version):
@@ -81,6 +82,25 @@ class Served:
             assert (await engine.health()).status == "SERVING"
         finally:
             await engine.close()
+
+
+class OnServer(ContractBase):
+    """Tests on the shared server, whose steps are slow from a `start` on."""
+
+    #: Limits of calls; None for the defaults.
+    limits: Timeouts | None = None
+
+    @pytest.fixture(autouse=True)
+    def server(self, shared):
+        self.shared = shared
+        shared.start()
+
+    def serving(self, directory):
+        return self.shared.engine(directory, timeouts=self.limits)
+
+    async def start(self, engine, requests):
+        await slow(engine)
+        return await super().start(engine, requests)
 
 
 async def slow(engine: VllmEngine, sleep_s: float = 0.02) -> None:

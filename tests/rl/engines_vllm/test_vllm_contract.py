@@ -3,64 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import pytest
 from contract import EngineContract
 from contract_base import served
-from served import slow
-from tiny import END
+from served import OnServer, slow
 
 from megatron_idempotent.rl.engines import EngineUnsupported
 
 
-class TestVllmEngine(EngineContract):
+class TestVllmEngine(OnServer, EngineContract):
     # vLLM draws a part that is resubmitted with another generator than the whole.
     exact_seeds = False
-
-    @pytest.fixture(autouse=True)
-    def server(self, shared):
-        self.shared = shared
-        shared.start()
-
-    @contextlib.asynccontextmanager
-    async def serving(self, directory):
-        async with self.shared.engine(directory) as engine:
-            yield engine
-
-    async def start(self, engine, requests):
-        await slow(engine)
-        return await super().start(engine, requests)
-
-    @served
-    async def test_only_the_stop_tokens_of_the_request_end_a_sample(self, engine, old):
-        # As in the contract, at vLLM's highest temperature.
-        samples = await asyncio.gather(
-            *(
-                engine.generate(self.request(max_tokens=200, temperature=2.0, seed=place))
-                for place in range(32)
-            )
-        )
-        assert all(sample.finish_reason == "length" for sample in samples)
-        assert any(END in sample.tokens[:-1] for sample in samples)
-
-    @served
-    async def test_tokens_keep_the_version_they_were_drawn_with(self, engine, old, new):
-        first = (await engine.health()).version
-        weights = {first: old}
-        requests = self.ragged(8, max_tokens=150)
-        calls = await self.start(engine, requests)
-        for turn in range(4):
-            # Paused before it is staged, so that it is no matter how fast the engine is.
-            await engine.pause()
-            target = old if turn % 2 else new
-            weights[await self.switch(engine, target)] = target
-            await engine.generate(self.request(max_tokens=2))
-        for request, sample in zip(requests, await asyncio.gather(*calls), strict=True):
-            assert len(sample.tokens) == 150
-            assert list(sample.versions) == sorted(sample.versions)
-            assert set(sample.versions) == set(weights)
-            self.check_logprobs(request, sample, weights)
+    pauses_to_stage = True
+    hot = (32, {"max_tokens": 200, "temperature": 2.0})  # its highest temperature
 
     @served
     async def test_a_prompt_seen_before_a_commit_is_computed_anew(self, engine, old, new):

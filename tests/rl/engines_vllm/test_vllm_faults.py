@@ -1,16 +1,17 @@
-"""Updates of a real vLLM that go wrong half-way, and clients that are gone or late."""
+"""Updates of a real vLLM that go wrong half-way, servers that are killed, and clients that left."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import pytest
 from contract_base import buckets, cut, listed, next_update, served
-from fault_base import Faults
-from served import fast
+from served import OnServer, fast
 from tiny import read_weights
 
-from megatron_idempotent.rl.engines import EngineError, EngineTimeout
+from megatron_idempotent.rl.engines import EngineDead, EngineError, EngineTimeout
 from megatron_idempotent.rl.engines.vllm import VllmEngine
 from megatron_idempotent.rl.weights import UpdateRefused, WeightUpdate
 from megatron_idempotent.rl.weights.transports import (
@@ -18,6 +19,44 @@ from megatron_idempotent.rl.weights.transports import (
     ProcessGroupSender,
     SharedMemorySender,
 )
+
+BREAK_OFF = {"do": "fault", "at": "load", "after": 7}
+
+
+class Faults(OnServer):
+    """Commits that break off, and checks of what follows them."""
+
+    limits = fast()
+
+    async def broken(self, engine, directory):
+        """Running requests, and an update whose commit broke off at its eighth tensor."""
+        requests = self.ragged(4, max_tokens=150)
+        calls = await self.start(engine, requests)
+        update = await self.update(engine, directory)
+        await engine.pause()
+        await engine._control.rpc(BREAK_OFF)
+        with pytest.raises(EngineError, match="a fault for a test"):
+            await engine.commit(update.id)
+        health = await engine.health()
+        assert (health.status, health.version) == ("DIRTY", None)
+        assert "a fault for a test" in health.detail
+        with pytest.raises(EngineError, match="DIRTY"):
+            await engine.resume()
+        assert await engine._control.is_paused()
+        return requests, calls, update
+
+    async def rolled_back(self, engine, old, new, version):
+        requests, calls, update = await self.broken(engine, new)
+        await engine.rollback("another")
+        assert (await engine.health()).status == "DIRTY"
+        await engine.rollback(update.id)
+        health = await engine.health()
+        assert (health.status, health.version) == ("PAUSED", version)
+        with pytest.raises(EngineError, match=update.id):
+            await engine.commit(update.id)
+        await engine.resume()
+        await self.ended(requests, calls, old, tokens=150)
+        await self.serves(engine, old, version)
 
 
 class TestFaults(Faults):
@@ -28,7 +67,7 @@ class TestFaults(Faults):
         assert await engine.commit(update.id) == update.version
         assert (await engine.health()).status == "PAUSED"
         await engine.resume()
-        await self.finished(requests, calls, {version: old, update.version: new})
+        await self.ended(requests, calls, {version: old, update.version: new}, tokens=150)
         await self.serves(engine, new, update.version)
 
     @served
@@ -48,15 +87,14 @@ class TestFaults(Faults):
             assert (await engine.health()).status == "DIRTY"
             update = WeightUpdate(id="again", version=update.version + 1)
             await engine.stage(update, buckets(read_weights(new)))
-            assert await engine.commit(update.id) == update.version
-            await engine.resume()
+            await self.put_in(engine, update)
             await asyncio.gather(*calls)
             await self.serves(engine, new, update.version)
 
     @served
     async def test_a_new_client_goes_on_where_another_stopped(self, engine, old, new):
         _, calls, update = await self.broken(engine, new)
-        other = VllmEngine(self.shared.server.url, name="other", timeouts=fast())
+        other = VllmEngine(self.shared.server.url, name="other", timeouts=self.limits)
         assert (await other.health()).status == "DIRTY"
         with pytest.raises(EngineError, match="DIRTY"):
             await other.resume()
@@ -71,10 +109,10 @@ class TestFaults(Faults):
         version = (await engine.health()).version
         update = await self.update(engine, new)
         await engine.pause()
-        await engine._control.post("/start_weight_update", timeout_s=20.0)
+        await engine._control.post("/start_weight_update")
         assert (await engine.health()).status == "DIRTY"
         assert await engine.commit(update.id) == update.version
-        await engine._control.post("/start_weight_update", timeout_s=20.0)
+        await engine._control.post("/start_weight_update")
         await engine.rollback("")
         health = await engine.health()
         assert (health.status, health.version) == ("PAUSED", update.version)
@@ -88,7 +126,8 @@ class TestFaults(Faults):
         update = await self.update(engine, new)
         await engine.pause()
         await engine.commit(update.id)
-        await engine._control.set_stamp(str(version))  # as if its last call had been lost
+        stale = {"new_version": str(version)}  # as if its last call had been lost
+        await engine._control.post("/update_weight_version", stale)
         health = await engine.health()
         assert (health.status, health.version) == ("DIRTY", None)
         assert f"stamps tokens with {version}" in health.detail
@@ -141,22 +180,54 @@ class TestFaults(Faults):
             await self.serves(engine, new, await self.switch(engine, new))
             assert list(tmp_path.iterdir()) == []  # nothing is left of what was sent
 
-    @served
-    async def test_a_response_that_takes_too_long_is_an_error(self, engine, old):
-        await engine.pause()
-        engine._timeouts = fast(generate_s=0.3)
-        with pytest.raises(EngineTimeout, match="generate"):
-            await engine.generate(self.request())
-        assert (await engine.health()).running == 0
-        engine._timeouts = fast()
-        await engine.resume()
-        await engine.generate(self.request())
+
+class TestKilled(Faults):
+    async def is_dead(self, engine):
+        health = await engine.health()
+        assert (health.status, health.version, health.running) == ("DEAD", None, 0)
+        assert health.detail
+        for call in (engine.generate(self.request()), engine.resume(), engine.commit("u")):
+            with pytest.raises(EngineDead, match="shared"):
+                await call
 
     @served
-    async def test_an_engine_without_a_transport_serves_and_is_not_updated(self, engine, old, new):
+    async def test_a_worker_that_dies_in_a_commit(self, engine, old, new):
+        calls = await self.start(engine, [self.request(max_tokens=200)])
+        update = await self.update(engine, new)
+        await engine.pause()
+        await engine._control.rpc({"do": "fault", "at": "kill", "after": 7})
+        with pytest.raises(EngineDead):
+            await engine.commit(update.id)
+        for call in calls:
+            with pytest.raises(EngineDead):
+                await call
+        await self.is_dead(engine)
+        self.shared.server.stop()
+
+    @served
+    async def test_a_commit_that_broke_off_is_rolled_back_to_the_checkpoint(self, engine, old, new):
+        assert (await engine.health()).version == 0  # started again, and never updated
+        await self.rolled_back(engine, old, new, 0)
+
+    @served
+    async def test_a_server_that_dies_while_it_serves_and_stages(self, engine, old, new):
+        calls = await self.start(engine, self.ragged(4, max_tokens=200))
+
+        async def cut_off():
+            given = cut(read_weights(new))
+            yield given[0]
+            os.killpg(self.shared.server.pid, signal.SIGKILL)
+            yield given[1]
+
+        with pytest.raises(EngineDead):
+            await engine.stage(await next_update(engine), cut_off())
+        for call in calls:
+            with pytest.raises(EngineDead):
+                await call
+        await self.is_dead(engine)
+
+    @served
+    async def test_a_server_that_dies_idle(self, engine, old):
+        os.killpg(self.shared.server.pid, signal.SIGKILL)
+        await self.is_dead(engine)
         await engine.close()
-        async with self.shared.engine(old, transport=None) as engine:
-            update = await next_update(engine)
-            with pytest.raises(ValueError, match="transport"):
-                await engine.stage(update, buckets(read_weights(new)))
-            await engine.generate(self.request())

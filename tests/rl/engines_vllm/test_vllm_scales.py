@@ -33,7 +33,7 @@ class TestVllmWithAnFp8Cache(ContractBase):
             arguments=arguments,
             environment=CPU_ENVIRONMENT
             | {"PYTHONPATH": os.pathsep.join([str(HERE), *inherited()])},
-            extension="scales_worker.ScalesWorker",
+            extension="faults.FaultyWorker",
             log=os.environ.get("VLLM_TEST_LOG"),
         ) as server:
             asyncio.run(asyncio.wait_for(self.scenario(server, old, new), 480))
@@ -65,7 +65,7 @@ class TestVllmWithAnFp8Cache(ContractBase):
 
     async def in_use(self, engine):
         asked = {"method": "scales_in_use"}
-        answer = await engine._control.post("/collective_rpc", asked, timeout_s=60.0)
+        answer = await engine._control.post("/collective_rpc", asked, limit="commit_s")
         (found,) = answer["results"]
         return {place: [list(pair) for pair in pairs] for place, pairs in found.items()}
 
@@ -79,9 +79,7 @@ class TestVllmWithAnFp8Cache(ContractBase):
         before = await self.in_use(engine)
         update = await self.staged(engine, directory, kv_scales)
         assert await self.in_use(engine) == before
-        await engine.pause()
-        await engine.commit(update.id)
-        await engine.resume()
+        await self.put_in(engine, update)
         return await self.in_use(engine)
 
     async def refused(self, engine, directory, kv_scales, message):

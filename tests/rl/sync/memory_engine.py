@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -21,27 +22,44 @@ from megatron_idempotent.rl.engines import (
     Sample,
 )
 from megatron_idempotent.rl.engines.protocol import refuse_kv_scales
-from megatron_idempotent.rl.sync import SyncSettings
+from megatron_idempotent.rl.sync import SyncReport, SyncSettings, WeightSync
 from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, UpdateRefused, WeightUpdate
 
 NAMES = ("a", "b", "c", "d")
 INFOS = tuple(TensorInfo(name=name, shape=(8,), dtype=torch.float32) for name in NAMES)
 FAULTS = ("raises", "raises in the middle", "done, then raises", "hangs", "dies")
 
-QUICK = SyncSettings(
-    bucket_timeout_s=0.2,
-    stage_timeout_s=2.0,
-    pause_timeout_s=0.2,
-    commit_timeout_s=0.2,
-    resume_timeout_s=0.2,
-    retry_wait_s=0.001,
-)
+LIMITS = ("bucket", "stage", "pause", "commit", "resume")
+
+
+def limits(seconds: float) -> SyncSettings:
+    """The same limit for all, and ten times as much for staging."""
+    every = {f"{name}_timeout_s": seconds * (10 if name == "stage" else 1) for name in LIMITS}
+    return SyncSettings(**every, retry_wait_s=seconds / 200)
+
+
+QUICK = limits(0.2)
 
 
 def serves(engine: MemoryEngine) -> int:
     """The version of what it serves, which is of one version only."""
     request = Request(id="r", prompt=(1,), max_tokens=1)
     return asyncio.run(engine.generate(request)).versions[0]
+
+
+def three(**faults: list[str]) -> list[MemoryEngine]:
+    """Three engines, of which the middle one fails."""
+    return [MemoryEngine("a"), MemoryEngine("b", faults), MemoryEngine("c")]
+
+
+def sync(engines: Sequence[MemoryEngine], **more: Any) -> WeightSync:
+    """A sync of engines, with short limits."""
+    return WeightSync(engines, **{"settings": QUICK, **more})
+
+
+def update(one: WeightSync, version: int, **more: Any) -> SyncReport:
+    """One update of all engines."""
+    return asyncio.run(one.update(Source(version), version, **more))
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:

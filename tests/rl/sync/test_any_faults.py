@@ -10,19 +10,12 @@ pytest.importorskip("torch")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_engine import FAULTS, MemoryEngine, Source
+from memory_engine import FAULTS, MemoryEngine, Source, limits
 
 from megatron_idempotent.rl.engines import Request
-from megatron_idempotent.rl.sync import SyncFailed, SyncReport, SyncSettings, WeightSync
+from megatron_idempotent.rl.sync import SyncFailed, SyncReport, WeightSync
 
-QUICK = SyncSettings(
-    bucket_timeout_s=0.005,
-    stage_timeout_s=0.05,
-    pause_timeout_s=0.005,
-    commit_timeout_s=0.005,
-    resume_timeout_s=0.005,
-    retry_wait_s=0.0001,
-)
+QUICK = limits(0.005)
 METHODS = ("stage", "pause", "commit", "rollback", "resume")
 faults = st.dictionaries(
     st.sampled_from(METHODS), st.lists(st.sampled_from(FAULTS), max_size=5), max_size=4

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 pytest.importorskip("torch")
 
-from memory_engine import QUICK, MemoryEngine, Source, serves
+from memory_engine import QUICK, MemoryEngine, serves, sync, update
 
-from megatron_idempotent.rl.engines import EngineError, EngineHealth, Request
-from megatron_idempotent.rl.sync import SyncFailed, WeightSync
-from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightUpdate
+from megatron_idempotent.rl.engines import EngineError, EngineHealth
+from megatron_idempotent.rl.sync import SyncFailed
+from megatron_idempotent.rl.weights import Bucket, WeightUpdate
 
 COLOCATED = dataclasses.replace(QUICK, colocated=True)
 
@@ -32,9 +31,11 @@ class Sleeper(MemoryEngine):
         self.awake, self.paused, self.version = [], True, None
 
     async def wake(self, tags: Sequence[str]) -> None:
-        self.calls += [f"wake {tag}" for tag in tags]
-        await self._call("wake", "before")
-        self.awake += tags
+        for tag in tags:
+            self.calls.append(f"wake {tag}")
+            await self._call(f"wake {tag}", "before")
+            self.awake.append(tag)
+            await self._call(f"wake {tag}", "behind")
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
         assert self.awake == ["weights"]
@@ -52,84 +53,27 @@ class Sleeper(MemoryEngine):
         return health
 
 
-def test_weights_are_woken_then_loaded_then_the_cache_is_woken() -> None:
-    engine = Sleeper("a")
-    report = asyncio.run(WeightSync([engine], settings=COLOCATED).update(Source(1), 1))
-    assert engine.calls == ["wake weights", "stage", "pause", "commit", "wake kv_cache", "resume"]
+@pytest.mark.parametrize("lost", [False, True])
+def test_weights_are_woken_then_loaded_then_the_cache_is_woken(lost: bool) -> None:
+    # An engine that is awake all the same, and only its answer is lost, counts.
+    engine = Sleeper("a", {"wake kv_cache": ["done, then raises"] if lost else []})
+    report = update(sync([engine], settings=COLOCATED), 1)
+    *before, last = engine.calls
+    woken = ["wake weights", "stage", "pause", "commit", "wake kv_cache"]
+    assert (before, last) == (woken + ["rollback"] * lost, "resume")
     assert report.named("committed") == ("a",)
     assert serves(engine) == 1
 
 
-@pytest.mark.parametrize("fails", [0, 1])
-def test_an_engine_that_cannot_wake_is_not_resumed(fails: int) -> None:
-    engine = Sleeper("a", {"wake": ["hangs"] if fails == 0 else []})
-    if fails:
-        engine.faults["commit"] = []
-
-        async def wake(tags: Sequence[str]) -> None:
-            if "kv_cache" in tags:
-                raise EngineError("no memory left")
-            engine.awake += tags
-
-        engine.wake = wake  # type: ignore[method-assign]
-    with pytest.raises(SyncFailed, match="a is quarantined: waking its"):
-        asyncio.run(WeightSync([engine], settings=COLOCATED).update(Source(1), 1))
+@pytest.mark.parametrize("at", ["weights", "kv_cache"])
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+def test_an_engine_that_cannot_wake_is_not_resumed(at: str, how: str) -> None:
+    engine = Sleeper("a", {f"wake {at}": [how]})
+    with pytest.raises(SyncFailed, match=f"a is quarantined: waking its {at} failed"):
+        update(sync([engine], settings=COLOCATED), 1)
     assert engine.paused
-
-
-def test_an_engine_that_serves_the_new_weights_all_the_same_counts() -> None:
-    engine = Sleeper("a")
-
-    async def wake(tags: Sequence[str]) -> None:
-        engine.awake += tags
-        if "kv_cache" in tags:
-            raise EngineError("the answer was lost")
-
-    engine.wake = wake  # type: ignore[method-assign]
-    report = asyncio.run(WeightSync([engine], settings=COLOCATED).update(Source(1), 1))
-    assert report.engines["a"].outcome == "committed"
-    assert serves(engine) == 1
 
 
 def test_engines_that_cannot_sleep_are_refused() -> None:
     with pytest.raises(ValueError, match=r"engines that cannot sleep: \['b'\]"):
-        WeightSync([Sleeper("a"), MemoryEngine("b")], settings=COLOCATED)
-
-
-def test_a_real_engine_wakes_with_the_new_weights() -> None:
-    transformers = pytest.importorskip("transformers")
-    from megatron_idempotent.rl.engines.transformers import TransformersEngine
-
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        eos_token_id=None,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    new = {name: tensor.detach() * 2 for name, tensor in model.state_dict().items()}
-
-    class Once:
-        def tensors(self) -> tuple[TensorInfo, ...]:
-            return tuple(TensorInfo.of(name, tensor) for name, tensor in new.items())
-
-        def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
-            return iter([Bucket.of(0, new)])
-
-    async def scenario() -> None:
-        engine = TransformersEngine(model)
-        sync = WeightSync([engine], settings=COLOCATED)
-        request = Request(id="r", prompt=(1, 2), max_tokens=3, seed=1)
-        assert (await engine.generate(request)).versions == (0, 0, 0)
-        await engine.sleep()
-        assert (await engine.health()).status == "DIRTY"
-        report = await sync.update(Once(), 1)
-        assert report.named("committed") == ("local",), report.describe()
-        assert (await engine.generate(request)).versions == (1, 1, 1)
-        assert all(tensor.equal(new[name]) for name, tensor in model.state_dict().items())
-        await engine.close()
-
-    asyncio.run(scenario())
+        sync([Sleeper("a"), MemoryEngine("b")], settings=COLOCATED)

@@ -1,62 +1,60 @@
-"""Only what has changed is sent, and never on top of something else."""
+"""An update sends changed tensors only, and scales with them; timers hear of its phases."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
-from memory_engine import NAMES, QUICK, MemoryEngine, Source, serves, tensors_of
+from memory_engine import NAMES, QUICK, MemoryEngine, Source, serves, sync, tensors_of, update
 
-from megatron_idempotent.rl.sync import SyncReport, WeightSync, follow
+from megatron_idempotent.rl.controller import Fleet
+from megatron_idempotent.rl.sync import SyncFailed, follow
+from megatron_idempotent.rl.weights import WeightUpdate
+
+FIRST = {"model.layers.0.self_attn.k_scale": 0.5, "model.layers.0.self_attn.v_scale": 0.25}
+SECOND = {name: value * 3 for name, value in FIRST.items()}
 
 
-def run(sync: WeightSync, version: int) -> SyncReport:
-    return asyncio.run(sync.update(Source(version), version, changed_only=True))
+def two(*, fp8: str = "") -> list[MemoryEngine]:
+    """Engines "a" and "b", of which those named have a cache in FP8."""
+    engines = [MemoryEngine(name) for name in "ab"]
+    for engine in engines:
+        engine.fp8_cache = engine.name in fp8
+    return engines
 
 
 def test_tensors_that_have_not_changed_are_left_out() -> None:
-    engines = [MemoryEngine("a"), MemoryEngine("b")]
-    sync = WeightSync(engines, settings=QUICK)
-    first, second = run(sync, 1), run(sync, 2)
-    assert (first.tensors_sent, first.tensors_unchanged) == (4, 0)
-    assert (second.tensors_sent, second.tensors_unchanged) == (3, 1)
-    assert second.bytes_sent == 3 * 8 * 4
+    engines = two()
+    one = sync(engines)
+    reports = [update(one, version, changed_only=True) for version in (1, 2)]
+    assert [(each.tensors_sent, each.tensors_unchanged) for each in reports] == [(4, 0), (3, 1)]
+    assert reports[1].bytes_sent == 3 * 8 * 4
     for engine in engines:
         assert all(engine.weights[name].equal(tensors_of(2)[name]) for name in NAMES)
 
 
-def test_everything_is_sent_where_an_engine_does_not_have_the_last_update() -> None:
-    engines = [MemoryEngine("a"), MemoryEngine("b")]
-    sync = WeightSync(engines, settings=QUICK)
-    run(sync, 1)
-    engines[1].faults = {"stage": ["raises"]}
-    run(sync, 2)
-    third = run(sync, 3)
-    assert third.tensors_unchanged == 0
+@pytest.mark.parametrize("why", ["not taken", "started again", "interrupted"])
+def test_everything_is_sent_where_an_engine_may_not_have_the_last_update(why: str) -> None:
+    engines = two()
+    one = sync(engines)
+    update(one, 1, changed_only=True)
+    if why == "not taken":
+        engines[1].faults = {"stage": ["raises"]}
+        update(one, 2, changed_only=True)
+    elif why == "started again":
+        engines[1].version = None  # it does not know what it was started with
+        engines[1].weights = tensors_of(7)
+    else:
+        with pytest.raises(OSError, match="is gone"):
+            asyncio.run(one.update(Source(2, fails_at=3), 2, changed_only=True))
+    assert update(one, 3, changed_only=True).tensors_unchanged == 0
     assert [serves(engine) for engine in engines] == [3, 3]
-
-
-def test_everything_is_sent_where_an_engine_was_started_again() -> None:
-    engines = [MemoryEngine("a"), MemoryEngine("b")]
-    sync = WeightSync(engines, settings=QUICK)
-    run(sync, 1)
-    engines[1].version = None  # it does not know what it was started with
-    engines[1].weights = tensors_of(7)
-    assert run(sync, 2).tensors_unchanged == 0
-    assert [serves(engine) for engine in engines] == [2, 2]
-
-
-def test_everything_is_sent_behind_an_update_that_was_interrupted() -> None:
-    engines = [MemoryEngine("a")]
-    sync = WeightSync(engines, settings=QUICK)
-    run(sync, 1)
-    with pytest.raises(OSError, match="is gone"):
-        asyncio.run(sync.update(Source(2, fails_at=3), 2, changed_only=True))
-    assert run(sync, 3).tensors_unchanged == 0
-    assert serves(engines[0]) == 3
 
 
 def test_another_rank_takes_all_buckets() -> None:
@@ -65,14 +63,144 @@ def test_another_rank_takes_all_buckets() -> None:
     assert source.made == len(NAMES)
 
 
-def test_settings_and_engines_that_cannot_be_are_refused() -> None:
-    from megatron_idempotent.rl.sync import SyncSettings
+def test_scales_take_effect_with_the_weights_and_not_before() -> None:
+    engines = two(fp8="ab")
+    seen = []
 
-    with pytest.raises(ValueError, match=r"pause_mode='stop': 'keep', 'abort' or 'wait'"):
-        SyncSettings(pause_mode="stop")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="attempts=0: above 0"):
-        SyncSettings(attempts=0)
-    with pytest.raises(ValueError, match=r"\['a', 'a'\]; give each its own name"):
-        WeightSync([MemoryEngine("a"), MemoryEngine("a")])
-    with pytest.raises(ValueError, match="no engines"):
-        WeightSync([])
+    def stamp(version: int, names: tuple[str, ...]) -> None:
+        seen.append([engine.kv_scales for engine in engines])
+
+    one = sync(engines, stamp=stamp)
+    update(one, 1, kv_scales=FIRST)
+    assert seen == [[FIRST, FIRST]]
+    engines[1].faults = {"stage": ["raises"]}
+    update(one, 2, kv_scales=SECOND)
+    assert [engine.kv_scales for engine in engines] == [SECOND, FIRST]
+    assert [serves(engine) for engine in engines] == [2, 1]
+    engines[1].kv_scales = {}  # it was started again, and gets those of the others
+    update(one, 3)
+    update(one, 4, changed_only=True)
+    assert [engine.kv_scales for engine in engines] == [SECOND, SECOND]
+
+
+def test_an_engine_without_such_a_cache_refuses_scales_and_serves_on() -> None:
+    engines = two(fp8="a")
+    report = update(sync(engines), 1, kv_scales=FIRST)
+    assert (report.named("committed"), report.named("behind")) == (("a",), ("b",))
+    assert "brings 2 kv_scales, and it has no cache; leave kv_scales out" in report.describe()
+    assert serves(engines[1]) == 0
+    alone = sync([MemoryEngine("c")])
+    with pytest.raises(SyncFailed, match="leave kv_scales out"):
+        update(alone, 1, kv_scales=FIRST)
+    # Scales that no engine took are not sent again.
+    assert update(alone, 2).named("committed") == ("c",)
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({}, "give at least one"),
+        ({"model.layers.0.self_attn.scale": 1.0}, "each ends in .k_scale, .v_scale, .q_scale"),
+        ({"a.k_scale": 0.0}, "numbers above 0, and a.k_scale is 0.0"),
+        ({"a.k_scale": float("nan")}, "a.k_scale is nan"),
+        ({"a.k_scale": float("inf")}, "a.k_scale is inf"),
+        ({"a.k_scale": True}, "a.k_scale is True"),
+        ({"a.k_scale": "1"}, "a.k_scale is '1'; a tensor's is"),
+    ],
+)
+def test_scales_that_are_none_are_refused_before_anything_begins(
+    scales: dict[str, Any], message: str
+) -> None:
+    engines = two(fp8="ab")
+    one = sync(engines)
+    source = Source(1)
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(one.update(source, 1, kv_scales=scales))
+    assert (source.made, engines[0].calls) == (0, [])
+    assert update(one, 1).named("committed") == ("a", "b")
+
+
+def test_a_fleet_makes_the_scales_of_each_version_that_it_publishes() -> None:
+    engines, timer, asked = two(fp8="ab"), Timer(), []
+
+    async def scales_of(version: int) -> dict[str, float] | None:
+        asked.append(version)
+        return FIRST if version == 7 else None
+
+    async def main() -> None:
+        fleet = Fleet(
+            engines,
+            source=Source(1),
+            requests=lambda group_id, prompt: [],
+            score=None,  # type: ignore[arg-type]  # nothing is sampled
+            settings=QUICK,
+            kv_scales=scales_of,
+            timer=timer,
+        )
+        assert (await fleet.publish(7))["engines"] == 2
+        fleet._source = Source(2)
+        await fleet.publish(8)
+
+    asyncio.run(main())
+    assert asked == [7, 8]
+    assert [engine.kv_scales for engine in engines] == [FIRST, FIRST]
+    assert [serves(engine) for engine in engines] == [2, 2]
+    assert timer.phases == ["stage", "pause", "commit", "resume"] * 2
+
+
+def test_updates_with_scales_can_be_compared_and_kept_in_sets() -> None:
+    updates = [WeightUpdate(id="u", version=1, kv_scales=scales) for scales in (FIRST, None)]
+    assert updates[0] != updates[1]
+    assert len(set(updates)) == 2
+
+
+class Timer:
+    """Keeps phases as NeMo-RL's does: a label at a time, and how it was left."""
+
+    def __init__(self, fails_in: str = "") -> None:
+        self.phases: list[str] = []
+        self.left: list[str] = []
+        self._fails_in = fails_in
+
+    @contextlib.contextmanager
+    def time(self, label: str) -> Iterator[None]:
+        if label == self._fails_in:
+            raise RuntimeError("its clock has stopped")
+        assert self.phases[len(self.left) :] == [], "a phase within a phase"
+        self.phases.append(label)
+        yield
+        self.left.append(label)
+        if f"after {label}" == self._fails_in:
+            raise RuntimeError("its clock has stopped")
+
+
+@pytest.mark.parametrize(
+    ("more", "faults", "phases"),
+    [
+        ({}, {}, ["stage", "pause", "commit", "resume"]),
+        ({"stamp": lambda *_: None}, {}, ["stage", "pause", "commit", "stamp", "resume"]),
+        ({}, {"commit": ["raises"] * 9}, ["stage", "pause", "commit", "resume", "settle"]),
+    ],
+)
+def test_a_timer_is_told_of_every_phase_in_its_turn(
+    more: dict[str, Any], faults: dict[str, list[str]], phases: list[str]
+) -> None:
+    timer, engines = Timer(), two()
+    engines[1].faults = faults
+    update(sync(engines, **more), 1, timer=timer)
+    assert timer.phases == timer.left == phases
+
+
+def test_a_phase_that_raises_is_left_too() -> None:
+    timer = Timer()
+    with pytest.raises(OSError, match="is gone"):
+        asyncio.run(sync(two()).update(Source(1, fails_at=2), 1, timer=timer))
+    assert timer.left == ["stage", "settle"]
+
+
+@pytest.mark.parametrize("fails_in", ["stage", "pause", "commit", "after commit", "resume"])
+def test_a_timer_that_raises_strands_no_engine_and_is_not_asked_again(fails_in: str) -> None:
+    timer, engines = Timer(fails_in), two()
+    assert update(sync(engines), 1, timer=timer).named("committed") == ("a", "b")
+    assert [serves(engine) for engine in engines] == [1, 1]
+    assert fails_in.removeprefix("after ") not in timer.phases[:-1]

@@ -62,8 +62,8 @@ def hashes(tensors):
 
 def run_and_note(job, *, with_row_norms=False):
     """Runs on a rank: a whole run."""
-    from megatron_idempotent.rl.engines.transformers.engine import _load
-    from megatron_idempotent.rl.engines.transformers.weights import ServedWeights
+    from megatron_idempotent.rl.engines.transformers import _load
+    from megatron_idempotent.rl.engines.transformers_weights import ServedWeights
     from megatron_idempotent.rl.trainer import launch
     from megatron_idempotent.rl.trainer.engines import Engines
     from megatron_idempotent.rl.trainer.policy import MegatronPolicy

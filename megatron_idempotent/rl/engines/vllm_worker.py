@@ -24,8 +24,7 @@ from vllm.platforms import current_platform
 from megatron_idempotent.rl.weights import TensorInfo
 from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, expected_tensors
 
-from .inbox import Inbox, Weights
-from .kv_scales import CacheScales, LayerScales
+from .vllm_inbox import CacheScales, Inbox, LayerScales, Weights
 
 
 class StagingExtension:
@@ -41,7 +40,7 @@ class StagingExtension:
         errors come back under "error", as in `Inbox.answer`.
         """
         asked = json.loads(command)
-        inbox = getattr(self.weight_transfer_engine, "inbox", None)
+        inbox: Inbox | None = getattr(self.weight_transfer_engine, "inbox", None)
         if inbox is None:
             return {
                 "error": {
@@ -53,24 +52,17 @@ class StagingExtension:
         if asked["do"] == "sleeps":
             config = self.vllm_config.model_config  # type: ignore[attr-defined]
             return {"sleeps": bool(config.enable_sleep_mode)}
-        if asked["do"] == "settle":
-            return self._settle(inbox)
-        answered: dict[str, Any] = inbox.answer(asked)
-        return answered
-
-    def _settle(self, inbox: Any) -> dict[str, Any]:
-        """End an update that another worker's error, or a lost client, has left open here."""
-        state: dict[str, Any] = inbox.answer({"do": "state"})
-        if not state["updating"]:
-            return state
-        inbox.failed(RuntimeError("it did not end on all workers"))
-        try:
-            self.finish_weight_update()  # type: ignore[attr-defined]
-        except Exception as error:  # noqa: BLE001 (it is raised by the client)
-            found = {"kind": "EngineError", "message": f"finish_weight_update failed: {error}"}
-            return {**inbox.answer({"do": "state"}), "error": found}
-        settled: dict[str, Any] = inbox.answer({"do": "state"})
-        return settled
+        if asked["do"] != "settle":
+            return inbox.answer(asked)
+        # End an update that another worker's error, or a lost client, has left open here.
+        if inbox.answer({"do": "state"})["updating"]:
+            inbox.failed(RuntimeError("it did not end on all workers"))
+            try:
+                self.finish_weight_update()  # type: ignore[attr-defined]
+            except Exception as error:  # noqa: BLE001 (it is raised by the client)
+                found = {"kind": "EngineError", "message": f"finish_weight_update failed: {error}"}
+                return {**inbox.answer({"do": "state"}), "error": found}
+        return inbox.answer({"do": "state"})
 
 
 @dataclasses.dataclass

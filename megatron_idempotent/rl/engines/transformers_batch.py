@@ -36,11 +36,6 @@ class RowCache(Cache):
         super().__init__(layers=[*self._of_layer])
 
     @property
-    def rows(self) -> int:
-        """The number of rows in use."""
-        return self._places.rows
-
-    @property
     def lengths_B(self) -> torch.Tensor:
         """The number of positions that each row holds, [B] of int64."""
         return self._places.lengths_B
@@ -190,13 +185,6 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
         return grown
 
 
-# SplitMix64 (Steele, Lea and Flood 2014), on int64 with wrap-around: the constants are its own,
-# written as signed numbers because torch has no uint64 arithmetic.
-_STEP = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
-
-
 def cache_argument(model: Any) -> str:
     """Return the name of the argument by which a model's forward takes a cache.
 
@@ -206,83 +194,45 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in parameters else "past_key_values"
 
 
-def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift in zeros: torch's `>>` would copy the sign bit."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(value: torch.Tensor) -> torch.Tensor:
-    value = (value ^ _shift_right(value, 30)) * _MIX_1
-    value = (value ^ _shift_right(value, 27)) * _MIX_2
-    return value ^ _shift_right(value, 31)
-
-
-def keyed_uniforms(*, seeds_B: torch.Tensor, places_B: torch.Tensor) -> torch.Tensor:
-    """Return uniforms in [0, 1), [B] of float64, each a hash of its row's (seed, place).
-
-    They are for tokens that a request's own seed determines; `place` counts the tokens of the
-    response from 0. Both are int64; `fold_seed` makes any int one.
-    """
-    state_B = _mix(seeds_B * _STEP + _MIX_1) + (places_B + 1) * _STEP
-    return _shift_right(_mix(state_B), 11).to(torch.float64) * 2.0**-53
-
-
-def fold_seed(seed: int) -> int:
-    """Return the seed modulo 2**64, as a signed number that fits an int64."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
 #: Logits that are drawn from at once: 4 M of them are 32 MB in float64.
 _CHUNK = 1 << 22
 
 
 def draw(
-    logits_BV: torch.Tensor,
-    *,
-    temperatures_B: torch.Tensor,
-    seeds_B: torch.Tensor,
-    places_B: torch.Tensor,
+    logits_BV: torch.Tensor, *, temperatures_B: torch.Tensor, uniforms_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token for each row; return tokens and their log-probs, [B] of int64 and float32.
 
     Log-probs are natural, of the tempered distribution. The token is the one at which the
-    cumulative distribution passes the uniform of (seed, place). If a row's logits are not finite
-    (-inf is allowed) its log-prob is NaN, and its token means nothing.
+    cumulative distribution passes the row's uniform, a float64 in [0, 1). If a row's logits are not
+    finite (-inf is allowed) its log-prob is NaN, and its token means nothing.
     """
-    uniforms_B = keyed_uniforms(seeds_B=seeds_B, places_B=places_B)
+    drawn = []
     rows = max(1, _CHUNK // logits_BV.shape[-1])
-    drawn = [
-        _draw(logits, temperatures, uniforms)
-        for logits, temperatures, uniforms in zip(
-            *(torch.split(each, rows) for each in (logits_BV, temperatures_B, uniforms_B)),
-            strict=True,
-        )
-    ]
+    for some_BV, temperature_B, uniform_B in zip(
+        *(torch.split(each, rows) for each in (logits_BV, temperatures_B, uniforms_B)), strict=True
+    ):
+        logprobs_BV = torch.log_softmax(some_BV.float() / temperature_B[:, None], dim=-1)
+        cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+        # Scaled by the total: probabilities add up to 1 only up to rounding, and a uniform above
+        # the total would fall off the end of the vocabulary.
+        tokens_B = (cumulative_BV <= (uniform_B * cumulative_BV[:, -1])[:, None]).sum(-1)
+        # One NaN makes all of a row's log-probs NaN.
+        drawn.append((tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]))
     return torch.cat([tokens for tokens, _ in drawn]), torch.cat([probs for _, probs in drawn])
-
-
-def _draw(
-    logits_BV: torch.Tensor, temperatures_B: torch.Tensor, uniforms_B: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logprobs_BV = torch.log_softmax(logits_BV.float() / temperatures_B[:, None], dim=-1)
-    cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
-    # Scaled by the total: probabilities add up to 1 only up to rounding, and a uniform above the
-    # total would fall off the end of the vocabulary.
-    passed_BV = cumulative_BV <= (uniforms_B * cumulative_BV[:, -1])[:, None]
-    tokens_B = passed_BV.sum(-1)
-    # One NaN makes all of a row's log-probs NaN.
-    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """Holds the inputs of a row's next token. Example: `Turn(token=5, place=0, seed=1, ...)`."""
+    """Holds the inputs of a row's next token.
+
+    Example: `Turn(token=5, uniform=0.25, temperature=1.0)`.
+    """
 
     token: int
     """The last token so far, which is not in the cache yet."""
-    place: int
-    """The number of tokens of the response so far."""
-    seed: int
+    uniform: float
+    """The number in [0, 1) that chooses the token."""
     temperature: float
 
 
@@ -299,11 +249,6 @@ class DecodeBatch:
         self._cache_of_model = cache_argument(model)
         self._cache_of_base = cache_argument(model.base_model)
         self._cache = RowCache(layers=model.config.num_hidden_layers)
-
-    @property
-    def rows(self) -> int:
-        """The number of rows in use."""
-        return self._cache.rows
 
     def clear(self) -> None:
         """Give up all rows, and their memory."""
@@ -359,13 +304,14 @@ class DecodeBatch:
             temperatures_B=torch.tensor(
                 [turn.temperature for turn in turns], dtype=torch.float32, device=device
             ),
-            seeds_B=torch.tensor([turn.seed for turn in turns], device=device),
-            places_B=torch.tensor([turn.place for turn in turns], device=device),
+            uniforms_B=torch.tensor(
+                [turn.uniform for turn in turns], dtype=torch.float64, device=device
+            ),
         )
         self._cache.advance()
         return tokens_B.tolist(), logprobs_B.tolist()
 
     @torch.no_grad()
     def leave(self, gone: Sequence[int]) -> list[int]:
-        """Give up rows; return, for each row that is left, the place it had before."""
+        """See `RowCache.leave`."""
         return self._cache.leave(gone)

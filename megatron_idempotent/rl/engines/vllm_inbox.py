@@ -1,4 +1,7 @@
-"""Receives updates in a worker, and keeps track of what is staged there and what it serves."""
+"""Receives updates in a worker, keeps track of what it serves, and writes scales of its cache.
+
+Nothing here needs vLLM: `vllm_worker` has what does.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,13 @@ from megatron_idempotent.rl.weights import (
     Staging,
     TensorInfo,
     UpdateDamaged,
+    UpdateMismatch,
     UpdateRefused,
     WeightUpdate,
 )
 from megatron_idempotent.rl.weights.transports import receiver
+
+from .protocol import EngineUnsupported, refuse_out_of_turn
 
 
 class IncomingUpdate:
@@ -52,15 +58,14 @@ class IncomingUpdate:
         self.tensors: Mapping[str, torch.Tensor] | None = None
         self._staging: Staging | None = Staging(update, expected=expected)
         self._announced: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-        self._dropped = False
         self._silence_s = silence_s
         # The model's: a thread that nobody tells of it has the first one.
         started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._gpu = torch.cuda.current_device() if started else None
-        self._thread = threading.Thread(
+        # A daemon: a sender that is stuck holds nothing up.
+        threading.Thread(
             target=self._run, args=(dict(opened), rank), name=f"stage {update.id}", daemon=True
-        )
-        self._thread.start()
+        ).start()
 
     @property
     def busy(self) -> bool:
@@ -90,13 +95,8 @@ class IncomingUpdate:
 
     def drop(self) -> None:
         """Forget all tensors; the thread ends after the bucket that it is receiving."""
-        self._dropped = True
         self._fail(UpdateDamaged(f"update {self.update.id} was dropped"))
         self._announced.put(None)
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the thread; it is a daemon, so a sender that is stuck holds nothing up."""
-        self._thread.join(timeout_s)
 
     def _fail(self, error: Exception) -> None:
         self.error, self.tensors, self._staging = error, None, None
@@ -110,7 +110,7 @@ class IncomingUpdate:
                 while (announced := self._announced.get(timeout=self._silence_s)) is not None:
                     bucket = inbound.receive(announced)
                     staging = self._staging
-                    if self._dropped or staging is None:
+                    if staging is None:
                         return
                     staging.add(bucket)
                     self.received += 1
@@ -124,7 +124,7 @@ class IncomingUpdate:
                 )
             )
         except Exception as error:  # noqa: BLE001 (the client raises it, whatever it is)
-            if not self._dropped:
+            if self.error is None:  # else it was dropped
                 self._fail(error)
 
 
@@ -169,12 +169,11 @@ class Inbox:
         self._committed = ""
         self._served: Weights | None = None
         self._keep = True
-        self._dirty = ""
-        self._dirty_before = ""
+        self._torn = ""
         self._half = ""
         self._updating = False
-        self._restored = False
-        self._loaded: tuple[WeightUpdate, Weights] | None = None
+        # What `to_load` gave: weights of an update or, without one, those that were served before.
+        self._loaded: tuple[WeightUpdate | None, Weights] | None = None
 
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Do what the command says; return the state after it, or the error as "error".
@@ -183,63 +182,58 @@ class Inbox:
         "complete" and "drop" with an id. They return at once: receiving is a thread's work.
         """
         try:
-            getattr(self, f"_do_{command['do']}")(command)
+            self._do(command["do"], command)
         except Exception as error:  # noqa: BLE001 (it is raised where the command came from)
             return {**self._state(), "error": _described(error)}
         return self._state()
 
     def to_load(self, update_id: str, *, restore: bool) -> Weights:
         """Return the weights that a commit, or a rollback, is to load. Errors: `UpdateRefused`."""
-        if restore:
-            self._restored, base = True, self._base()
-            return base
         arrival = self._arrival
-        if arrival is not None and arrival.update.id == update_id and arrival.tensors is not None:
-            self._half, weights = update_id, arrival.tensors
+        named = arrival is not None and arrival.update.id == update_id
+        weights = arrival.tensors if arrival is not None and named and not restore else None
+        if arrival is not None and weights is not None:
+            self._half = update_id
             if arrival.update.base_version is not None:
                 # Layers are loaded whole: projections that come fused need all of their parts.
                 weights = {**self._base(), **weights}
             self._loaded = (arrival.update, weights)
             return weights
-        if update_id == self._committed:  # here it was, and in another worker it failed
-            self._restored, base = True, self._base()
-            return base
+        if restore or update_id == self._committed:  # here it was, and in another worker it failed
+            self._loaded = (None, self._base())
+            return self._loaded[1]
         raise UpdateRefused(f"update {update_id} is not staged here; stage it first")
 
     @property
     def dirty(self) -> str:
         """The reason why weights may be of more than one version; empty if they are of one."""
-        return self._dirty
+        return self._torn or ("a commit is under way" if self._updating else "")
 
     @property
     def loaded_scales(self) -> Mapping[str, float] | None:
         """The `kv_scales` of the update that `to_load` gave, until `finished`; None without any."""
-        return self._loaded[0].kv_scales if self._loaded is not None else None
+        update = self._loaded[0] if self._loaded is not None else None
+        return update.kv_scales if update is not None else None
 
     def began(self) -> None:
         """Note that the layers are being taken apart: until `finished` it must not serve."""
-        self._loaded, self._restored = None, False
-        self._updating = True
-        self._dirty_before = self._dirty
-        self._dirty = self._dirty or "a commit is under way"
+        self._loaded, self._updating = None, True
 
     def failed(self, error: BaseException) -> None:
         """Note that loading stopped half-way: the layers are put together, their weights torn."""
-        self._loaded, self._restored = None, False
-        self._updating = False
-        self._dirty = self._dirty_before = f"a commit failed half-way: {error}"
+        self._loaded, self._updating = None, False
+        self._torn = f"a commit failed half-way: {error}"
 
     def finished(self) -> None:
         """Note that the model is whole, with what `to_load` gave or, without that, what it had."""
         self._updating = False
-        self._dirty = "" if self._restored or self._loaded else self._dirty_before
-        self._half = self._half if self._dirty else ""
         if self._loaded is None:
             return
-        update, weights = self._loaded
-        self._version, self._committed, self._loaded = update.version, update.id, None
-        self._served = weights if self._keep else None
-        self._arrival = None
+        (update, weights), self._loaded, self._torn = self._loaded, None, ""
+        if update is not None:
+            self._version, self._committed = update.version, update.id
+            self._served = weights if self._keep else None
+            self._arrival = None
 
     def forget(self) -> None:
         """Drop the update that is staged or arriving. Without one: no-op."""
@@ -260,8 +254,8 @@ class Inbox:
             "staging": arrival.update.id if arrival is not None and arrival.busy else "",
             "received": arrival.received if arrival is not None else 0,
             "failed": _described(arrival.error) if arrival is not None and arrival.error else None,
-            "dirty": self._dirty,
-            "half": self._half,
+            "dirty": self.dirty,
+            "half": self._half if self.dirty else "",
             "updating": self._updating,
         }
 
@@ -275,29 +269,38 @@ class Inbox:
             "with keep_copy=True, or send every tensor"
         )
 
-    def _do_state(self, command: Mapping[str, Any]) -> None:
-        pass
-
-    def _do_open(self, command: Mapping[str, Any]) -> None:
-        update = WeightUpdate(**command["update"])
-        serving = command["serving"] if self._version is None else self._version
-        if self._arrival is not None and self._arrival.busy:
-            raise UpdateRefused(
-                f"update {self._arrival.update.id} is being staged; send {update.id} when that one "
-                "is staged, or rolled back"
-            )
-        if update.version <= serving:
-            raise UpdateRefused(
-                f"update {update.id} is version {update.version}, and {serving} is served; send "
-                "one above it"
-            )
-        if update.base_version is not None:
-            if update.base_version != serving or self._dirty:
+    def _do(self, what: str, command: Mapping[str, Any]) -> None:
+        arrival = self._arrival
+        if what == "open":
+            self._open(WeightUpdate(**command["update"]), command)
+        elif what in ("bucket", "complete", "drop"):
+            if arrival is None or arrival.update.id != command["id"]:
+                if what == "drop":
+                    return  # an unknown id
+                found = "none" if arrival is None else arrival.update.id
                 raise UpdateRefused(
-                    f"update {update.id} builds on version {update.base_version}, and "
-                    f"{'weights of more than one' if self._dirty else serving} are served; send "
-                    "every tensor"
+                    f"update {command['id']} is not being staged, {found} is; stage it again"
                 )
+            if what == "bucket":
+                arrival.announce(command["announced"])
+            elif what == "complete":
+                arrival.complete(int(command["buckets"]))
+            else:
+                self.forget()
+        elif what != "state":
+            raise ValueError(f"a worker was told {what!r}; allowed: state, open, bucket, complete")
+
+    def _open(self, update: WeightUpdate, command: Mapping[str, Any]) -> None:
+        serving = command["serving"] if self._version is None else self._version
+        arrival = self._arrival
+        refuse_out_of_turn(
+            f"worker {self._rank}",
+            update,
+            least=serving + 1,
+            serving=None if self.dirty else serving,
+            staging=arrival.update.id if arrival is not None and arrival.busy else "",
+        )
+        if update.base_version is not None:
             self._base()
         if update.kv_scales is not None:
             self._check_scales(update.kv_scales)
@@ -310,25 +313,116 @@ class Inbox:
             silence_s=float(command["silence_s"]),
         )
 
-    def _opened(self, command: Mapping[str, Any]) -> IncomingUpdate:
-        if self._arrival is None or self._arrival.update.id != command["id"]:
-            found = "none" if self._arrival is None else self._arrival.update.id
-            raise UpdateRefused(
-                f"update {command['id']} is not being staged, {found} is; stage it again"
-            )
-        return self._arrival
-
-    def _do_bucket(self, command: Mapping[str, Any]) -> None:
-        self._opened(command).announce(command["announced"])
-
-    def _do_complete(self, command: Mapping[str, Any]) -> None:
-        self._opened(command).complete(int(command["buckets"]))
-
-    def _do_drop(self, command: Mapping[str, Any]) -> None:
-        """Drop an update; an unknown id is a no-op."""
-        if self._arrival is not None and self._arrival.update.id == command["id"]:
-            self.forget()
-
 
 def _described(error: BaseException) -> dict[str, str]:
     return {"kind": type(error).__name__, "message": str(error) or repr(error)}
+
+
+LayerScales = Mapping[str, float]
+"""The scales that a layer computes with, by "k", "v" and "q"."""
+
+_LISTED = 5
+
+
+class CacheScales:
+    """Reads, checks and writes the scales of one model's key-value caches in FP8.
+
+    vLLM keeps them as buffers of each attention layer, and as numbers beside them for backends that
+    read those. A model whose checkpoint is quantised has parameters for them while it is loaded;
+    any other resets them to 1 with every reload. They are written here after that, the same way for
+    both.
+
+    Example: `scales = CacheScales(model); scales.check(given); scales.write(scales.read(), given)`.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, *, whole: bool = True, doubled: bool = False
+    ) -> None:
+        """
+        Args:
+            model: vLLM's model.
+            whole: True if it has all layers; a stage of a pipeline ignores names of other layers.
+            doubled: True to use scales twice as large, as FP8 on some AMD GPUs needs them.
+        """
+        self._layers = {name: layer for name, layer in model.named_modules() if _has_scales(layer)}
+        self._whole = whole
+        self._factor = 2.0 if doubled else 1.0
+
+    def check(self, given: Mapping[str, float]) -> None:
+        """Raise an error unless the model can take these scales.
+
+        Errors: `EngineUnsupported` if no cache is in FP8; `UpdateMismatch` for names of no layer,
+            and for layers that lack the scale of their keys or values.
+        """
+        if not self._layers:
+            raise EngineUnsupported(
+                f"{len(given)} kv_scales came, and no layer here has a key-value cache in FP8 with "
+                "a scale per tensor; start vLLM with --kv-cache-dtype fp8, or leave kv_scales out"
+            )
+        found, unknown = self._by_layer(given)
+        missing = [
+            f"{layer}.{which}_scale"
+            for layer in self._layers
+            for which in ("k", "v")
+            if which not in found.get(layer, {})
+        ]
+        if unknown and self._whole:
+            raise UpdateMismatch(
+                f"kv_scales name no layer of the model: {_listed(unknown)}; it has "
+                f"{_listed(list(self._layers))}"
+            )
+        if missing:
+            raise UpdateMismatch(f"kv_scales lack {_listed(missing)}; give those of all layers")
+
+    def read(self) -> dict[str, LayerScales]:
+        """Return the scales that are in use, by layer."""
+        return {
+            name: {which: float(getattr(layer, f"_{which}_scale")) for which in ("k", "v", "q")}
+            for name, layer in self._layers.items()
+        }
+
+    def write(self, before: Mapping[str, LayerScales], given: Mapping[str, float] | None) -> None:
+        """Write the scales that were in use before, and those that are given in their place."""
+        new = self._by_layer(given or {})[0]
+        for name, layer in self._layers.items():
+            told = {which: value * self._factor for which, value in new.get(name, {}).items()}
+            for which, value in {**before.get(name, {}), **told}.items():
+                _set(layer, which, value)
+            if told:
+                layer.calculate_kv_scales = False  # else the next forward would replace them
+
+    def _by_layer(
+        self, given: Mapping[str, float]
+    ) -> tuple[dict[str, dict[str, float]], list[str]]:
+        found: dict[str, dict[str, float]] = {}
+        unknown = []
+        for name, value in given.items():
+            place, _, suffix = name.rpartition(".")
+            tried = (place, f"{place}.attn", f"{place}.mla_attn.mla_attn")
+            layer = next((each for each in tried if each in self._layers), None)
+            if layer is None:
+                unknown.append(name)
+            else:
+                found.setdefault(layer, {})[suffix[0]] = value
+        return found, unknown
+
+
+def _has_scales(layer: Any) -> bool:
+    dtype = str(getattr(layer, "kv_cache_dtype", ""))
+    # Per token and head they are computed as keys are cached.
+    return dtype.startswith("fp8") and "per_token" not in dtype and hasattr(layer, "_k_scale")
+
+
+def _set(layer: Any, which: str, value: float) -> None:
+    # In place: graphs that were captured read this memory.
+    buffer = getattr(layer, f"_{which}_scale")
+    buffer.fill_(value)
+    setattr(layer, f"_{which}_scale_float", buffer.item())  # as float32 rounds it
+    on_host = getattr(layer, f"_{which}_scale_cpu", None)
+    if on_host is not None:
+        on_host.fill_(value)
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

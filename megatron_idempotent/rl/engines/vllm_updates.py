@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from megatron_idempotent.rl.engines.protocol import EngineError, EngineTimeout, EngineUnsupported
 from megatron_idempotent.rl.weights import (
     Bucket,
     UpdateDamaged,
@@ -21,7 +20,8 @@ from megatron_idempotent.rl.weights import (
 from megatron_idempotent.rl.weights.transports import TransportError, TransportTimeout
 from megatron_idempotent.rl.weights.transports.base import Sender
 
-from .control import Control, Timeouts
+from .protocol import EngineError, EngineTimeout, EngineUnsupported
+from .vllm_server import Control
 
 _KINDS: dict[str, type[Exception]] = {
     each.__name__: each
@@ -61,30 +61,21 @@ class WorkersState:
     """True if a commit was begun in some worker, and neither ended nor failed."""
 
     @classmethod
-    def of(cls, answers: Sequence[Mapping[str, Any]], *, engine: str) -> WorkersState:
-        """Return the state of workers, none of which has failed.
+    def of(
+        cls, answers: Sequence[Mapping[str, Any]], *, engine: str, receiving: bool = False
+    ) -> WorkersState:
+        """Return the state of an engine's workers.
 
-        Errors: the first worker's error, with the engine's name before its message.
+        Errors: the first error with which a worker has answered or, with `receiving`, that ended
+            what it was receiving; the engine's name comes before its message.
         """
         for answer in answers:
-            for error in (answer.get("error"), answer.get("failed")):
-                if error:
-                    raise raised(error, engine=engine)
-        return cls._whole(answers)
-
-    @classmethod
-    def whatever(cls, answers: Sequence[Mapping[str, Any]], *, engine: str) -> WorkersState:
-        """Return the state of workers, also if receiving an update has failed.
-
-        Errors: the first error with which a worker has answered.
-        """
-        for answer in answers:
-            if answer.get("error"):
-                raise raised(answer["error"], engine=engine)
-        return cls._whole(answers)
-
-    @classmethod
-    def _whole(cls, answers: Sequence[Mapping[str, Any]]) -> WorkersState:
+            error = answer.get("error") or (receiving and answer.get("failed"))
+            if error:
+                kind, message = error["kind"], error["message"]
+                if kind in _KINDS:
+                    raise _KINDS[kind](f"engine {engine}: {message}")
+                raise EngineError(f"engine {engine}: {kind} in a worker: {message}")
         if not answers:
             raise EngineError("no worker answered; is collective_rpc supported by its executor?")
         versions = {answer["version"] for answer in answers}
@@ -109,59 +100,46 @@ class WorkersState:
         )
 
 
-def raised(error: Mapping[str, str], *, engine: str) -> Exception:
-    """Return a worker's error: of its own class if that is one of ours, else `EngineError`."""
-    kind, message = error["kind"], error["message"]
-    if kind in _KINDS:
-        return _KINDS[kind](f"engine {engine}: {message}")
-    return EngineError(f"engine {engine}: {kind} in a worker: {message}")
-
-
 UNSTAMPED = "default"
 """The stamp of tokens that vLLM draws before it was told a version."""
 _POLL_S = (0.002, 0.05)
 
 
-class UpdateStager:
-    """Stages, commits and takes back updates; their state is kept by the workers alone.
+class VllmUpdates:
+    """Stages, commits and takes back updates: the half of `VllmEngine` that changes weights.
 
-    So a client that is restarted finds it there.
-
-    Example:
-        await updates.stage(update, buckets)
-        await updates.commit("run-7/12")       # between a pause and a resume
+    Their state is kept by the workers alone, so a client that is restarted finds it there.
     """
 
     def __init__(
         self,
         control: Control,
         *,
-        engine: str,
         transport: Callable[[], Sender] | None,
-        timeouts: Timeouts,
         initial_version: int,
         keep_copy: bool,
     ) -> None:
         self._control = control
-        self._engine = engine
         self._transport = transport
-        self._timeouts = timeouts
         self._initial_version = initial_version
         self._keep_copy = keep_copy
-        self._staging = ""
         # Commits and rollbacks take several calls each, which must not mix.
         self._switching = asyncio.Lock()
 
-    async def state(self) -> WorkersState:
+    @property
+    def name(self) -> str:
+        """See `RolloutEngine.name`."""
+        return self._control.engine
+
+    async def _state(self) -> WorkersState:
         """Return the workers' state; before any commit, the version is that of vLLM's stamp."""
-        found = await self._control.rpc({"do": "state"})
-        state = WorkersState.whatever(found, engine=self._engine)
+        state = await self._tell({"do": "state"})
         if state.version is None and not state.dirty:
-            serving = self.version_of(await self._control.stamp())
+            serving = self._version_of(await self._control.stamp())
             state = dataclasses.replace(state, version=serving)
         return state
 
-    def version_of(self, stamp: str) -> int:
+    def _version_of(self, stamp: str) -> int:
         """Return the version that vLLM's own stamp stands for.
 
         Errors: `EngineError` for a stamp of another client.
@@ -170,52 +148,43 @@ class UpdateStager:
             return self._initial_version
         if not stamp.isdecimal():
             raise EngineError(
-                f"engine {self._engine} has weights of version {stamp!r}, which is no number: "
+                f"engine {self.name} has weights of version {stamp!r}, which is no number: "
                 "another client has updated it; restart it"
             )
         return int(stamp)
 
-    async def must_not_serve(self, state: WorkersState) -> str:
+    async def _wrong(self, state: WorkersState) -> str:
         """Return the reason why the engine must not serve; empty if it may."""
         if state.dirty:
             return state.dirty
-        stamped = self.version_of(await self._control.stamp())
+        stamped = self._version_of(await self._control.stamp())
         if stamped == state.version:
             return ""
         return f"its weights are of version {state.version}, and it stamps tokens with {stamped}"
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`."""
+        """See `RolloutEngine.stage`. Each worker takes all tensors into its host's memory."""
         if self._transport is None:
-            raise ValueError(f"engine {self._engine} has no transport; construct it with one")
-        if self._staging:
-            raise UpdateRefused(
-                f"engine {self._engine}: update {self._staging} is being staged; send "
-                f"{update.id} when that one is staged, or rolled back"
-            )
-        self._staging = update.id
-        try:
-            state = await self.state()
-            if state.committed == update.id and not state.dirty:
-                return
-            await self._send(update, buckets, self._transport(), state.version)
-        finally:
-            self._staging = ""
+            raise ValueError(f"engine {self.name} has no transport; construct it with one")
+        state = await self._state()
+        if state.committed == update.id and not state.dirty:
+            return
+        await self._send(update, buckets, self._transport(), state.version)
 
     async def commit(self, update_id: str) -> int:
         """See `RolloutEngine.commit`."""
         async with self._switching:
-            state = await self.state()
+            state = await self._state()
             if state.committed == update_id and not state.dirty and state.version is not None:
                 await self._stamp(state.version)  # where an earlier answer was lost
                 return state.version
             if not await self._control.is_paused():
                 raise EngineError(
-                    f"engine {self._engine} is serving; pause it before commit({update_id!r})"
+                    f"engine {self.name} is serving; pause it before commit({update_id!r})"
                 )
             if update_id not in state.holds:
                 raise EngineError(
-                    f"engine {self._engine} has no update {update_id} staged (it has "
+                    f"engine {self.name} has no update {update_id} staged (it has "
                     f"{', '.join(state.holds) or 'none'}); stage it first"
                 )
             version = state.holds[update_id]
@@ -223,13 +192,18 @@ class UpdateStager:
             return version
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`."""
+        """See `RolloutEngine.rollback`.
+
+        Torn weights are replaced by the copy that workers keep of the version before them, or by
+        the checkpoint that they were started from.
+        Errors: `EngineError` if there is neither, or it fails; then the engine is DIRTY.
+        """
         async with self._switching:
-            state = await self.state()
+            state = await self._state()
             if state.dirty and state.half in (update_id, ""):
                 if state.disagree:
                     raise EngineError(
-                        f"engine {self._engine}: {state.dirty}, so there is no one version to go "
+                        f"engine {self.name}: {state.dirty}, so there is no one version to go "
                         "back to; commit again, or stage another update"
                     )
                 stamp = await self._control.stamp()
@@ -250,14 +224,11 @@ class UpdateStager:
             await self._tell(
                 {
                     "do": "open",
-                    # What is None is left out: workers may be of an older release.
-                    "update": {
-                        k: v for k, v in dataclasses.asdict(update).items() if v is not None
-                    },
+                    "update": dataclasses.asdict(update),
                     "opened": dict(opened),
                     "serving": serving if serving is not None else self._initial_version,
                     "keep": self._keep_copy,
-                    "silence_s": self._timeouts.silence_s,
+                    "silence_s": self._control.timeouts.silence_s,
                 }
             )
             sent = 0
@@ -278,20 +249,21 @@ class UpdateStager:
 
     async def _received(self, update_id: str, buckets: int) -> None:
         """Wait until all workers have that many buckets. Errors: theirs; `EngineTimeout`."""
-        deadline = time.monotonic() + self._timeouts.bucket_s
+        limit_s = self._control.timeouts.bucket_s
+        deadline = time.monotonic() + limit_s
         pause_s = _POLL_S[0]
         while True:
-            state = WorkersState.of(await self._control.rpc({"do": "state"}), engine=self._engine)
+            state = await self._tell({"do": "state"}, receiving=True)
             if state.received >= buckets:
                 return
             if update_id != state.staging:
                 raise UpdateRefused(
-                    f"engine {self._engine}: update {update_id} was rolled back while it was staged"
+                    f"engine {self.name}: update {update_id} was rolled back while it was staged"
                 )
             if time.monotonic() > deadline:
                 raise EngineTimeout(
-                    f"engine {self._engine} has {state.received} of {buckets} buckets of update "
-                    f"{update_id} after {self._timeouts.bucket_s:g} s; bucket_s is the limit"
+                    f"engine {self.name} has {state.received} of {buckets} buckets of update "
+                    f"{update_id} after {limit_s:g} s; bucket_s is the limit"
                 )
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _POLL_S[1])
@@ -303,12 +275,13 @@ class UpdateStager:
         await self._control.load(info, stamp)
 
     async def _stamp(self, version: int) -> None:
-        if self.version_of(await self._control.stamp()) != version:
-            await self._control.set_stamp(str(version))
+        if self._version_of(await self._control.stamp()) != version:
+            await self._control.post("/update_weight_version", {"new_version": str(version)})
 
-    async def _tell(self, command: Mapping[str, Any]) -> None:
-        """Send a command to all workers. Errors: theirs."""
-        WorkersState.whatever(await self._control.rpc(command), engine=self._engine)
+    async def _tell(self, command: Mapping[str, Any], *, receiving: bool = False) -> WorkersState:
+        """Send a command to all workers; return their state. Errors: those of `WorkersState.of`."""
+        answers = await self._control.rpc(command)
+        return WorkersState.of(answers, engine=self.name, receiving=receiving)
 
 
 async def _both(*calls: Coroutine[Any, Any, None]) -> None:

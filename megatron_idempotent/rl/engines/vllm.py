@@ -1,14 +1,16 @@
-"""Makes a vLLM server an engine, over HTTP."""
+"""Makes a vLLM server an engine, over HTTP, with a plugin for its workers."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
 
-from megatron_idempotent.rl.engines.protocol import (
+from megatron_idempotent.rl.weights.transports.base import Sender
+
+from .protocol import (
     EngineDead,
     EngineError,
     EngineHealth,
@@ -17,18 +19,18 @@ from megatron_idempotent.rl.engines.protocol import (
     PauseMode,
     Request,
     Sample,
+    split_mix,
 )
-from megatron_idempotent.rl.weights import Bucket, WeightUpdate
-from megatron_idempotent.rl.weights.transports.base import Sender
+from .vllm_server import CPU_ENVIRONMENT, BadRequest, Control, Timeouts, VllmServer
+from .vllm_updates import VllmUpdates
 
-from .control import BadRequest, Control, Timeouts
-from .updates import UpdateStager
+__all__ = ["CPU_ENVIRONMENT", "Timeouts", "VllmEngine", "VllmServer"]
 
 _ABORT_S = 0.1
 _GENERATE = "/inference/v1/generate"
 
 
-class VllmEngine:
+class VllmEngine(VllmUpdates):
     """Implements `ColocatedEngine` with a vLLM server that was started for it (see `VllmServer`).
 
     Tokens go in and out as ids, at `/inference/v1/generate`. vLLM itself stamps each: its engine
@@ -50,7 +52,6 @@ class VllmEngine:
         *,
         name: str | None = None,
         transport: Callable[[], Sender] | None = None,
-        model: str | None = None,
         timeouts: Timeouts | None = None,
         initial_version: int = 0,
         keep_copy: bool = True,
@@ -62,7 +63,6 @@ class VllmEngine:
             name: the engine's name in errors and reports; None for the URL.
             transport: makes the sender of each update, for as many workers as the server has; None
                 for an engine that cannot be updated.
-            model: the model's name in the server; None for its only one.
             timeouts: the limits of calls; None for the defaults.
             initial_version: the version of the weights that the server was started with.
             keep_copy: True has workers keep a copy of what they serve in host memory, which is
@@ -71,10 +71,12 @@ class VllmEngine:
 
         Errors: `ImportError` without aiohttp.
         """
-        name = url if name is None else name
-        timeouts = Timeouts() if timeouts is None else timeouts
-        self._control = Control(url, timeouts, engine=name, api_key=api_key)
-        self._name, self._model, self._timeouts = name, model, timeouts
+        super().__init__(
+            Control(url, timeouts or Timeouts(), engine=name or url, api_key=api_key),
+            transport=transport,
+            initial_version=initial_version,
+            keep_copy=keep_copy,
+        )
         self._asking = asyncio.Lock()
         self._tempered: bool | None = None
         self._longest: int | None = None
@@ -82,24 +84,11 @@ class VllmEngine:
         self._count = itertools.count()
         self._running: dict[str, asyncio.Future[Sample]] = {}
         self._pausing = asyncio.Lock()
-        self._updates = UpdateStager(
-            self._control,
-            engine=name,
-            transport=transport,
-            timeouts=timeouts,
-            initial_version=initial_version,
-            keep_copy=keep_copy,
-        )
-
-    @property
-    def name(self) -> str:
-        """See `RolloutEngine.name`."""
-        return self._name
 
     async def generate(self, request: Request) -> Sample:
         """See `RolloutEngine.generate`."""
         if self._closed:
-            raise EngineDead(f"engine {self._name} was closed by this client; make a new engine")
+            raise EngineDead(f"engine {self.name} was closed by this client; make a new engine")
         # Its own id: the same request may be sent again while vLLM still ends the first.
         sent_id = f"{request.id}-{next(self._count)}"
         drawing = asyncio.ensure_future(self._draw(sent_id, request))
@@ -123,7 +112,7 @@ class VllmEngine:
         self._closed = True
         running = dict(self._running)
         try:
-            await asyncio.wait_for(self._abort_all(running), self._timeouts.health_s)
+            await asyncio.wait_for(self._abort_all(running), self._control.timeouts.health_s)
         except (EngineError, asyncio.TimeoutError):
             pass  # one that cannot be told is let go of all the same
         finally:
@@ -137,9 +126,7 @@ class VllmEngine:
             # Again and again: a request may be on its way still, where an abort does not meet it.
             # vLLM puts a word of its own before an id.
             ids = [each for sent in waiting for each in (sent, f"generate-tokens-{sent}")]
-            await self._control.post(
-                "/abort_requests", {"request_ids": ids}, timeout_s=self._timeouts.health_s
-            )
+            await self._control.post("/abort_requests", {"request_ids": ids}, limit="health_s")
             await asyncio.wait(waiting.values(), timeout=_ABORT_S)
             waiting = {sent: drawing for sent, drawing in waiting.items() if not drawing.done()}
 
@@ -157,46 +144,28 @@ class VllmEngine:
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        wrong = await self._updates.must_not_serve(await self._updates.state())
+        wrong = await self._wrong(await self._state())
         if wrong:
             raise EngineError(
-                f"engine {self._name} is DIRTY and stays paused: {wrong}; commit again, or "
-                "roll back"
+                f"engine {self.name} is DIRTY and stays paused: {wrong}; commit again, or roll back"
             )
-        await self._control.resume()
-
-    async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`. Each worker takes all tensors into its host's memory."""
-        await self._updates.stage(update, buckets)
-
-    async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`."""
-        return await self._updates.commit(update_id)
-
-    async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`.
-
-        Torn weights are replaced by the copy that workers keep of the version before them, or by
-        the checkpoint that they were started from.
-        Errors: `EngineError` if there is neither, or it fails; then the engine is DIRTY.
-        """
-        await self._updates.rollback(update_id)
+        await self._control.post("/resume")
 
     async def health(self) -> EngineHealth:
         """See `RolloutEngine.health`."""
         running = len(self._running)
         try:
-            return await asyncio.wait_for(self._health(running), self._timeouts.health_s)
+            return await asyncio.wait_for(self._health(running), self._control.timeouts.health_s)
         except asyncio.TimeoutError:
-            detail = f"no answer in {self._timeouts.health_s:g} s"
+            detail = f"no answer in {self._control.timeouts.health_s:g} s"
         except Exception as error:  # noqa: BLE001 (whatever it is, health is an answer to it)
             detail = str(error) or repr(error)
         return EngineHealth(status="DEAD", version=None, detail=detail, running=running)
 
     async def _health(self, running: int) -> EngineHealth:
-        await self._control.get("/health", timeout_s=self._timeouts.health_s)
-        state = await self._updates.state()
-        wrong = await self._updates.must_not_serve(state)
+        await self._control.get("/health", limit="health_s")
+        state = await self._state()
+        wrong = await self._wrong(state)
         if wrong:
             return EngineHealth(status="DIRTY", version=None, detail=wrong, running=running)
         return EngineHealth(
@@ -212,15 +181,13 @@ class VllmEngine:
         server without --enable-sleep-mode.
         """
         await self._must_sleep()
-        limit_s = self._timeouts.commit_s
-        await self._control.post("/sleep", timeout_s=limit_s, level="1", mode="abort")
+        await self._control.post("/sleep", limit="commit_s", level="1", mode="abort")
 
     async def wake(self, tags: Sequence[str]) -> None:
         """See `ColocatedEngine.wake`; once all of it is awake, the engine is paused."""
         await self._must_sleep()
         for tag in tags:
-            limit_s = self._timeouts.commit_s
-            answer = await self._control.post("/wake_up", timeout_s=limit_s, tags=tag)
+            answer = await self._control.post("/wake_up", limit="commit_s", tags=tag)
             if answer["status"] == "awake":
                 await self._control.pause("keep")  # vLLM serves at once; `resume` says when
 
@@ -228,7 +195,7 @@ class VllmEngine:
         answers = await self._control.rpc({"do": "sleeps"})
         if not all(answer.get("sleeps") for answer in answers):
             raise EngineUnsupported(
-                f"engine {self._name} was started without sleep mode; start its server with "
+                f"engine {self.name} was started without sleep mode; start its server with "
                 "--enable-sleep-mode, which vLLM has on GPUs, or leave it awake"
             )
 
@@ -242,31 +209,61 @@ class VllmEngine:
         }
         try:
             # Cancelled, it closes its connection, at which vLLM frees the request.
-            answer = await self._post(body)
+            answer = await self._control.post(_GENERATE, body, limit="generate_s")
         except BadRequest as error:
             raise ValueError(f"request {request.id!r}: {error}") from error
-        choice = answer["choices"][0]
+        return self._sample(request, answer["choices"][0])
+
+    def _sample(self, request: Request, choice: Mapping[str, Any]) -> Sample:
+        """Return vLLM's answer as a sample, each token with the version of its weights.
+
+        Errors: `EngineError` for a response that is not whole, or that ended in an unknown way.
+        """
+        asked = f"engine {self.name}: request {request.id!r}"
+        tokens, reason = choice["token_ids"] or [], choice["finish_reason"]
         content = (choice["logprobs"] or {"content": []})["content"]
-        return to_sample(
-            request,
-            tokens=choice["token_ids"] or [],
-            logprobs=[each["logprob"] for each in content],
-            spans=choice["weight_versions"],
-            finish_reason=choice["finish_reason"],
-            version_of=self._updates.version_of,
-            engine=self._name,
+        logprobs = [each["logprob"] for each in content]
+        versions = [
+            self._version_of(str(span["version"]))
+            for span in choice["weight_versions"] or ()
+            for _ in range(int(span["start"]), int(span["end"]))
+        ]
+        if reason not in get_args(FinishReason):
+            raise EngineError(f"{asked} ended with {reason!r}; allowed: stop, length, abort")
+        if len(logprobs) != len(tokens) or any(value <= _NO_LOGPROB for value in logprobs):
+            raise EngineError(
+                f"{asked} has {len(tokens)} tokens, and not all of them have a log-prob; are its "
+                "weights finite?"
+            )
+        if len(versions) != len(tokens):
+            raise EngineError(
+                f"{asked} has {len(tokens)} tokens and weight versions of {len(versions)}; use a "
+                "vLLM that answers with weight_versions, as 0.32"
+            )
+        return Sample(
+            request_id=request.id,
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            finish_reason=reason,
         )
 
-    async def _post(self, body: Mapping[str, Any]) -> Any:
-        if self._model is not None:
-            body = {**body, "model": self._model}
-        return await self._control.post(_GENERATE, body, timeout_s=self._timeouts.generate_s)
-
     async def _check(self, request: Request) -> None:
+        """Raise an error for a request that the server would refuse, or silently change."""
         async with self._asking:
             if self._longest is None:
                 self._longest = await self._ask()
-        check_request(request, longest=self._longest)
+        if request.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"request {request.id!r} has temperature={request.temperature}; allowed: "
+                f"{LOWEST_TEMPERATURE} or more, below which vLLM would draw at that"
+            )
+        if len(request.prompt) + request.max_tokens > self._longest:
+            raise ValueError(
+                f"request {request.id!r} has {len(request.prompt)} tokens and may get "
+                f"{request.max_tokens} more; the model has {self._longest} positions: ask for "
+                "fewer tokens"
+            )
         if request.temperature == 1.0:
             return
         async with self._asking:
@@ -274,28 +271,20 @@ class VllmEngine:
                 self._tempered = await self._is_tempered(request.prompt)
         if not self._tempered:
             raise EngineUnsupported(
-                f"engine {self._name} gives log-probs of the distribution before temperature, so "
+                f"engine {self.name} gives log-probs of the distribution before temperature, so "
                 f"temperature={request.temperature} would have wrong ones; start the server with "
                 "--logprobs-mode processed_logprobs"
             )
 
     async def _ask(self) -> int:
         """Return the model's number of positions; refuse a server that does not stamp tokens."""
-        limit_s = self._timeouts.control_s
         schema = await self._control.need(_GENERATE)
         if "weight_versions" not in json.dumps(schema.get("components", {})):
             raise EngineUnsupported(
-                f"engine {self._name}: {_GENERATE} does not answer with weight_versions, so a "
+                f"engine {self.name}: {_GENERATE} does not answer with weight_versions, so a "
                 "request could not say which weights drew each token; use a newer vLLM"
             )
-        models = (await self._control.get("/v1/models", timeout_s=limit_s))["data"]
-        named = [each for each in models if self._model in (None, each["id"])]
-        if not named:
-            raise EngineUnsupported(
-                f"engine {self._name} serves {', '.join(each['id'] for each in models)}, not "
-                f"{self._model}; construct it with one of them"
-            )
-        return int(named[0]["max_model_len"])
+        return int((await self._control.get("/v1/models"))["data"][0]["max_model_len"])
 
     async def _is_tempered(self, prompt: Sequence[int]) -> bool:
         """Return whether the likeliest token's log-prob follows the temperature."""
@@ -306,7 +295,8 @@ class VllmEngine:
                 "token_ids": list(prompt),
                 "sampling_params": {**parameters, "top_p": 1.0, "top_k": 0, "detokenize": False},
             }
-            (drawn,) = (await self._post(body))["choices"][0]["logprobs"]["content"]
+            answer = await self._control.post(_GENERATE, body, limit="generate_s")
+            (drawn,) = answer["choices"][0]["logprobs"]["content"]
             likeliest.append(max(each["logprob"] for each in drawn["top_logprobs"]))
         return bool(abs(likeliest[0] - likeliest[1]) > 1e-4)
 
@@ -316,12 +306,6 @@ LOWEST_TEMPERATURE = 0.01
 takes the likeliest token."""
 _NO_LOGPROB = -9999.0
 """The value that vLLM writes for a log-prob that is absent or not a number."""
-_REASONS: Mapping[str | None, FinishReason] = {
-    "stop": "stop",
-    "length": "length",
-    "abort": "abort",
-}
-_MASK = (1 << 64) - 1
 
 
 def sampling_params(request: Request) -> dict[str, Any]:
@@ -352,76 +336,5 @@ def seed_at(seed: int, continued: int) -> int:
 
     vLLM's generator starts again with every request. With one seed for all parts, the numbers that
     drew the first tokens would draw the later ones again, which would then depend on them.
-    Mixed as in SplitMix64 (Steele, Lea and Flood 2014).
     """
-    state = (seed + (continued + 1) * 0x9E3779B97F4A7C15) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (state ^ (state >> 31)) >> 1
-
-
-def check_request(request: Request, *, longest: int | None) -> None:
-    """Raise `ValueError` for a temperature or length that vLLM would silently change."""
-    if request.temperature < LOWEST_TEMPERATURE:
-        raise ValueError(
-            f"request {request.id!r} has temperature={request.temperature}; allowed: "
-            f"{LOWEST_TEMPERATURE} or more, below which vLLM would draw at that"
-        )
-    positions = len(request.prompt) + request.max_tokens
-    if longest is not None and positions > longest:
-        raise ValueError(
-            f"request {request.id!r} has {len(request.prompt)} tokens and may get "
-            f"{request.max_tokens} more; the model has {longest} positions: ask for fewer tokens"
-        )
-
-
-def to_sample(
-    request: Request,
-    *,
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    spans: Sequence[Mapping[str, Any]] | None,
-    finish_reason: str | None,
-    version_of: Callable[[str], int],
-    engine: str,
-) -> Sample:
-    """Return a response, each token with its version.
-
-    Args:
-        request: the request that vLLM has answered.
-        tokens: the response's tokens.
-        logprobs: a log-prob for each token.
-        spans: vLLM's `weight_versions`: contiguous, by index of the token.
-        finish_reason: vLLM's word for the response's end.
-        version_of: returns the version that a span's stamp stands for.
-        engine: the engine's name, for errors.
-
-    Errors: `EngineError` for a response that is not whole, or that ended in an unknown way.
-    """
-    if finish_reason not in _REASONS:
-        raise EngineError(
-            f"engine {engine}: request {request.id!r} ended with {finish_reason!r}; allowed: stop, "
-            "length, abort"
-        )
-    if len(logprobs) != len(tokens) or any(value <= _NO_LOGPROB for value in logprobs):
-        raise EngineError(
-            f"engine {engine}: request {request.id!r} has {len(tokens)} tokens, and not all "
-            "of them have a log-prob; are its weights finite?"
-        )
-    versions = [
-        version_of(str(span["version"]))
-        for span in spans or ()
-        for _ in range(int(span["start"]), int(span["end"]))
-    ]
-    if len(versions) != len(tokens):
-        raise EngineError(
-            f"engine {engine}: request {request.id!r} has {len(tokens)} tokens and weight versions "
-            f"of {len(versions)}; use a vLLM that answers with weight_versions, as 0.32"
-        )
-    return Sample(
-        request_id=request.id,
-        tokens=tuple(tokens),
-        logprobs=tuple(logprobs),
-        versions=tuple(versions),
-        finish_reason=_REASONS[finish_reason],
-    )
+    return split_mix(seed + (continued + 1) * 0x9E3779B97F4A7C15) >> 1

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megatron_idempotent.fp8.blockwise import BLOCK, E4M3, dequantize_blockwise
-from megatron_idempotent.rl.engines.protocol import EngineError, refuse_kv_scales
 from megatron_idempotent.rl.weights import (
     Bucket,
     Staging,
@@ -22,6 +21,8 @@ from megatron_idempotent.rl.weights import (
     WeightUpdate,
 )
 from megatron_idempotent.rl.weights.staging import SideStream, used_here
+
+from .protocol import EngineError, refuse_kv_scales, refuse_out_of_turn
 
 # transformers holds the experts of a layer in two tensors, [E, 2 I, H] and [E, H, I], and
 # checkpoints have three matrices for each expert.
@@ -215,15 +216,6 @@ class Incoming(Staging):
         super()._check_fit(tensors)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Torn:
-    """Describes a commit that failed, after which the old weights could not be put back."""
-
-    update_id: str
-    version: int | None
-    trouble: str
-
-
 class WeightVersions:
     """Stages, commits and takes back updates of one model's weights.
 
@@ -232,24 +224,45 @@ class WeightVersions:
     """
 
     def __init__(self, weights: ServedWeights, *, name: str, version: int) -> None:
-        self.version: int | None = version
-        """The version that is served; None if the weights were freed, or are torn."""
-        self.trouble = ""
-        """The reason why no version is served; empty if one is."""
         self._weights = weights
         self._name = name
         self._last = version
+        self._freed = ""
+        self._torn_by = ""
         self._arriving: tuple[WeightUpdate, asyncio.Task[None]] | None = None
         self._staged: tuple[WeightUpdate, dict[str, torch.Tensor]] | None = None
         self._committed: WeightUpdate | None = None
-        self._torn: _Torn | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that is served; None if the weights were freed, or are torn."""
+        return None if self.trouble else self._last
+
+    @property
+    def trouble(self) -> str:
+        """The reason why no version is served; empty if one is."""
+        if self._torn_by:
+            return f"update {self._torn_by} was committed in part; commit it again or roll it back"
+        return self._freed
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
         """See `RolloutEngine.stage`. It raises `UpdateRefused` if it is rolled back meanwhile."""
         if self._committed == update:
             return
         refuse_kv_scales(self._name, update, "its key-value cache is not quantised")
-        self._refuse(update)
+        if self._committed is not None and self._committed.id == update.id:
+            raise UpdateRefused(
+                f"{self._name} was given update {update.id} of version {update.version} and has "
+                f"committed one of that id in version {self._committed.version}; give it another id"
+            )
+        refuse_out_of_turn(
+            self._name,
+            update,
+            # Weights that were freed, or are torn, may come again in the version that they had.
+            least=self._last + 1 if self.version is not None else self._last,
+            serving=self.version,
+            staging="" if self._arriving is None else self._arriving[0].id,
+        )
         self._staged = None
         task = asyncio.ensure_future(self._receive(update, buckets))
         self._arriving = (update, task)
@@ -281,12 +294,14 @@ class WeightVersions:
         try:
             self._weights.exchange(tensors)
         except Exception as error:
+            # What an earlier attempt had left is back as well, unless this one left something.
+            self._torn_by = update.id if self._weights.torn else ""
             raise EngineError(
                 f"{self._name} could not commit update {update.id}: {type(error).__name__}: "
-                f"{error}; {self._after_failure(update)}"
+                f"{error}; {self.trouble if self._torn_by else 'what was there before is back'}"
             ) from error
-        self.version, self._last, self.trouble = update.version, update.version, ""
-        self._committed, self._staged, self._torn = update, None, None
+        self._last, self._freed, self._torn_by = update.version, "", ""
+        self._committed, self._staged = update, None
         return update.version
 
     def committed(self, update_id: str) -> int | None:
@@ -298,7 +313,7 @@ class WeightVersions:
     async def rollback(self, update_id: str) -> None:
         """See `RolloutEngine.rollback`. Errors: `EngineError` if weights cannot be restored."""
         await self._give_up(update_id)
-        if self._torn is not None and self._torn.update_id == update_id:
+        if self._torn_by and self._torn_by == update_id:
             try:
                 self._weights.restore()
             except Exception as error:
@@ -306,34 +321,16 @@ class WeightVersions:
                     f"{self._name} could not take back update {update_id}: "
                     f"{type(error).__name__}: {error}; it stays DIRTY: stage all weights again"
                 ) from error
-            self._put_back(self._torn)
+            self._torn_by = ""
         if self._staged is not None and self._staged[0].id == update_id:
             self._staged = None
 
     async def free(self, why: str) -> None:
         """Give up all weights: served, staged and arriving ones; `why` becomes the trouble."""
         await self._give_up(None)
-        self._staged = self._committed = self._torn = None
+        self._staged = self._committed = None
         self._weights.free()
-        self.version, self.trouble = None, why
-
-    def _after_failure(self, update: WeightUpdate) -> str:
-        if self._weights.torn:
-            before = self._torn or _Torn(
-                update_id=update.id, version=self.version, trouble=self.trouble
-            )
-            self._torn = dataclasses.replace(before, update_id=update.id)
-            self.version = None
-            self.trouble = (
-                f"update {update.id} was committed in part; commit it again or roll it back"
-            )
-            return self.trouble
-        if self._torn is not None:
-            self._put_back(self._torn)  # what an earlier attempt had left is back as well
-        return "what was there before is back"
-
-    def _put_back(self, torn: _Torn) -> None:
-        self.version, self.trouble, self._torn = torn.version, torn.trouble, None
+        self._freed, self._torn_by = why, ""
 
     async def _give_up(self, update_id: str | None) -> None:
         if self._arriving is not None and update_id in (None, self._arriving[0].id):
@@ -356,28 +353,3 @@ class WeightVersions:
     def _assembled(self, incoming: Incoming) -> dict[str, torch.Tensor]:
         with incoming.side.complete():
             return self._weights.assemble(incoming.complete())
-
-    def _refuse(self, update: WeightUpdate) -> None:
-        if self._arriving is not None:
-            raise UpdateRefused(
-                f"{self._name} was given update {update.id} while {self._arriving[0].id} is being "
-                "staged; wait for that one, or roll it back"
-            )
-        if self._committed is not None and self._committed.id == update.id:
-            raise UpdateRefused(
-                f"{self._name} was given update {update.id} of version {update.version} and has "
-                f"committed one of that id in version {self._committed.version}; give it another id"
-            )
-        # Freed weights may come again in the version that they had.
-        least = self._last + 1 if self.version is not None else self._last
-        if update.version < least:
-            raise UpdateRefused(
-                f"{self._name} was given update {update.id} of version {update.version} and has "
-                f"version {self._last}; send {least} or later"
-            )
-        if update.base_version is not None and update.base_version != self.version:
-            serves = "no version" if self.version is None else f"version {self.version}"
-            raise UpdateRefused(
-                f"{self._name} was given update {update.id}, which builds on version "
-                f"{update.base_version}, and serves {serves}; send all tensors"
-            )

@@ -1,0 +1,13 @@
+from .pool import EnginePool as EnginePool
+from .pool import generate_whole as generate_whole
+from .protocol import ColocatedEngine as ColocatedEngine
+from .protocol import EngineDead as EngineDead
+from .protocol import EngineError as EngineError
+from .protocol import EngineHealth as EngineHealth
+from .protocol import EngineTimeout as EngineTimeout
+from .protocol import EngineUnsupported as EngineUnsupported
+from .protocol import FinishReason as FinishReason
+from .protocol import PauseMode as PauseMode
+from .protocol import Request as Request
+from .protocol import RolloutEngine as RolloutEngine
+from .protocol import Sample as Sample

@@ -1,0 +1,533 @@
+"""Runs an engine in this process, on a transformers model, whose requests share forwards."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import math
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from megatron_idempotent.rl.weights import Bucket, WeightUpdate
+
+from .protocol import (
+    EngineDead,
+    EngineError,
+    EngineHealth,
+    FinishReason,
+    PauseMode,
+    Request,
+    Sample,
+    split_mix,
+)
+from .transformers_batch import DecodeBatch, Turn
+from .transformers_weights import ServedWeights, WeightVersions
+
+_TAGS = ("weights", "kv_cache")
+
+
+class TransformersEngine:
+    """Implements `RolloutEngine` and `ColocatedEngine` with a causal model of transformers.
+
+    Requests share forwards and join and leave between them; those that arrive together with one
+    prompt share its computation. Forwards run in a thread, so the event loop stays free. A sample
+    depends on its seed and the weights, and on the rest of its batch by rounding only. After a
+    commit the cache of running requests is computed again before their next token.
+
+    Staged tensors are copies, and become the model's own at the commit: an update needs a second
+    set of weights from `stage` to `commit`, and no time in between. Matrices may come in FP8 with
+    their scales; they are served in the model's type. The model has to attend to all positions in
+    every layer (no sliding windows, no linear attention), as Llama, Qwen2, Qwen3 and Qwen3-MoE do.
+
+    Example:
+        engine = TransformersEngine("Qwen/Qwen3-0.6B")
+        sample = await engine.generate(Request(id="0", prompt=(7, 3), max_tokens=8, seed=1))
+    """
+
+    def __init__(
+        self,
+        model: Any | str | os.PathLike[str],
+        *,
+        name: str = "local",
+        version: int = 0,
+        max_running: int = 256,
+        prefill_tokens: int = 8192,
+        device: str | None = None,
+    ) -> None:
+        """
+        Args:
+            model: a transformers causal language model, which is the engine's from then on; or a
+                directory with a checkpoint, which is loaded in the type that it has.
+            name: the engine's name, unique in a run.
+            version: the version of the weights that the model has.
+            max_running: the most requests that share a forward; more wait.
+            prefill_tokens: the most positions that one forward computes for requests that join.
+            device: the device that a checkpoint is loaded to; None for the CPU. A model stays where
+                it is.
+
+        Errors: `ValueError` for a model with layers that this engine cannot serve.
+        """
+        if max_running < 1 or prefill_tokens < 1:
+            raise ValueError(
+                f"TransformersEngine() got max_running={max_running} and "
+                f"prefill_tokens={prefill_tokens}; allowed: 1 or more"
+            )
+        if isinstance(model, (str, os.PathLike)):
+            model = _load(Path(model), device)
+        _check_layers(model.config)
+        self._name = name
+        self._vocabulary: int = model.config.vocab_size
+        self._max_positions: int = model.config.max_position_embeddings
+        model.eval()
+        self._updates = WeightVersions(ServedWeights(model), name=name, version=version)
+        self._serving = Scheduler(
+            model, name, version, max_running=max_running, prefill_tokens=prefill_tokens
+        )
+        self._asleep: set[str] = set()
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """See `RolloutEngine.name`."""
+        return self._name
+
+    async def generate(self, request: Request) -> Sample:
+        """See `RolloutEngine.generate`.
+
+        Errors: `EngineError` if a forward with the request failed; `EngineDead` after `close()`.
+        """
+        self._check_open()
+        lowest, highest = min(request.prompt), max(request.prompt)
+        if lowest < 0 or highest >= self._vocabulary:
+            raise ValueError(
+                f"request {request.id!r} has token {lowest if lowest < 0 else highest}; "
+                f"{self._name} has tokens 0 to {self._vocabulary - 1}"
+            )
+        positions = len(request.prompt) + request.max_tokens
+        if positions > self._max_positions:
+            raise ValueError(
+                f"request {request.id!r} has a prompt of {len(request.prompt)} tokens and "
+                f"max_tokens={request.max_tokens}, {positions} together; {self._name} has "
+                f"{self._max_positions} positions: ask for fewer tokens"
+            )
+        return await self._serving.answer(request)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """See `RolloutEngine.pause`. With "wait", requests that come later wait too.
+
+        A cancelled call still pauses; a second one with "abort" cuts a "wait" short.
+        Errors: `EngineError` if the engine is resumed meanwhile.
+        """
+        self._check_open()
+        await self._serving.pause(mode)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._check_open()
+        if self._trouble:
+            raise EngineError(f"{self._name} cannot resume: {self._trouble}")
+        self._serving.open()
+
+    async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
+        """See `RolloutEngine.stage`. Errors: `EngineError` while weights are asleep."""
+        self._check_open()
+        if "weights" in self._asleep:
+            raise EngineError(f"{self._name} is asleep; wake its weights before update {update.id}")
+        await self._updates.stage(update, buckets)
+
+    async def commit(self, update_id: str) -> int:
+        """See `RolloutEngine.commit`. It exchanges pointers; the cache is computed later."""
+        self._check_open()
+        version = self._updates.committed(update_id)
+        if version is not None:
+            return version
+        if not self._serving.shut:
+            raise EngineError(
+                f"{self._name} was to commit update {update_id} and is not paused; pause it first"
+            )
+        version = self._updates.commit(update_id)
+        self._serving.version = version
+        self._serving.recompute()
+        return version
+
+    async def rollback(self, update_id: str) -> None:
+        """See `RolloutEngine.rollback`. It gives up an update that is being staged, too.
+
+        Errors: `EngineError` if weights cannot be restored.
+        """
+        self._check_open()
+        await self._updates.rollback(update_id)
+
+    async def health(self) -> EngineHealth:
+        """See `RolloutEngine.health`. Asleep, or awake without weights, it is DIRTY."""
+        version, running = self._updates.version, self._serving.running
+        if self._closed:
+            return EngineHealth(status="DEAD", version=None, detail="closed")
+        if version is None:
+            return EngineHealth(status="DIRTY", version=None, detail=self._trouble, running=running)
+        if self._serving.shut:
+            return EngineHealth(
+                status="PAUSED", version=version, detail=self._trouble, running=running
+            )
+        return EngineHealth(status="SERVING", version=version, running=running)
+
+    async def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._stop()
+        await self._updates.free("closed")
+        self._serving.close()
+
+    async def sleep(self) -> None:
+        """See `ColocatedEngine.sleep`. What is staged is given up as well."""
+        self._check_open()
+        if self._asleep:
+            return
+        self._asleep.update(_TAGS)
+        await self._stop()
+        await self._updates.free("its weights were freed; wake them, then stage and commit all")
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """See `ColocatedEngine.wake`; the engine stays paused.
+
+        Memory is taken when it is used: there are no weights until an update is staged.
+        Errors: `ValueError` for other tags; `EngineError` for the cache before the weights.
+        """
+        self._check_open()
+        unknown = sorted(set(tags) - set(_TAGS))
+        if unknown:
+            raise ValueError(f"wake() got {unknown}; allowed: {list(_TAGS)}")
+        left = self._asleep - set(tags)
+        if left == {"weights"}:
+            raise EngineError(
+                f'{self._name} was to wake its cache while its weights sleep; wake "weights" first'
+            )
+        self._asleep = left
+
+    @property
+    def _trouble(self) -> str:
+        """The reason why the engine cannot serve; empty if it can."""
+        if self._updates.trouble:
+            return self._updates.trouble
+        return 'its cache is asleep; wake "kv_cache"' if self._asleep else ""
+
+    async def _stop(self) -> None:
+        await self._serving.pause("keep")
+        self._serving.give_back()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead(f"{self._name} was closed; make a new engine")
+
+
+def _load(directory: Path, device: str | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    return model if device is None else model.to(device)
+
+
+def _check_layers(config: Any) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ValueError(
+            f"the {config.model_type} model has layers of {sorted(kinds)}: TransformersEngine "
+            "serves full attention only; serve it with vLLM"
+        )
+
+
+#: SplitMix64's, of which each token's uniform is made. Samples depend on them.
+_STEP, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+
+
+@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
+class RequestSlot:
+    """Holds a running request: its tokens so far, and the future that waits for all of them.
+
+    Example: `RequestSlot(order=7, request=request, seed=5, answer=loop.create_future())`.
+    """
+
+    order: int
+    """The number of this request, in the order in which the engine has taken them."""
+    request: Request
+    seed: int
+    answer: asyncio.Future[Sample]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+
+    def turn(self) -> Turn:
+        """Return the inputs of the request's next token, which its seed and place determine.
+
+        Its uniform, in [0, 1), is a hash of both: batches and parts change nothing.
+        """
+        place = self.request.continued + len(self.tokens)
+        state = split_mix(self.seed * _STEP + _MIX) + (place + 1) * _STEP
+        return Turn(
+            token=self.tokens[-1] if self.tokens else self.request.prompt[-1],
+            uniform=(split_mix(state) >> 11) * 2.0**-53,
+            temperature=self.request.temperature,
+        )
+
+    def take(self, token: int, logprob: float, version: int) -> None:
+        """Add a token, and answer the request if it was the last one."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self.request.stop_tokens:
+            self.finish("stop")
+        elif len(self.tokens) == self.request.max_tokens:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason) -> None:
+        """Answer with the tokens so far; a no-op if the caller has gone."""
+        if not self.answer.done():
+            self.answer.set_result(
+                Sample(
+                    request_id=self.request.id,
+                    tokens=tuple(self.tokens),
+                    logprobs=tuple(self.logprobs),
+                    versions=tuple(self.versions),
+                    finish_reason=reason,
+                )
+            )
+
+    def fail(self, error: Exception) -> None:
+        """Answer with an error; a no-op if the caller has gone."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+T = TypeVar("T")
+
+
+class Scheduler:
+    """Takes requests and answers them, one forward of the model after the other.
+
+    All state belongs to the event loop; forwards run in one thread of their own. Between two
+    forwards rows join and leave, and a shut gate ends the work. The task that does all this lives
+    only as long as there is something to compute.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        name: str,
+        version: int,
+        *,
+        max_running: int,
+        prefill_tokens: int,
+    ) -> None:
+        """
+        Args:
+            model: the model whose tokens are drawn.
+            name: the engine's name, for errors.
+            version: the version that tokens are stamped with.
+            max_running: the most rows; more requests wait for one.
+            prefill_tokens: the most positions, padding included, that one forward computes for new
+                rows.
+        """
+        self.version = version
+        self._name = name
+        self._model = model
+        self._batch = DecodeBatch(model)
+        self._max_running = max_running
+        self._prefill_tokens = prefill_tokens
+        self._gate: Literal["open", "draining", "shut"] = "open"
+        self._taken = 0
+        self._admitted = math.inf
+        self._waiting: dict[int, RequestSlot] = {}
+        self._joining: list[RequestSlot] = []
+        self._rows: list[RequestSlot] = []
+        self._task: asyncio.Task[None] | None = None
+        self._quiet: list[asyncio.Future[None]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
+
+    @property
+    def shut(self) -> bool:
+        """True if no token is drawn, and none will be until `open()`."""
+        return self._gate == "shut" and self._task is None
+
+    @property
+    def running(self) -> int:
+        """The number of requests that were taken and not answered."""
+        return len(self._waiting) + len(self._joining) + len(self._rows)
+
+    async def answer(self, request: Request) -> Sample:
+        """Sample one response; wait for the gate and for a row."""
+        slot = RequestSlot(
+            order=self._taken,
+            request=request,
+            seed=secrets.randbits(64) if request.seed is None else request.seed,
+            answer=asyncio.get_running_loop().create_future(),
+        )
+        self._taken += 1
+        self._waiting[slot.order] = slot
+        self._go()
+        try:
+            return await slot.answer
+        finally:
+            self._waiting.pop(slot.order, None)
+            if slot.answer.cancelled() and self._task is None:
+                self._sweep()  # else the task does it after its forward
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Shut the gate; after the return no token is drawn. A cancelled call still shuts it.
+
+        Errors: `EngineError` if the gate is opened before it was shut.
+        """
+        returned = mode == "abort" and not self.shut
+        if mode != "wait":
+            self._gate = "shut"
+        elif self._gate == "open":
+            self._gate, self._admitted = "draining", self._taken
+            self._go()
+        while self._task is not None and not self._opened():
+            waiter = asyncio.get_running_loop().create_future()
+            self._quiet.append(waiter)
+            await waiter
+        if self._opened():
+            raise EngineError(f"{self._name} was resumed while it was about to pause; pause again")
+        if returned:
+            self.give_back()
+
+    def open(self) -> None:
+        """Draw tokens again."""
+        self._gate, self._admitted = "open", math.inf
+        self._tell()
+        self._go()
+
+    def give_back(self) -> None:
+        """Answer all requests with what they have, and free the cache. The gate must be shut."""
+        for slot in self._forget():
+            slot.finish("abort")
+
+    def recompute(self) -> None:
+        """Make running requests compute their cache again. The gate must be shut."""
+        running = {slot.order: slot for slot in self._rows}
+        self._rows.clear()
+        self._batch.clear()
+        self._waiting = {**dict(sorted(running.items())), **self._waiting}
+
+    def close(self) -> None:
+        """End the thread. The gate must be shut."""
+        self._thread.shutdown(wait=False)
+
+    def _opened(self) -> bool:
+        return self._gate == "open"
+
+    def _go(self) -> None:
+        if self._gate != "shut" and self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._serve())
+
+    def _tell(self) -> None:
+        for waiter in self._quiet:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._quiet.clear()
+
+    async def _serve(self) -> None:
+        try:
+            while self._gate != "shut":
+                self._sweep()
+                sequences = self._next_sequences()
+                if sequences:
+                    await self._join(sequences)
+                elif self._rows:
+                    await self._draw()
+                else:
+                    break
+            self._sweep()
+        except BaseException as error:
+            # The event loop ends, or this is a bug. A forward may still be writing to the batch.
+            self._batch = DecodeBatch(self._model)
+            for slot in self._forget():
+                slot.fail(self._error("its serving task ended", error))
+            raise
+        finally:
+            self._task = None
+            if self._gate == "draining":
+                self._gate = "shut"
+            self._tell()
+
+    def _sweep(self) -> None:
+        """Free the rows of requests that were answered or given up."""
+        gone = [row for row, slot in enumerate(self._rows) if slot.answer.done()]
+        if gone:
+            self._rows = [self._rows[before] for before in self._batch.leave(gone)]
+
+    def _next_sequences(self) -> dict[tuple[int, ...], list[RequestSlot]]:
+        """Return the sequences to prefill in one forward, each once, with their requests."""
+        room = self._max_running - len(self._rows)
+        found: dict[tuple[int, ...], list[RequestSlot]] = {}
+        for slot in itertools.islice(self._waiting.values(), max(room, 0)):
+            if slot.order < self._admitted:
+                # What the cache holds for it: all tokens but the last one.
+                computed = (*slot.request.prompt, *slot.tokens)[:-1]
+                found.setdefault(computed, []).append(slot)
+        # Equal lengths beside each other: less padding, and a poor fit waits for the next forward.
+        chosen: dict[tuple[int, ...], list[RequestSlot]] = {}
+        for sequence in sorted(found, key=len):
+            if chosen and len(sequence) * (len(chosen) + 1) > self._prefill_tokens:
+                break
+            chosen[sequence] = found[sequence]
+        return chosen
+
+    async def _join(self, sequences: dict[tuple[int, ...], list[RequestSlot]]) -> None:
+        numbered = [(number, slot) for number, of in enumerate(sequences.values()) for slot in of]
+        self._joining = [slot for _, slot in numbered]
+        for slot in self._joining:
+            del self._waiting[slot.order]
+        which = [number for number, _ in numbered]
+        if await self._compute(self._joining, self._batch.join, list(sequences), which) is not None:
+            self._rows.extend(self._joining)
+        self._joining = []
+
+    async def _draw(self) -> None:
+        rows = self._rows
+        drawn = await self._compute(rows, self._batch.draw, [slot.turn() for slot in rows])
+        if drawn is None:
+            return
+        for slot, token, logprob in zip(rows, *drawn, strict=True):
+            if math.isnan(logprob):
+                slot.fail(
+                    EngineError(
+                        f"{self._name}: the logits of request {slot.request.id!r} are not finite "
+                        f"after {len(slot.tokens)} tokens, with weights of version {self.version}; "
+                        "are these weights finite?"
+                    )
+                )
+            else:
+                slot.take(token, logprob, self.version)
+
+    async def _compute(
+        self, slots: Sequence[RequestSlot], method: Callable[..., T], *arguments: Any
+    ) -> T | None:
+        """Run a method of the batch in the thread; if it raises, fail its requests, return None."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, method, *arguments
+            )
+        except Exception as error:  # noqa: BLE001 - whatever the model raises is the requests'
+            for slot in slots:
+                slot.fail(self._error(f"a forward of {len(slots)} requests failed", error))
+            return None
+
+    def _forget(self) -> list[RequestSlot]:
+        """Return all requests, and drop them from this object."""
+        slots = [*self._rows, *self._joining, *self._waiting.values()]
+        self._rows, self._joining, self._waiting = [], [], {}
+        self._batch.clear()
+        return slots
+
+    def _error(self, what: str, cause: BaseException) -> EngineError:
+        error = EngineError(f"{self._name}: {what}: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        return error

@@ -1,0 +1,363 @@
+"""Starts a vLLM server, and gives it commands, whose failures become errors of engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_idempotent.rl.vllm_plugin import BACKEND, EXTENSION
+
+from .http import HttpClient, HttpResponse
+from .protocol import EngineDead, EngineError, EngineUnsupported, PauseMode
+
+SERVER_HELP = (
+    "start the server with VLLM_SERVER_DEV_MODE=1, --enable-scale-out, --weight-transfer-config "
+    '\'{"backend": "megatron_idempotent"}\' and --worker-extension-cls '
+    f"{EXTENSION}, on a private network only"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """Limits calls, in seconds; longer ones end with `EngineTimeout`. Example: `Timeouts()`."""
+
+    generate_s: float | None = None
+    """Seconds for one response, waiting while the engine is paused included; None for ever."""
+    control_s: float = 60.0
+    """Seconds for one short command, such as pause or resume."""
+    wait_s: float = 1800.0
+    """Seconds for a pause in mode "wait": until running requests have ended."""
+    commit_s: float = 600.0
+    """Seconds for loading staged weights into the model."""
+    bucket_s: float = 300.0
+    """Seconds from announcing a bucket until all workers have it."""
+    silence_s: float = 300.0
+    """Seconds without a bucket after which workers take the trainer for gone, and give up."""
+    health_s: float = 10.0
+    """Seconds for an answer to `health`."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise ValueError(f"Timeouts() got {field.name}={value}; allowed: seconds above 0")
+
+
+PATHS = (
+    "/abort_requests",
+    "/collective_rpc",
+    "/finish_weight_update",
+    "/is_paused",
+    "/pause",
+    "/reset_encoder_cache",
+    "/reset_prefix_cache",
+    "/resume",
+    "/start_weight_update",
+    "/update_weight_version",
+    "/update_weights",
+    "/weight_info",
+)
+"""The paths of a server that takes updates."""
+_DYING_S = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
+"""Seconds between the looks at a server that may be dying."""
+
+
+class BadRequest(EngineError):
+    """The server calls the request bad, and would again."""
+
+
+class Control(HttpClient):
+    """Gives commands to one vLLM server.
+
+    All raise `EngineDead`, `EngineTimeout`, `EngineUnsupported` or `EngineError`.
+    Example: `await Control("http://127.0.0.1:8000", Timeouts(), engine="a").pause("keep")`.
+    """
+
+    def __init__(
+        self, url: str, timeouts: Timeouts, *, engine: str, api_key: str | None = None
+    ) -> None:
+        """Make a client; nothing is sent yet. Errors: `ModuleNotFoundError` without aiohttp."""
+        super().__init__(url, engine=engine, api_key=api_key)
+        self.timeouts, self.engine = timeouts, engine
+        self._schema: Mapping[str, Any] | None = None
+        self._asking = asyncio.Lock()
+
+    async def get(self, path: str, *, limit: str = "control_s") -> Any:
+        """Return the JSON answer. Errors: as in `post`."""
+        return await self._ask("GET", path, None, None, limit)
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        limit: str = "control_s",
+        **query: str,
+    ) -> Any:
+        """Return the JSON answer, or None if it is empty; `limit` names one of `Timeouts`.
+
+        The call is tried once: only its caller knows what a second one would do.
+
+        Errors: `BadRequest`, `EngineDead`, `EngineTimeout`, `EngineUnsupported`, `EngineError`.
+        """
+        return await self._ask("POST", path, body, query, limit)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        query: Mapping[str, str] | None,
+        limit: str,
+    ) -> Any:
+        timeout_s = getattr(self.timeouts, limit)
+        answer = await self.call(method, path, body, query=query, timeout_s=timeout_s)
+        if answer.status == 200:
+            return answer.body
+        raise await self._failure(path, answer)
+
+    async def _failure(self, path: str, answer: HttpResponse) -> Exception:
+        status, message = answer.status, answer.message
+        said = f"{self.where} answered {path} with {status}: {message}"
+        if status == 400 or status == 422:
+            return BadRequest(said)
+        if status in (403, 404, 405):
+            return EngineUnsupported(f"{said}; {SERVER_HELP}")
+        if status == 503 or path == "/health":
+            return EngineDead(said)
+        # A server outlives its engine for a moment, and answers for it. Calls to a worker that dies
+        # are cancelled, some time before the server notices what that means.
+        for wait_s in _DYING_S if "cancelled" in message else (0.0,):
+            await asyncio.sleep(wait_s)
+            try:
+                await self.get("/health", limit="health_s")
+            except EngineError as error:
+                return EngineDead(f"{said}; {error}")
+        return EngineError(said)
+
+    async def need(self, *paths: str) -> Mapping[str, Any]:
+        """Return the server's OpenAPI schema.
+
+        Errors: `EngineUnsupported` naming the paths it lacks.
+        """
+        async with self._asking:  # it is long, and a thousand requests may begin at once
+            if self._schema is None:
+                self._schema = await self.get("/openapi.json")
+        missing = [path for path in paths if path not in self._schema["paths"]]
+        if missing:
+            raise EngineUnsupported(f"{self.where} lacks {', '.join(missing)}; {SERVER_HELP}")
+        return self._schema
+
+    async def rpc(self, command: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Send a command of `Inbox.answer` to each worker, and return their answers."""
+        await self.need(*PATHS)
+        body = {"method": "megatron_idempotent", "args": [json.dumps(command)]}
+        try:
+            answer = await self.post("/collective_rpc", body)
+        except EngineError as error:
+            if "no attribute 'megatron_idempotent'" in str(error):
+                raise EngineUnsupported(
+                    f"engine {self.engine} was started without --worker-extension-cls "
+                    f"{EXTENSION}; start it with that option"
+                ) from error
+            raise
+        results: list[Mapping[str, Any]] = answer["results"]
+        return results
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop drawing tokens; caches stay."""
+        limit = "wait_s" if mode == "wait" else "control_s"
+        await self.post("/pause", limit=limit, mode=mode, clear_cache="false")
+
+    async def is_paused(self) -> bool:
+        """Return True from the beginning of a pause on."""
+        await self.need(*PATHS)
+        return bool((await self.get("/is_paused"))["is_paused"])
+
+    async def load(self, info: Mapping[str, Any], stamp: str) -> None:
+        """Load staged weights. Running requests compute their caches again after it."""
+        # First, and while nothing is computed: a failure further down leaves no stale cache.
+        answer = await self.post(
+            "/reset_prefix_cache", reset_running_requests="true", reset_external="true"
+        )
+        if answer is not None and not answer["success"]:
+            raise EngineError(
+                f"engine {self.engine} could not clear its key-value cache, which the old "
+                "weights computed; try again"
+            )
+        await self.post("/reset_encoder_cache")
+        await self.post("/start_weight_update")
+        await self.post("/update_weights", {"update_info": dict(info)}, limit="commit_s")
+        await self.post("/finish_weight_update", {"weight_version": stamp}, limit="commit_s")
+
+    async def stamp(self) -> str:
+        """Return the stamp of tokens that are drawn now."""
+        return str((await self.get("/weight_info"))["weight_version"])
+
+
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+"""The environment of vLLM on few CPU cores and small models: 1 GiB of cache, one thread."""
+#: Seconds that a server gets to end by itself.
+_STOP_S = 10.0
+
+
+class VllmServer:
+    """Serves a checkpoint until the `with` block ends.
+
+    Example:
+        with VllmServer("/models/Qwen3-0.6B") as server:
+            engine = VllmEngine(server.url, transport=SharedMemorySender)
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str],
+        *,
+        python: str = sys.executable,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        extension: str = EXTENSION,
+        log: str | os.PathLike[str] | None = None,
+        deadline_s: float = 300.0,
+    ) -> None:
+        """
+        Args:
+            checkpoint: a directory, or a model's name in Hugging Face's hub.
+            python: the interpreter of an environment with vLLM and this package.
+            host: the address to listen at: anyone who reaches it can change the weights.
+            port: the port to listen at; 0 for a free one.
+            arguments: more arguments for vLLM, such as
+                `("--dtype", "float32", "--enforce-eager")`.
+            environment: variables besides this process's own, such as `CPU_ENVIRONMENT`.
+            extension: a subclass of `StagingExtension`, by its qualified name.
+            log: a file for the server's output, which stays; None for a temporary one.
+            deadline_s: seconds from the server's start until it must answer.
+        """
+        self.checkpoint = os.fspath(checkpoint)
+        self._python, self._host, self._port = python, host, port
+        self._arguments, self._extension = list(arguments), extension
+        self._environment = dict(environment or {})
+        self._deadline_s = deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_name = log
+        self._log: IO[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """The URL for `VllmEngine`, known once the server is started."""
+        return f"http://{self._host}:{self._port}"
+
+    @property
+    def running(self) -> bool:
+        """True if the server answers, and says that its engine is well."""
+        try:
+            # No proxy, whatever the environment says: it is this machine.
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"{self.url}/health", timeout=5.0) as answer:
+                return self._process is not None and bool(answer.status == 200)
+        except OSError:  # refused, reset, or 503
+            return False
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server, which leads a group with all of vLLM's processes."""
+        if self._process is None:
+            raise RuntimeError("the server is not running; enter it first")
+        return self._process.pid
+
+    def __enter__(self) -> VllmServer:
+        """Start the server, and wait until it answers.
+
+        Errors: `RuntimeError` with the end of its log.
+        """
+        self._port = self._port or _free_port(self._host)
+        name = self._log_name
+        self._log = tempfile.TemporaryFile() if name is None else open(name, "ab+")
+        # By module: in some builds the `vllm` command does not start.
+        command = [self._python, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", self.checkpoint, "--host", self._host, "--port", str(self._port)]
+        command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+        # No defaults for sampling from the checkpoint.
+        command += ["--generation-config", "vllm"]
+        command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+        command += ["--worker-extension-cls", self._extension, *self._arguments]
+        variables = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if Path(self.checkpoint).is_dir():
+            variables["HF_HUB_OFFLINE"] = "1"
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=variables | self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            deadline = time.monotonic() + self._deadline_s
+            while not self.running:
+                code, late = self._process.poll(), time.monotonic() > deadline
+                if code is not None or late:
+                    limit = f"has not answered in {self._deadline_s:g} s"
+                    fact = limit if code is None else f"ended with {code}"
+                    raise RuntimeError(f"vLLM at {self.url} {fact}; its log ends:\n{self.log()}")
+                time.sleep(0.1)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def log(self, lines: int = 30) -> str:
+        """Return the last lines of the running server's log."""
+        if self._log is None:
+            return ""
+        file = self._log.fileno()  # read at a place: the server writes where the file's own is
+        whole = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+        return "\n".join(whole.splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End the server and every process that it has started. Not running: no-op."""
+        process, self._process = self._process, None
+        if process is not None:
+            _signal(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            # Also where it has ended: its workers may not have noticed.
+            _signal(process.pid, signal.SIGKILL)
+            process.wait()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _signal(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)

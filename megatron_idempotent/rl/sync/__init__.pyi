@@ -1,0 +1,10 @@
+from .records import EngineOutcome as EngineOutcome
+from .records import Outcome as Outcome
+from .records import Phase as Phase
+from .records import PhaseTimer as PhaseTimer
+from .records import SyncError as SyncError
+from .records import SyncFailed as SyncFailed
+from .records import SyncReport as SyncReport
+from .records import SyncSettings as SyncSettings
+from .weight_sync import WeightSync as WeightSync
+from .weight_sync import follow as follow
