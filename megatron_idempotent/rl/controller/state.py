@@ -14,7 +14,7 @@ from megatron_idempotent.rl.metrics.names import InflightClock
 from megatron_idempotent.rl.metrics.timeline import Timeline
 
 from .buffer import GroupBuffer
-from .protocol import Admission, DataPlane, Prompts, Sampler, Status
+from .protocol import Admission, DataPlane, Prompts, RolloutGroup, Sampler, Status
 from .samplers import checked_room
 from .settings import ControllerSettings
 
@@ -108,6 +108,13 @@ class RunState:
         """Integrates the number of groups being generated over time; None before the first row."""
         self._waiting: list[asyncio.Future[None]] = []
 
+    def forget(self) -> None:
+        """Empty the buffer and set all versions and flags to those of a run that has not begun."""
+        self.buffer = GroupBuffer(self.buffer.capacity)
+        self.trainer_version = self.rollout_version = self.next_prompt = 0
+        self.published = -1
+        self.exhausted = self.permitted = self.engines_back = self.publish_failed = False
+
     def count_generating(self) -> None:
         """Note how many groups are being generated, for averages and the timeline."""
         generating = self.buffer.counts.generating
@@ -196,47 +203,31 @@ def status_of(shared: RunState, prompts: Prompts) -> Status:
 
 
 _T = TypeVar("_T")
-
-
-async def retry(
-    shared: RunState,
-    what: str,
-    call: Callable[[], Awaitable[_T]],
-    *,
-    final: tuple[type[Exception], ...] = (),
-) -> _T:
-    """Make an idempotent call in up to `group_attempts` attempts; return its result.
-
-    Each failure counts as a retry of `what`. Errors: those of the last attempt; those of a type in
-    `final` after the first, since trying again would not help.
-    """
-    settings, attempt = shared.settings, 0
-    while True:
-        try:
-            return await call()
-        except final:
-            raise
-        except Exception:
-            shared.retries[what] += 1
-            attempt += 1
-            if attempt == settings.group_attempts:
-                raise
-        await asyncio.sleep(settings.retry_wait_s * 2 ** (attempt - 1))
-
-
 _log = logging.getLogger(__name__)
 
 
-class PendingDeletes:
-    """Clears groups from the data plane, and remembers those that it could not clear yet.
+class StoredGroups:
+    """Keeps complete groups in the data plane, whose calls may fail and be made again.
 
-    Example: `await clearing.clear([3, 4])`.
+    Example: `await stored.clear([3, 4])`.
     """
 
     def __init__(self, shared: RunState, plane: DataPlane) -> None:
         self._shared = shared
-        self._plane = plane
+        self.plane = plane
         self._owed: set[int] = set()
+
+    async def put(self, group: RolloutGroup) -> None:
+        """Keep a group, in up to `group_attempts`. Errors: those of the last one."""
+        self._owed.discard(group.id)  # it is put again under its id
+        await self._retry("put", lambda: self.plane.put(group))
+
+    async def get(self, group_id: int) -> RolloutGroup | None:
+        """Return a group; None if the data plane has lost it. Errors: those of the last attempt."""
+        try:
+            return await self._retry("get", lambda: self.plane.get(group_id), final=KeyError)
+        except KeyError:
+            return None
 
     async def clear(self, group_ids: Iterable[int]) -> None:
         """Clear groups from the data plane, with all that an earlier call could not clear.
@@ -248,7 +239,7 @@ class PendingDeletes:
         if not ids:
             return
         try:
-            await self._plane.clear(ids)
+            await self.plane.clear(ids)
         except Exception as error:  # noqa: BLE001 (a store of others; what it was for is done)
             _log.warning("%d groups are not cleared yet: %r", len(ids), error)
             self._shared.retries["clear"] += 1
@@ -259,6 +250,21 @@ class PendingDeletes:
         """Have the next `clear` include a group, which the data plane may or may not have."""
         self._owed.add(group_id)
 
-    def renewed(self, group_id: int) -> None:
-        """Take a group off the list of those to clear, because it is put again under its id."""
-        self._owed.discard(group_id)
+    async def _retry(
+        self,
+        what: str,
+        call: Callable[[], Awaitable[_T]],
+        final: type[Exception] | tuple[()] = (),
+    ) -> _T:
+        settings, attempt = self._shared.settings, 0
+        while True:
+            try:
+                return await call()
+            except final:
+                raise
+            except Exception:
+                self._shared.retries[what] += 1
+                attempt += 1
+                if attempt == settings.group_attempts:
+                    raise
+            await asyncio.sleep(settings.retry_wait_s * 2 ** (attempt - 1))
