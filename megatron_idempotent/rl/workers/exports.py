@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as WaitTimeout
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -124,15 +123,11 @@ class RemoteWeights:
         except RuntimeError as closed:
             calling.close()
             raise RanksLost(f"{method}(): the controller's event loop is closed") from closed
-        try:
-            return asked.result(2 * self._timeout_s + _MARGIN_S)[0]
-        except WaitTimeout as late:
-            if asked.done():
-                raise  # the call's own
+        wait([asked], 2 * self._timeout_s + _MARGIN_S)
+        if asked.cancelled() or not asked.done():
             asked.cancel()
-            raise RanksLost(f"{method}(): the controller's event loop does not answer") from late
-        except CancelledError as cancelled:
-            raise RanksLost(f"{method}(): the controller's event loop ended") from cancelled
+            raise RanksLost(f"{method}(): the controller's event loop ended, or does not answer")
+        return asked.result()[0]
 
 
 class RemoteBuckets(Iterator[Bucket]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,15 +22,6 @@ class WorkerSpec:
 
     factory: str
     argument: Any = None
-
-
-def check_per_rank(method: str, per_rank: Sequence[Any] | None, ranks: int) -> None:
-    """Raise `ValueError` unless there is one argument for each rank."""
-    if per_rank is not None and len(per_rank) != ranks:
-        raise ValueError(
-            f"{method}() got per_rank of {len(per_rank)} and there are {ranks} ranks; "
-            "give one argument for each"
-        )
 
 
 class RankGroup(Protocol):
@@ -87,6 +79,21 @@ class RankTraceback:
     """The qualified name of the error's class, such as `builtins.ValueError`."""
     message: str
     traceback: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> RankTraceback:
+        """Put an exception into words, which can be read where its class is not known."""
+        kind = type(error)
+        try:
+            message = str(error)
+        except Exception as worse:  # noqa: BLE001 (one that cannot be printed is an error too)
+            message = f"(its message cannot be made: {worse!r})"
+        return cls(
+            rank=rank,
+            exception_type=f"{kind.__module__}.{kind.__qualname__}",
+            message=message,
+            traceback="".join(traceback.format_exception(kind, error, error.__traceback__)),
+        )
 
 
 class RankFailed(RuntimeError):
