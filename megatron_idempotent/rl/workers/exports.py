@@ -42,7 +42,7 @@ class Exports:
     def export_tensors(self) -> tuple[TensorInfo, ...] | None:
         """Return all tensors, on rank 0; None on others. Collective."""
         infos = self._export_source.tensors()
-        return infos if _keeps() else None
+        return infos if self._keeps() else None
 
     def export_begin(self, bucket_bytes: int) -> None:
         """Begin an export. Collective.
@@ -61,13 +61,22 @@ class Exports:
             raise RuntimeError("export_next() without an export: call export_begin() first")
         with _held_open(self._export):
             bucket = next(self._export, None)
-        return _on_cpu(bucket) if bucket is not None and _keeps() else None
+        if bucket is None or not self._keeps():
+            return None
+        tensors = {
+            name: torch.Tensor.cpu(tensor.detach()).contiguous()
+            for name, tensor in bucket.tensors.items()
+        }
+        return Bucket(index=bucket.index, tensors=tensors, checksums=dict(bucket.checksums))
 
     def export_end(self) -> None:
         """End the export, also half-way. Collective. Without one: no-op."""
         export, self._export = self._export, None
         if export is not None:
             end_export(export)
+
+    def _keeps(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
 
 
 class RemoteWeights:
@@ -174,18 +183,3 @@ def _held_open(export: Iterator[Bucket]) -> Iterator[None]:
         yield
     finally:
         del vars(export)["close"]
-
-
-def _keeps() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _on_cpu(bucket: Bucket) -> Bucket:
-    return Bucket(
-        index=bucket.index,
-        tensors={
-            name: torch.Tensor.cpu(tensor.detach()).contiguous()
-            for name, tensor in bucket.tensors.items()
-        },
-        checksums=dict(bucket.checksums),
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import traceback
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -112,3 +113,14 @@ class RankFailed(RuntimeError):
 
 class RanksLost(RuntimeError):
     """Ranks died or do not answer. All ranks were ended; `start()` makes new ones."""
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this machine lives."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

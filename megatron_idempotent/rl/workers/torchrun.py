@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ from types import FrameType
 from typing import Any
 
 from . import wire
-from .protocol import WorkerSpec
+from .protocol import WorkerSpec, is_alive
 from .serve import RankConnection
 from .socket_ranks import Connection, Server, SocketRanks
 
@@ -132,7 +133,13 @@ class TorchrunRanks(SocketRanks):
             server = self._server = Server(self._size, token)
             interface = "0.0.0.0" if self._host else "127.0.0.1"
             address = server.listen((interface, 0), announce=self._host)
-            self._published = ControllerAddress.here(address, token)
+            self._published = ControllerAddress(
+                address=address,
+                token=token.hex(),
+                node=socket.gethostname(),
+                pid=os.getpid(),
+                run_id=os.environ.get(RUN_ID, ""),
+            )
             write_private(self._directory / FILE, dataclasses.asdict(self._published))
         remedy = "; torchrun starts lost ranks again as often as its --max-restarts says"
         return await self._complete(self._server, remedy=remedy)
@@ -159,7 +166,7 @@ class RendezvousError(RuntimeError):
 class ControllerAddress:
     """Says where a controller is, and its token. Example: `ControllerAddress.read(directory)`."""
 
-    address: tuple[str, int]
+    address: wire.Address
     token: str
     """The token in hexadecimal."""
     node: str
@@ -168,13 +175,6 @@ class ControllerAddress:
     """The controller's process id on that machine."""
     run_id: str = ""
     """The id that the controller's exit is filed under; empty if the user started it."""
-
-    @classmethod
-    def here(cls, address: Any, token: bytes) -> ControllerAddress:
-        """Make the address of a controller in this process."""
-        run_id = os.environ.get(RUN_ID, "")
-        node, pid = socket.gethostname(), os.getpid()
-        return cls(address=address, token=token.hex(), node=node, pid=pid, run_id=run_id)
 
     @classmethod
     def read(cls, directory: Path) -> ControllerAddress | None:
@@ -220,15 +220,7 @@ class ControllerAddress:
 
     def alive(self) -> bool:
         """Return whether the controller's process lives, as far as this machine can see."""
-        if self.node != socket.gethostname():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
+        return self.node == socket.gethostname() and is_alive(self.pid)
 
 
 def exit_code(directory: Path, run_id: str) -> int | None:
@@ -245,8 +237,7 @@ def exit_code(directory: Path, run_id: str) -> int | None:
 def write_private(path: Path, fields: Mapping[str, Any]) -> None:
     """Write JSON that only this user can read: complete, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(fields, file)
@@ -254,7 +245,7 @@ def write_private(path: Path, fields: Mapping[str, Any]) -> None:
             os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        os.unlink(draft)
         raise
 
 
