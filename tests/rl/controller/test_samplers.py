@@ -8,7 +8,6 @@ from custom_samplers import Answers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_idempotent.rl.controller.buffer import GroupBuffer
 from megatron_idempotent.rl.controller.protocol import Admission, Generating, Held, Sampler
 from megatron_idempotent.rl.controller.samplers import (
     FirstReadySampler,
@@ -25,67 +24,39 @@ windows = st.integers(0, 3)
 counts = st.integers(0, 6)
 
 
+KINDS = {
+    "freshest": WindowedSampler,
+    "oldest": lambda window: WindowedSampler(window, order="oldest"),
+    "aborting": lambda window: WindowedSampler(window, abort_stale=True),
+    "strict": lambda window: StrictSampler(),
+    "first_ready": lambda window: FirstReadySampler(),
+    "in_order": InOrderSampler,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @given(contents, windows, versions, counts)
-def test_windowed_selects_the_freshest_or_the_oldest_of_the_eligible(
-    groups, window, version, count
+def test_a_sampler_selects_evicts_and_aborts_what_its_kind_says(
+    kind, groups, window, version, count
 ):
     ready = filled(groups).ready
-    eligible = [held for held in ready if 0 <= version - held.version <= window]
-    by_lag = sorted(eligible, key=lambda held: (version - held.version, held.arrival))
-    for order, expected in (("freshest", by_lag), ("oldest", eligible)):
-        sampler = WindowedSampler(window, order=order)
-        found = chosen(sampler, "select", ready, version=version, count=count)
-        assert list(found) == expected[:count]
+    window, sampler = (0 if kind == "strict" else window), KINDS[kind](window)
+    in_window = [held for held in ready if 0 <= version - held.version <= window]
+    limit = min((each.id for each in ready.generating()), default=100)
+    expected = {
+        "first_ready": list(ready),
+        "in_order": sorted((held for held in ready if held.id < limit), key=lambda held: held.id),
+        "oldest": in_window,
+    }.get(kind, sorted(in_window, key=lambda held: (version - held.version, held.arrival)))
+    found = chosen(sampler, "select", ready, version=version, count=count)
+    assert list(found) == expected[:count]
 
-
-@given(contents, windows, versions)
-def test_windowed_evicts_exactly_what_no_step_will_take_any_more(groups, window, version):
-    buffer = filled(groups)
-    stale = chosen(WindowedSampler(window), "evict", buffer.ready, version=version)
-    assert set(stale) == {held for held in buffer.ready if version - held.version > window}
-    assert not {held.id for held in stale} & set(buffer.generating_ids)
-
-
-@given(contents, versions, counts)
-def test_strict_selects_groups_of_the_very_weights_that_train(groups, version, count):
-    ready = filled(groups).ready
-    found = chosen(StrictSampler(), "select", ready, version=version, count=count)
-    assert list(found) == [held for held in ready if held.version == version][:count]
-
-
-@given(contents, versions, counts)
-def test_first_ready_selects_by_arrival_alone_and_evicts_nothing(groups, version, count):
-    ready = filled(groups).ready
-    sampler = FirstReadySampler()
-    assert chosen(sampler, "select", ready, version=version, count=count) == tuple(ready)[:count]
-    assert chosen(sampler, "evict", ready, version=version) == ()
-
-
-@given(contents, windows, versions, counts)
-def test_in_order_selects_by_id_and_nothing_above_an_unfinished_group(
-    groups, window, version, count
-):
-    buffer = filled(groups)
-    sampler = InOrderSampler(window)
-    limit = min(buffer.unfinished_ids, default=100)
-    expected = [held for held in buffer.ready.by_id() if held.id < limit][:count]
-    assert list(chosen(sampler, "select", buffer.ready, version=version, count=count)) == expected
-    assert chosen(sampler, "evict", buffer.ready, version=version) == ()
-
-
-@given(contents, windows, versions)
-def test_windowed_aborts_what_no_step_would_take_once_it_is_complete(groups, window, version):
-    # Here a group's version is that of its start; those with none start with version 3.
-    buffer = GroupBuffer(len(groups) + 1)
-    for group_id, started_with in groups:
-        buffer.reserve(group_id, version=3 if started_with is None else started_with)
-    running = list(buffer.ready.generating())
-    stale = [each for each in running if version - each.version > window]
-    aborting = WindowedSampler(window, abort_stale=True)
-    found = chosen(aborting, "abort", buffer.ready, version=version)
-    assert set(found) == set(stale)
-    assert chosen(WindowedSampler(window), "abort", buffer.ready, version=version) == ()
-    assert chosen(FirstReadySampler(), "abort", buffer.ready, version=version) == ()
+    stale = {held for held in ready if version - held.version > window}
+    evicted = chosen(sampler, "evict", ready, version=version)
+    assert set(evicted) == (set() if kind in ("first_ready", "in_order") else stale)
+    late = {each for each in ready.generating() if version - each.version > window}
+    aborted = chosen(sampler, "abort", ready, version=version)
+    assert set(aborted) == (late if kind == "aborting" else set())
 
 
 def test_a_window_without_a_gate_lets_all_start_that_could_train_in_it():
@@ -177,7 +148,7 @@ def test_what_is_no_sampler_is_told_what_is_known(name, options, message):
 
 
 KNOWN, OTHER = (Held(id=n, arrival=n, version=0) for n in (0, 1))
-RUNNING = Generating(id=2, started=2, version=0)
+RUNNING = Generating(id=2, started=2, version=2)
 
 
 @pytest.mark.parametrize("method", ["select", "evict", "abort"])

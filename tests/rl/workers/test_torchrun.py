@@ -193,18 +193,6 @@ def test_ranks_whose_controller_has_nothing_left_to_do_end_well(megatron_ranks, 
     assert megatron_ranks(1, run_without_work, str(tmp_path)) == [0]
 
 
-def test_a_controller_whose_ranks_do_not_come_says_how_many_did(tmp_path) -> None:
-    async def scenario() -> None:
-        ranks = TorchrunRanks(2, tmp_path, start_timeout_s=0.05)
-        with pytest.raises(RanksLost, match=r"of 2 ranks none came within 0.05 s.*--max-restarts"):
-            await ranks.start()
-        assert (tmp_path / "controller.json").exists()
-        await ranks.close()
-        assert not (tmp_path / "controller.json").exists()
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize(("number", "code"), [(None, 5), (signal.SIGTERM, 7)])
 def test_a_controllers_end_is_filed_and_signals_reach_it(tmp_path, number, code) -> None:
     program = (
@@ -272,11 +260,11 @@ def test_an_address_of_another_user_is_not_trusted(tmp_path, monkeypatch) -> Non
         ControllerAddress.read(tmp_path)
 
 
-async def test_a_controller_is_found_where_it_is_and_leaves_the_address_of_another(
+async def test_a_controller_is_found_where_it_is_until_it_closes_and_says_who_came(
     tmp_path,
 ) -> None:
-    ranks = TorchrunRanks(1, tmp_path, start_timeout_s=0.05)
-    with pytest.raises(RanksLost):
+    ranks = TorchrunRanks(2, tmp_path, start_timeout_s=0.05)
+    with pytest.raises(RanksLost, match=r"of 2 ranks none came within 0.05 s.*--max-restarts"):
         await ranks.start()
     found = ControllerAddress.read(tmp_path)
     assert found is not None
@@ -284,10 +272,19 @@ async def test_a_controller_is_found_where_it_is_and_leaves_the_address_of_anoth
     assert [path.name for path in tmp_path.iterdir()] == [torchrun.FILE]
     other = an_address(found.address, token="cd" * 32)
     assert await asyncio.to_thread(other.begin) is None
+    await ranks.close()
+    assert await asyncio.to_thread(found.begin) is None
+    assert ControllerAddress.read(tmp_path) is None
+
+
+async def test_the_address_of_another_controller_is_left_alone(tmp_path) -> None:
+    ranks = TorchrunRanks(1, tmp_path, start_timeout_s=0.05)
+    with pytest.raises(RanksLost):
+        await ranks.start()
+    other = an_address(run_id="y")
     torchrun.write_private(tmp_path / torchrun.FILE, dataclasses.asdict(other))
     await ranks.close()
     assert ControllerAddress.read(tmp_path) == other
-    assert await asyncio.to_thread(found.begin) is None
 
 
 def test_a_controller_that_lives_and_is_silent_is_not_given_a_second_one(monkeypatch) -> None:
