@@ -22,7 +22,7 @@ def once(toy, steps=5, groups=2):
 
 @functools.cache
 def clean_steps(count, groups=2):
-    """What an undisturbed run in order trains."""
+    """Train undisturbed and in order; return the groups of each step."""
     return Toy(sampler=InOrderSampler(1), groups=groups).run(count).policy.steps
 
 

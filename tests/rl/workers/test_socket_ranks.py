@@ -1,4 +1,4 @@
-"""Who is let in, and faults that connections survive. Both ends are real sockets; no ranks."""
+"""Ranks are let in by name and token, and connections survive faults. Both ends are real sockets."""
 
 from __future__ import annotations
 
