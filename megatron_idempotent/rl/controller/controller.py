@@ -10,6 +10,7 @@ from megatron_idempotent.rl.metrics.loggers import Logger, Loggers
 from megatron_idempotent.rl.metrics.timeline import Timeline
 from megatron_idempotent.rl.workers.protocol import RanksLost
 
+from .buffer import GroupBuffer
 from .checkpoint import Checkpoints, Evaluate, Reporting
 from .data_plane import MemoryPlane
 from .optimizer_step import finish_despite_cancel
@@ -135,8 +136,9 @@ class Controller:
         Errors: `SettingsError` for a capacity, or a window of staleness, that would deadlock.
         """
         capacity = settings.checked_capacity(sampler)
-        self._measure = Measure(timeline)
-        self._shared = shared = RunState(settings, sampler, self._measure, capacity=capacity)
+        self._shared = shared = RunState(
+            settings, sampler, Measure(timeline), GroupBuffer(capacity)
+        )
         self._prompts = prompts
         self._generator = generator
         self._reporting = reporting = Reporting(shared, recipe, loggers)

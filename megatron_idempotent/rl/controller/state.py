@@ -67,46 +67,44 @@ class Measure:
         return taken
 
 
+@dataclasses.dataclass(eq=False)
 class RunState:
     """Holds the state of one run.
 
     Only coroutines of one event loop change it, so it stays the same between two of their awaits.
     """
 
-    def __init__(
-        self, settings: ControllerSettings, sampler: Sampler, measure: Measure, *, capacity: int
-    ) -> None:
-        self.settings = settings
-        self.sampler = sampler
-        self.measure = measure
-        self.buffer = GroupBuffer(capacity)
-        self.state: Literal["starting", "running", "draining", "ended"] = "starting"
-        self.trainer_version = 0
-        self.rollout_version = 0
-        self.train_steps = 0
-        self.published = -1
-        """The version that was published last; -1 if this run has published none."""
-        self.permitted = False
-        """True if groups may start with the published weights."""
-        self.next_prompt = 0
-        self.exhausted = False
-        self.publish_failed = False
-        """True if a publish during a step has failed, so that no groups of it will come."""
-        self.engines_back = False
-        """True if an engine answers again after all were lost; it needs the weights."""
-        self.step_groups = 0
-        self.doing = ""
-        self.dropped: Counter[str] = Counter()
-        """Groups that could not be generated, by reason."""
-        self.dropped_for = ""
-        """The last error that a group was dropped for."""
-        self.retries: Counter[str] = Counter()
-        self.idle_since = 0.0
-        self.sync_metrics: Mapping[str, float] = {}
-        """Metrics of the last publish."""
-        self.inflight: InflightClock | None = None
-        """Integrates the number of groups being generated over time; None before the first row."""
-        self._waiting: list[asyncio.Future[None]] = []
+    settings: ControllerSettings
+    sampler: Sampler
+    measure: Measure
+    buffer: GroupBuffer
+    state: Literal["starting", "running", "draining", "ended"] = "starting"
+    trainer_version: int = 0
+    rollout_version: int = 0
+    train_steps: int = 0
+    published: int = -1
+    """The version that was published last; -1 if this run has published none."""
+    permitted: bool = False
+    """True if groups may start with the published weights."""
+    next_prompt: int = 0
+    exhausted: bool = False
+    publish_failed: bool = False
+    """True if a publish during a step has failed, so that no groups of it will come."""
+    engines_back: bool = False
+    """True if an engine answers again after all were lost; it needs the weights."""
+    step_groups: int = 0
+    doing: str = ""
+    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Groups that could not be generated, by reason."""
+    dropped_for: str = ""
+    """The last error that a group was dropped for."""
+    retries: Counter[str] = dataclasses.field(default_factory=Counter)
+    idle_since: float = 0.0
+    sync_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Metrics of the last publish."""
+    inflight: InflightClock | None = None
+    """Integrates the number of groups being generated over time; None before the first row."""
+    _waiting: list[asyncio.Future[None]] = dataclasses.field(default_factory=list)
 
     def forget(self) -> None:
         """Empty the buffer and set all versions and flags to those of a run that has not begun."""

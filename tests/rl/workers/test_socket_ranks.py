@@ -1,4 +1,4 @@
-"""Ranks are let in by name and token, and connections survive faults. Both ends are real sockets."""
+"""Ranks are let in by their token, and connections survive faults; both ends are real sockets."""
 
 from __future__ import annotations
 
