@@ -203,7 +203,7 @@ def meet(connection: socket.socket, token: bytes) -> Hello:
         try:
             deliver_challenge(link, token)
             answer_challenge(link, token)
-        except AuthenticationError as error:
+        except (AuthenticationError, AssertionError) as error:
             raise WireError("one with another token") from error
     _, parts = receive_frame(connection)
     hello: Hello = load(parts)
