@@ -117,13 +117,23 @@ class RolloutPump:
         if reason:
             shared.buffer.drop(group_id, "filtered", reason)
             shared.tell()
-        elif await self._put(group):
-            if self._aborted(group_id):
-                self._stored.owe(group_id)
-                return
-            shared.buffer.commit(group_id, version=group.oldest_version)
-            shared.tell()
-            shared.measure.count("ready groups", len(shared.buffer.ready))
+            return
+        try:
+            await self._stored.put(group)
+        except asyncio.CancelledError:
+            self._stored.owe(group_id)  # it may have been carried out
+            raise
+        except Exception as error:  # noqa: BLE001 (a store of others; the group is still here)
+            self._drop(group_id, "not stored", error)
+            # One of the attempts may have been carried out.
+            await self._stored.clear([group_id])
+            return
+        if self._aborted(group_id):
+            self._stored.owe(group_id)
+            return
+        shared.buffer.commit(group_id, version=group.oldest_version)
+        shared.tell()
+        shared.measure.count("ready groups", len(shared.buffer.ready))
 
     async def _generate(self, group_id: int, prompt: Any) -> RolloutGroup | None:
         """Generate a group in up to `group_attempts`; returns None if it was dropped or aborted."""
@@ -161,23 +171,6 @@ class RolloutPump:
         A cancellation can get lost if an engine's answer or error comes at the same moment.
         """
         return not self._shared.buffer.holds(group_id)
-
-    async def _put(self, group: RolloutGroup) -> bool:
-        """Put a group into the data plane; return whether it is there.
-
-        A group that could not be put is dropped.
-        """
-        try:
-            await self._stored.put(group)
-        except asyncio.CancelledError:
-            self._stored.owe(group.id)  # it may have been carried out
-            raise
-        except Exception as error:  # noqa: BLE001 (a store of others; the group is still here)
-            self._drop(group.id, "not stored", error)
-            # One of the attempts may have been carried out.
-            await self._stored.clear([group.id])
-            return False
-        return True
 
     def _drop(self, group_id: int, reason: str, error: BaseException) -> None:
         if self._aborted(group_id):
