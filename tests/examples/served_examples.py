@@ -149,31 +149,6 @@ def _weight_sync(file: str, folder: Path, checkpoint: Path) -> None:
     _finish(main())
 
 
-def _server(file: str, folder: Path, checkpoint: Path) -> None:
-    from megatron_idempotent.rl.workers import wire
-
-    async def main() -> None:
-        names = dict(names_of(file))
-        address = f"unix:{folder / 'ranks'}"
-        instead = {"unix:/run/user/1000/ranks": address}
-        example = asyncio.ensure_future(_run_in(names, file, instead))
-        await _has(names, "address", example)
-        ends = [await asyncio.to_thread(wire.connect, address, WAIT_S) for _ in range(2)]
-        for rank, end in enumerate(ends):
-            hello = wire.Hello(generation=bytes(16), rank=rank, pid=7)
-            await asyncio.to_thread(wire.introduce, end, names["server"]._token, hello)
-        await example
-        assert [each.hello.rank for each in names["connections"]] == [0, 1]
-        for connection in names["connections"]:
-            connection.shut()
-            await connection.closed()
-        for end in ends:
-            end.close()
-        await names["server"].close()
-
-    _finish(main())
-
-
 #: Each is called with its file, a folder, and a checkpoint.
 SERVED = {
     "rl/controller/controller.py": _controller,
@@ -182,7 +157,6 @@ SERVED = {
     "rl/sync/fan_out.py": _fan_out,
     "rl/sync/weight_sync.py": _weight_sync,
     "rl/weights/staging.py:Staging": _staging,
-    "rl/workers/server.py": _server,
 }
 
 

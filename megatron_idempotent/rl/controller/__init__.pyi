@@ -1,8 +1,8 @@
 from megatron_idempotent.rl.metrics.loggers import Logger as Logger
 from megatron_idempotent.rl.metrics.loggers import SettingsError as SettingsError
 
+from .checkpoint import Evaluate as Evaluate
 from .controller import Controller as Controller
-from .controller import Evaluate as Evaluate
 from .data_plane import MemoryPlane as MemoryPlane
 from .fleet import Fleet as Fleet
 from .optimizer_step import train as train

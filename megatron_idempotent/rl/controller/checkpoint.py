@@ -1,11 +1,11 @@
-"""Captures and restores the controller's part of a checkpoint, and reports a row per step."""
+"""Evaluates versions, writes and restores checkpoints of them, and reports a row per step."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_idempotent.rl.engines.protocol import Sample
@@ -16,15 +16,17 @@ from megatron_idempotent.rl.metrics.names import (
     idle_metrics,
     staleness_metrics,
 )
+from megatron_idempotent.rl.workers.protocol import RanksLost
 
 from .buffer import GroupBuffer
-from .protocol import ControllerError, DataPlane, Prompts, Recipe, RolloutGroup, StepOutcome, Store
-from .state import PendingDeletes, RunState, retry
+from .protocol import ControllerError, Prompts, Recipe, RolloutGroup, StepOutcome, Store
+from .state import RunState, StoredGroups
 
 _FORMAT = 1
+_log = logging.getLogger(__name__)
 
 
-async def capture(shared: RunState, plane: DataPlane) -> dict[str, Any]:
+async def capture(shared: RunState, stored: StoredGroups) -> dict[str, Any]:
     """Return what `put_back` needs: versions, the buffer's state and complete groups, for JSON.
 
     Log-probs are written as Python writes floats, so they come back bit for bit. Prompts are left
@@ -34,38 +36,31 @@ async def capture(shared: RunState, plane: DataPlane) -> dict[str, Any]:
     while True:
         # The numbers first, and at once: groups become complete while others are read.
         state = {
-            "format": _FORMAT,
+            **_settings(shared),
             "trainer_version": shared.trainer_version,
             "next_prompt": shared.next_prompt,
-            "sampler": shared.sampler.name,
-            "max_staleness": shared.sampler.max_staleness,
-            "groups_per_step": shared.settings.groups_per_step,
             "buffer": shared.buffer.state(),
         }
-        held = [each["id"] for each in state["buffer"]["ready"]]  # type: ignore[index]
-        found = [await _get(shared, plane, group_id) for group_id in held]
-        if None not in found:
-            return {**state, "groups": [_as_json(group) for group in found if group is not None]}
-        for group_id, group in zip(held, found, strict=True):
+        held = [each["id"] for each in state["buffer"]["ready"]]
+        found = {group_id: await stored.get(group_id) for group_id in held}
+        groups = [_as_json(group) for group in found.values() if group is not None]
+        if len(groups) == len(held):
+            return {**state, "groups": groups}
+        for group_id, group in found.items():
             if group is None:
                 shared.lose(group_id)
 
 
 async def put_back(
-    shared: RunState, plane: DataPlane, prompts: Prompts, state: Mapping[str, Any]
-) -> list[int]:
-    """Set the run's versions, buffer and data plane to a captured state; return its groups' ids.
+    shared: RunState, stored: StoredGroups, prompts: Prompts, state: Mapping[str, Any]
+) -> None:
+    """Set the run's versions, buffer and data plane to a captured state.
 
     Engines still serve what they did.
     Errors: `ControllerError` for a state of another sampler, of steps of another size, or of
         another format; those of the data plane after its last attempt.
     """
-    for name, now in (
-        ("format", _FORMAT),
-        ("sampler", shared.sampler.name),
-        ("max_staleness", shared.sampler.max_staleness),
-        ("groups_per_step", shared.settings.groups_per_step),
-    ):
+    for name, now in _settings(shared).items():
         if state.get(name) != now:
             raise ControllerError(
                 f"the checkpoint was written with {name} = {state.get(name)!r}, now it is {now!r}; "
@@ -73,28 +68,26 @@ async def put_back(
             )
     buffer = GroupBuffer.restored(state["buffer"], shared.buffer.capacity)
     for fields in state["groups"]:
-        group = _from_json(fields, prompts.prompt(fields["id"]))
-        await retry(shared, "put", functools.partial(plane.put, group))
+        samples = []
+        for each in fields["samples"]:
+            lists = {name: tuple(each[name]) for name in ("tokens", "logprobs", "versions")}
+            samples.append(Sample(**{**each, **lists}))
+        prompt = prompts.prompt(fields["id"])
+        group = {**fields, "samples": tuple(samples), "rewards": tuple(fields["rewards"])}
+        await stored.put(RolloutGroup(prompt=prompt, **group))
     shared.buffer = buffer
     shared.trainer_version = state["trainer_version"]
     shared.next_prompt = state["next_prompt"]
-    return [fields["id"] for fields in state["groups"]]
 
 
-async def _get(shared: RunState, plane: DataPlane, group_id: int) -> RolloutGroup | None:
-    """Read a group; return None if the data plane has lost it. Errors: those of the last try."""
-    try:
-        return await retry(shared, "get", lambda: plane.get(group_id), final=(KeyError,))
-    except KeyError:
-        return None
-
-
-def forget(shared: RunState) -> None:
-    """Empty the buffer and set all versions and flags to those of a run that has not begun."""
-    shared.buffer = GroupBuffer(shared.buffer.capacity)
-    shared.trainer_version = shared.rollout_version = shared.next_prompt = 0
-    shared.published = -1
-    shared.exhausted = shared.permitted = shared.engines_back = shared.publish_failed = False
+def _settings(shared: RunState) -> dict[str, Any]:
+    """Return what has to be the same in the run that goes on."""
+    return {
+        "format": _FORMAT,
+        "sampler": shared.sampler.name,
+        "max_staleness": shared.sampler.max_staleness,
+        "groups_per_step": shared.settings.groups_per_step,
+    }
 
 
 def _as_json(group: RolloutGroup) -> dict[str, Any]:
@@ -104,26 +97,6 @@ def _as_json(group: RolloutGroup) -> dict[str, Any]:
         "rewards": list(group.rewards),
         "failed": group.failed,
     }
-
-
-def _from_json(fields: Mapping[str, Any], prompt: Any) -> RolloutGroup:
-    samples = [
-        Sample(
-            request_id=each["request_id"],
-            tokens=tuple(each["tokens"]),
-            logprobs=tuple(each["logprobs"]),
-            versions=tuple(each["versions"]),
-            finish_reason=each["finish_reason"],
-        )
-        for each in fields["samples"]
-    ]
-    return RolloutGroup(
-        id=fields["id"],
-        prompt=prompt,
-        samples=tuple(samples),
-        rewards=tuple(fields["rewards"]),
-        failed=fields["failed"],
-    )
 
 
 class Reporting:
@@ -205,28 +178,35 @@ class Reporting:
         shared.count_generating()
 
 
-class CheckpointSchedule:
-    """Decides which versions get a checkpoint, writes it in two parts, and restores the newest.
+Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
+"""Evaluates a version; returns its metrics under full names, or an empty mapping.
 
-    Example: `if checkpoints.due(version): await checkpoints.capture()`, later `await
+It is called with 0 before training, and with each version that engines were given, before any group
+is started with it. If it raises, the version's row has `evaluation/failed` and the run goes on."""
+
+
+class Checkpoints:
+    """Evaluates versions, writes checkpoints of some in two parts, and restores the newest.
+
+    Example: `metrics = await checkpoints.before_release(version)`, later `await
     checkpoints.save()`.
     """
 
     def __init__(
         self,
         shared: RunState,
-        clearing: PendingDeletes,
-        plane: DataPlane,
+        stored: StoredGroups,
         prompts: Prompts,
         reporting: Reporting,
         store: Store | None,
+        evaluate: Evaluate | None,
     ) -> None:
         self._shared = shared
-        self._clearing = clearing
-        self._plane = plane
+        self._stored = stored
         self._prompts = prompts
         self._reporting = reporting
         self.store = store
+        self._evaluate = evaluate
         self.until = 0
         """The run's last version, which gets a checkpoint if any do."""
         self.unrestored = False
@@ -234,8 +214,42 @@ class CheckpointSchedule:
         anything else."""
         self._captured: Mapping[str, Any] | None = None
 
-    def due(self, version: int) -> bool:
-        """Return whether a version gets a checkpoint."""
+    def work_at(self, version: int) -> bool:
+        """Return whether a version is evaluated or gets a checkpoint."""
+        evaluated = getattr(self._evaluate, "due", lambda _: self._evaluate is not None)
+        return self._due(version) or bool(evaluated(version))
+
+    async def before_release(self, version: int) -> Mapping[str, float]:
+        """Evaluate a version that engines have and no group was started with; return its metrics.
+
+        It also captures the controller's state if the version gets a checkpoint.
+        Errors: `RanksLost`; those of the data plane.
+        """
+        metrics: Mapping[str, float] = {}
+        if self._evaluate is not None:
+            metrics = await self._evaluated(self._evaluate, version)
+        if version == 0:
+            self._reporting.before_training(metrics)
+            return {}
+        if self._due(version):
+            await self.capture()
+        return metrics
+
+    async def _evaluated(self, evaluate: Evaluate, version: int) -> Mapping[str, float]:
+        shared = self._shared
+        with shared.measure.phase("evaluation", version=version):
+            shared.doing = "evaluation"
+            try:
+                return await evaluate(version)
+            except RanksLost:
+                raise
+            except Exception as error:  # noqa: BLE001 (numbers to look at; the training needs none)
+                _log.error("version %d is not evaluated: %r", version, error)
+                return {"evaluation/failed": 1.0}
+            finally:
+                shared.progressed()
+
+    def _due(self, version: int) -> bool:
         settings = self._shared.settings
         outer, every = version // settings.minibatches, settings.checkpoint_every
         if self.store is None or not every or not outer:
@@ -251,7 +265,7 @@ class CheckpointSchedule:
 
     async def capture(self) -> None:
         """Keep the controller's state as it is now, for `save`."""
-        self._captured = await capture(self._shared, self._plane)
+        self._captured = await capture(self._shared, self._stored)
 
     async def save(self) -> None:
         """Write a checkpoint with the captured state; do nothing without one or without a store.
@@ -280,11 +294,10 @@ class CheckpointSchedule:
             shared.doing = "restore"
             self._captured = None
             state = await self.store.restore()
-            await self._clearing.clear([held.id for held in shared.buffer.ready])
-            forget(shared)
+            await self._stored.clear([held.id for held in shared.buffer.ready])
+            shared.forget()
             if state is not None:
-                for group_id in await put_back(shared, self._plane, self._prompts, state):
-                    self._clearing.renewed(group_id)
+                await put_back(shared, self._stored, self._prompts, state)
             if not starting:
                 shared.retries["restore"] += 1
             self._reporting.begin()

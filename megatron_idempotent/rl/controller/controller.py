@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from megatron_idempotent.rl.metrics.loggers import Logger, Loggers
 from megatron_idempotent.rl.metrics.timeline import Timeline
 from megatron_idempotent.rl.workers.protocol import RanksLost
 
-from .checkpoint import CheckpointSchedule, Reporting
+from .buffer import GroupBuffer
+from .checkpoint import Checkpoints, Evaluate, Reporting
 from .data_plane import MemoryPlane
-from .optimizer_step import GroupSelector, OptimizerStep, finish_despite_cancel
+from .optimizer_step import finish_despite_cancel
 from .protocol import (
     ControllerError,
     DataPlane,
@@ -28,7 +28,7 @@ from .protocol import (
 )
 from .rollout_loop import RolloutPump
 from .settings import ControllerSettings
-from .state import Measure, PendingDeletes, RunState, status_of
+from .state import Measure, RunState, StoredGroups, status_of
 from .train_loop import TrainPump
 
 _log = logging.getLogger(__name__)
@@ -87,28 +87,6 @@ async def look_for_engines(shared: RunState, generator: Generator) -> None:
             shared.tell()
 
 
-Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
-"""Evaluates a version; returns its metrics under full names, or an empty mapping.
-
-It is called with 0 before training, and with each version that engines were given, before any group
-is started with it. If it raises, the version's row has `evaluation/failed` and the run goes on."""
-
-
-async def evaluated(shared: RunState, evaluate: Evaluate, version: int) -> Mapping[str, float]:
-    """Evaluate a version; return its metrics, or `evaluation/failed`. Errors: `RanksLost`."""
-    with shared.measure.phase("evaluation", version=version):
-        shared.doing = "evaluation"
-        try:
-            return await evaluate(version)
-        except RanksLost:
-            raise
-        except Exception as error:  # noqa: BLE001 (numbers to look at; the training needs none)
-            _log.error("version %d is not evaluated: %r", version, error)
-            return {"evaluation/failed": 1.0}
-        finally:
-            shared.progressed()
-
-
 class Controller:
     """Streams rollouts into optimizer steps, and weights back to the engines.
 
@@ -158,29 +136,17 @@ class Controller:
         Errors: `SettingsError` for a capacity, or a window of staleness, that would deadlock.
         """
         capacity = settings.checked_capacity(sampler)
-        self._measure = Measure(timeline)
-        self._shared = shared = RunState(settings, sampler, self._measure, capacity=capacity)
+        self._shared = shared = RunState(
+            settings, sampler, Measure(timeline), GroupBuffer(capacity)
+        )
         self._prompts = prompts
         self._generator = generator
-        self._plane = plane if plane is not None else MemoryPlane()
-        self._evaluate = evaluate
-        self._reporting = Reporting(shared, recipe, loggers)
-        self._clearing = clearing = PendingDeletes(shared, self._plane)
-        self._checkpoints = CheckpointSchedule(
-            shared, clearing, self._plane, prompts, self._reporting, store
-        )
-        self._rollouts = RolloutPump(shared, prompts, generator, recipe, self._plane, clearing)
-        selector = GroupSelector(shared, clearing, lambda: self._training.republish())
+        self._reporting = reporting = Reporting(shared, recipe, loggers)
+        self._stored = stored = StoredGroups(shared, plane if plane is not None else MemoryPlane())
+        self._checkpoints = Checkpoints(shared, stored, prompts, reporting, store, evaluate)
+        self._rollouts = RolloutPump(shared, prompts, generator, recipe, stored)
         self._training = TrainPump(
-            shared,
-            clearing,
-            OptimizerStep(shared, selector, self._plane, policy, recipe),
-            generator,
-            report=self._reporting.step,
-            before_release=self._at_version,
-            after_release=self._checkpoints.save,
-            due=self._due,
-            run_name=uuid.uuid4().hex[:8],
+            shared, stored, policy, recipe, generator, reporting, self._checkpoints
         )
         self._train_task: asyncio.Task[None] | None = None
         self._ended: asyncio.Event | None = None
@@ -210,7 +176,7 @@ class Controller:
             if checkpoints.due_early:
                 await checkpoints.capture()
                 await checkpoints.save()
-            await self._clearing.clear([])  # what could not be cleared earlier
+            await self._stored.clear([])  # what could not be cleared earlier
         finally:
             try:
                 await self._reporting.close()
@@ -308,24 +274,3 @@ class Controller:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         await self._rollouts.stop()
         return results
-
-    async def _at_version(self, version: int) -> Mapping[str, float]:
-        """Evaluate a version that engines have and no group was started with; return its metrics.
-
-        It also captures the controller's state if the version gets a checkpoint.
-        """
-        shared = self._shared
-        metrics: Mapping[str, float] = {}
-        if self._evaluate is not None:
-            metrics = await evaluated(shared, self._evaluate, version)
-        if version == 0:
-            self._reporting.before_training(metrics)
-            return {}
-        if self._checkpoints.due(version):
-            await self._checkpoints.capture()
-        return metrics
-
-    def _due(self, version: int) -> bool:
-        """Return whether a version is evaluated or gets a checkpoint."""
-        evaluated = getattr(self._evaluate, "due", lambda _: self._evaluate is not None)
-        return self._checkpoints.due(version) or bool(evaluated(version))

@@ -210,40 +210,32 @@ def _fields(group: RolloutGroup) -> Any:
         "reasons": [each.finish_reason for each in samples],
     }
     columns = {
-        "tokens": _row([token for each in samples for token in each.tokens], torch.int64),
-        "logprobs": _row([value for each in samples for value in each.logprobs], torch.float64),
-        "versions": _row([each for sample in samples for each in sample.versions], torch.int64),
-        "lengths": _row([len(each.tokens) for each in samples], torch.int64),
-        "rewards": _row(group.rewards, torch.float64),
-        "rest": torch.frombuffer(bytearray(pickle.dumps(rest)), dtype=torch.uint8),
+        "tokens": ([token for each in samples for token in each.tokens], torch.int64),
+        "logprobs": ([value for each in samples for value in each.logprobs], torch.float64),
+        "versions": ([each for sample in samples for each in sample.versions], torch.int64),
+        "lengths": ([len(each.tokens) for each in samples], torch.int64),
+        "rewards": (group.rewards, torch.float64),
+        "rest": (list(pickle.dumps(rest)), torch.uint8),
     }
-    rows = {name: column.unsqueeze(0) for name, column in columns.items()}
+    rows = {name: torch.tensor([column], dtype=kind) for name, (column, kind) in columns.items()}
     return tensordict.TensorDict(rows, batch_size=[1])
-
-
-def _row(values: Sequence[float], dtype: Any) -> Any:
-    import torch
-
-    return torch.tensor(values, dtype=dtype)
 
 
 def _group(row: Mapping[str, Any]) -> RolloutGroup:
     rest = pickle.loads(row["rest"].contiguous().numpy().tobytes())
     tokens, logprobs, versions, lengths, rewards = (row[name].tolist() for name in FIELDS[:5])
     samples = []
-    start = 0
     for request_id, reason, length in zip(rest["ids"], rest["reasons"], lengths, strict=True):
-        end = start + length
         samples.append(
             Sample(
                 request_id=request_id,
-                tokens=tuple(tokens[start:end]),
-                logprobs=tuple(logprobs[start:end]),
-                versions=tuple(versions[start:end]),
+                tokens=tuple(tokens[:length]),
+                logprobs=tuple(logprobs[:length]),
+                versions=tuple(versions[:length]),
                 finish_reason=reason,
             )
         )
-        start = end
+        del tokens[:length], logprobs[:length], versions[:length]
     return RolloutGroup(
         id=rest["id"],
         prompt=rest["prompt"],

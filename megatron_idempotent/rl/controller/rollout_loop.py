@@ -6,17 +6,9 @@ import asyncio
 import logging
 from typing import Any
 
-from .protocol import (
-    DataPlane,
-    EnginesLost,
-    Generator,
-    PoisonedPrompt,
-    Prompts,
-    Recipe,
-    RolloutGroup,
-)
-from .samplers import checked_abort
-from .state import PendingDeletes, RunState, retry
+from .protocol import EnginesLost, Generator, PoisonedPrompt, Prompts, Recipe, RolloutGroup
+from .samplers import chosen
+from .state import RunState, StoredGroups
 
 _log = logging.getLogger(__name__)
 
@@ -33,15 +25,13 @@ class RolloutPump:
         prompts: Prompts,
         generator: Generator,
         recipe: Recipe,
-        plane: DataPlane,
-        clearing: PendingDeletes,
+        stored: StoredGroups,
     ) -> None:
         self._shared = shared
         self._prompts = prompts
         self._generator = generator
         self._recipe = recipe
-        self._plane = plane
-        self._clearing = clearing
+        self._stored = stored
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._error: BaseException | None = None
 
@@ -77,7 +67,8 @@ class RolloutPump:
     def _abort_stale(self) -> None:
         """Evict the groups that the sampler aborts, and cancel their requests."""
         shared = self._shared
-        stale = checked_abort(shared.sampler, shared.buffer.ready, version=shared.trainer_version)
+        ready, version = shared.buffer.ready, shared.trainer_version
+        stale = chosen(shared.sampler, "abort", ready, version=version)
         for group in stale:
             # Dropped first: whatever its task does before it ends, the group is gone.
             shared.buffer.drop(group.id, "evicted", "aborted")
@@ -126,13 +117,23 @@ class RolloutPump:
         if reason:
             shared.buffer.drop(group_id, "filtered", reason)
             shared.tell()
-        elif await self._put(group):
-            if self._aborted(group_id):
-                self._clearing.owe(group_id)
-                return
-            shared.buffer.commit(group_id, version=group.oldest_version)
-            shared.tell()
-            shared.measure.count("ready groups", len(shared.buffer.ready))
+            return
+        try:
+            await self._stored.put(group)
+        except asyncio.CancelledError:
+            self._stored.owe(group_id)  # it may have been carried out
+            raise
+        except Exception as error:  # noqa: BLE001 (a store of others; the group is still here)
+            self._drop(group_id, "not stored", error)
+            # One of the attempts may have been carried out.
+            await self._stored.clear([group_id])
+            return
+        if self._aborted(group_id):
+            self._stored.owe(group_id)
+            return
+        shared.buffer.commit(group_id, version=group.oldest_version)
+        shared.tell()
+        shared.measure.count("ready groups", len(shared.buffer.ready))
 
     async def _generate(self, group_id: int, prompt: Any) -> RolloutGroup | None:
         """Generate a group in up to `group_attempts`; returns None if it was dropped or aborted."""
@@ -170,24 +171,6 @@ class RolloutPump:
         A cancellation can get lost if an engine's answer or error comes at the same moment.
         """
         return not self._shared.buffer.holds(group_id)
-
-    async def _put(self, group: RolloutGroup) -> bool:
-        """Put a group into the data plane, in several attempts; return whether it is there.
-
-        A group that could not be put is dropped.
-        """
-        self._clearing.renewed(group.id)
-        try:
-            await retry(self._shared, "put", lambda: self._plane.put(group))
-        except asyncio.CancelledError:
-            self._clearing.owe(group.id)  # it may have been carried out
-            raise
-        except Exception as error:  # noqa: BLE001 (a store of others; the group is still here)
-            self._drop(group.id, "not stored", error)
-            # One of the attempts may have been carried out.
-            await self._clearing.clear([group.id])
-            return False
-        return True
 
     def _drop(self, group_id: int, reason: str, error: BaseException) -> None:
         if self._aborted(group_id):

@@ -1,17 +1,16 @@
 """Samplers decide which groups start, which train next, and which are too old.
 
-The controller calls them through the functions `checked_…`, because a custom one may be wrong.
+The controller calls them through `chosen` and `asked`, because a custom one may be wrong.
 """
 
 from __future__ import annotations
 
-import heapq
 import importlib
 import inspect
 import itertools
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 from megatron_idempotent.rl.metrics.loggers import SettingsError
 
@@ -25,54 +24,50 @@ from .protocol import (
     Sampler,
 )
 
-_Group = TypeVar("_Group")
-
 
 class SamplerError(ControllerError):
     """A sampler raised or gave a wrong answer; the message names sampler, method and fault."""
 
 
-def checked_select(sampler: Sampler, ready: Ready, *, version: int, count: int) -> tuple[Held, ...]:
-    """Return the groups that a sampler selects, at most `count`, each ready and named once.
+def chosen(
+    sampler: Sampler,
+    method: Literal["select", "evict", "abort"],
+    ready: Ready,
+    **named: int,
+) -> tuple[Any, ...]:
+    """Return the groups that a sampler selects, evicts or aborts, each there and named once.
 
+    `named` are the method's other arguments. A sampler without the method `abort` aborts none.
     Errors: `SamplerError` if its answer is not of that kind, or if it raises.
     """
-    answer = asked(sampler, "select", ready, version=version, count=count)
-    groups = _checked(sampler, "select", answer, ready)
-    if len(groups) > count:
-        raise SamplerError(
-            f"sampler {sampler.name} selected {len(groups)} groups of {count} that were asked for; "
-            "return `count` at most"
-        )
-    return groups
-
-
-def checked_evict(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Held, ...]:
-    """Return the groups that a sampler evicts, each ready and named once.
-
-    Errors: `SamplerError` if its answer is not of that kind, or if it raises.
-    """
-    return _checked(sampler, "evict", asked(sampler, "evict", ready, version=version), ready)
-
-
-def checked_abort(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Generating, ...]:
-    """Return the groups that a sampler aborts, each being generated and named once.
-
-    A sampler without the method `abort` aborts none.
-    Errors: `SamplerError` if its answer is not of that kind, or if it raises.
-    """
-    if not hasattr(sampler, "abort"):
+    if method == "abort" and not hasattr(sampler, "abort"):
         return ()
-    answer = asked(sampler, "abort", ready, version=version)
-    groups = _as_groups(sampler, "abort", answer)
-    running: set[Generating] = set(ready.generating()) if groups else set()
+    answer = asked(sampler, method, ready, **named)
+    told = f"sampler {sampler.name}: {method} returned"
+    try:
+        groups = tuple(answer)
+    except TypeError as error:
+        raise SamplerError(
+            f"{told} a {type(answer).__name__}; return the groups, or an empty list"
+        ) from error
+    kind: type[Any] = Generating if method == "abort" else Held
+    seen: set[Any] = set()
     for group in groups:
-        if not isinstance(group, Generating) or group not in running:
-            raise SamplerError(
-                f"sampler {sampler.name}: abort returned {group!r}, which is not being generated; "
-                "return groups that `ready.generating()` gives, each once"
+        if not isinstance(group, kind) or group not in ready:
+            among = (
+                "is not being generated; return groups that `ready.generating()` gives"
+                if method == "abort"
+                else f"is not among the {len(ready)} ready groups; return groups that `ready` gives"
             )
-        running.discard(group)
+            raise SamplerError(f"{told} {group!r}, which {among}")
+        if group in seen:
+            raise SamplerError(f"{told} group {group.id} twice; return each once")
+        seen.add(group)
+    if len(groups) > named.get("count", len(groups)):
+        raise SamplerError(
+            f"{told} {len(groups)} groups of {named['count']} that were asked for; return `count` "
+            "at most"
+        )
     return groups
 
 
@@ -95,35 +90,6 @@ def asked(sampler: Sampler, method: str, *args: Any, **named: Any) -> Any:
         return getattr(sampler, method)(*args, **named)
     except Exception as error:
         raise SamplerError(f"sampler {sampler.name}: {method} raised {error!r}") from error
-
-
-def _as_groups(sampler: Sampler, method: str, answer: Iterable[_Group]) -> tuple[_Group, ...]:
-    try:
-        return tuple(answer)
-    except TypeError as error:
-        raise SamplerError(
-            f"sampler {sampler.name}: {method} returned a {type(answer).__name__}; return the "
-            "groups, or an empty list"
-        ) from error
-
-
-def _checked(
-    sampler: Sampler, method: str, answer: Iterable[Held], ready: Ready
-) -> tuple[Held, ...]:
-    groups = _as_groups(sampler, method, answer)
-    seen: set[int] = set()
-    for held in groups:
-        if held not in ready:
-            raise SamplerError(
-                f"sampler {sampler.name}: {method} returned {held!r}, which is not among the "
-                f"{len(ready)} ready groups; return groups that `ready` gives"
-            )
-        if held.id in seen:
-            raise SamplerError(
-                f"sampler {sampler.name}: {method} returned group {held.id} twice; return each once"
-            )
-        seen.add(held.id)
-    return groups
 
 
 # More than any buffer holds: its capacity is the only bound.
@@ -161,30 +127,43 @@ class FirstReadySampler:
         return ()
 
 
+class _Windowed:
+    """Lets groups start that can train within a window of versions."""
+
+    def __init__(self, name: str, window: int) -> None:
+        if type(window) is not int or window < 0:
+            raise SettingsError(f"{name} is {window!r}; allowed: 0 or more versions")
+        self._window = window
+
+    @property
+    def max_staleness(self) -> int:
+        """The most versions between a group's weights and those it trains."""
+        return self._window
+
+    def required_capacity(self, groups_per_step: int) -> int:
+        """Return `groups_per_step` x (window + 1): all that `room` lets start at once.
+
+        With fewer places, training would wait for groups that the window allows to start.
+        """
+        return groups_per_step * (self._window + 1)
+
+    def room(self, admission: Admission) -> int:
+        """Return how many groups may start if each is to train within the window.
+
+        It is (window + rollout_version + 1) x groups_per_step - accepted - running, or 0 if that is
+        negative: an optimizer step uses groups_per_step groups and makes one version, so the group
+        that is accepted last trains at version window + rollout_version at the latest.
+        """
+        steps = self._window + admission.rollout_version + 1
+        return max(0, steps * admission.groups_per_step - admission.accepted - admission.running)
+
+
 Order = Literal["freshest", "oldest"]
 """Says which groups train first: those with the smallest staleness, by arrival among equals; or
 those that arrived first."""
 
 
-def checked_window(name: str, value: object) -> int:
-    """Return `value` if it is an int from 0 on. Errors: `SettingsError`, with `name`, if not."""
-    if type(value) is not int or value < 0:
-        raise SettingsError(f"{name} is {value!r}; allowed: 0 or more versions")
-    return value
-
-
-def room_within(window: int, admission: Admission) -> int:
-    """Return how many groups may start if each is to train at a staleness of at most `window`.
-
-    It is (window + rollout_version + 1) x groups_per_step - accepted - running, or 0 if that is
-    negative: an optimizer step uses groups_per_step groups and makes one version, so the group that
-    is accepted last trains at version window + rollout_version at the latest.
-    """
-    steps = window + admission.rollout_version + 1
-    return max(0, steps * admission.groups_per_step - admission.accepted - admission.running)
-
-
-class WindowedSampler:
+class WindowedSampler(_Windowed):
     """Trains groups with 0 <= version - held.version <= max_staleness, and evicts older ones.
 
     Example: `WindowedSampler(max_staleness=2)`.
@@ -211,53 +190,34 @@ class WindowedSampler:
 
         Errors: `SettingsError` for a window below 0, an unknown order, or another type.
         """
-        self._window = checked_window("max_staleness", max_staleness)
+        super().__init__("max_staleness", max_staleness)
         if order not in get_args(Order):
             raise SettingsError(f"order is {order!r}; allowed: {', '.join(get_args(Order))}")
         for name, value in (("gated", gated), ("abort_stale", abort_stale)):
             if type(value) is not bool:
                 raise SettingsError(f"{name} is {value!r}; allowed: true or false")
-        self._order = order
-        self._gated = gated
-        self._abort_stale = abort_stale
-
-    @property
-    def max_staleness(self) -> int:
-        """The most versions between a group's weights and those it trains."""
-        return self._window
-
-    def required_capacity(self, groups_per_step: int) -> int:
-        """Return `groups_per_step` x (`max_staleness` + 1): all that `room` lets start at once.
-
-        With fewer places, training would wait for groups that the window allows to start.
-        """
-        return groups_per_step * (self._window + 1)
+        self._order, self._gated, self._abort_stale = order, gated, abort_stale
 
     def room(self, admission: Admission) -> int:
-        """Return how many more groups can train within the window; see `room_within`.
+        """Return how many more groups can train within the window.
 
         With `gated=False` it is any number, or 0 while engines serve weights that are too old.
         """
         if self._gated:
-            return room_within(self._window, admission)
+            return super().room(admission)
         lag = admission.trainer_version - admission.rollout_version
         return _ALL if lag <= self._window else 0
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
         """Return up to `count` groups within the window, in the sampler's order."""
-        eligible = [each for each in ready.versions() if 0 <= version - each <= self._window]
-        groups: Iterator[Held]
+        eligible = [held for held in ready if 0 <= version - held.version <= self._window]
         if self._order == "freshest":
-            groups = itertools.chain.from_iterable(map(ready.of_version, reversed(eligible)))
-        else:
-            by_version = [ready.of_version(each) for each in eligible]
-            groups = heapq.merge(*by_version, key=lambda held: held.arrival)
-        return list(itertools.islice(groups, count))
+            eligible.sort(key=lambda held: -held.version)
+        return eligible[:count]
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
         """Return all complete groups that are older than the window."""
-        stale = itertools.takewhile(lambda each: version - each > self._window, ready.versions())
-        return [held for each in stale for held in ready.of_version(each)]
+        return [held for held in ready if version - held.version > self._window]
 
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
         """Return the groups being generated that are older than the window, with `abort_stale`."""
@@ -277,7 +237,7 @@ class StrictSampler(WindowedSampler):
         super().__init__(max_staleness=0, gated=gated, abort_stale=abort_stale)
 
 
-class InOrderSampler:
+class InOrderSampler(_Windowed):
     """Trains groups by ascending id, each once every lower id is trained, filtered or in the step.
 
     The order in which engines finish does not matter: prompts and the recipe's rejections alone
@@ -301,20 +261,7 @@ class InOrderSampler:
 
         Errors: `SettingsError` if it is no int, or below 0.
         """
-        self._lookahead = checked_window("lookahead", lookahead)
-
-    @property
-    def max_staleness(self) -> int:
-        """The lookahead, since a group trains at most that many versions after its own."""
-        return self._lookahead
-
-    def required_capacity(self, groups_per_step: int) -> int:
-        """Return `groups_per_step` x (`lookahead` + 1): all that `room` lets start at once."""
-        return groups_per_step * (self._lookahead + 1)
-
-    def room(self, admission: Admission) -> int:
-        """Return how many more groups can train within the lookahead; see `room_within`."""
-        return room_within(self._lookahead, admission)
+        super().__init__("lookahead", lookahead)
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
         """Return up to `count` groups of the lowest ids, all below the lowest unfinished one."""
@@ -344,24 +291,30 @@ def load_sampler(name_or_path: str, **options: Any) -> Sampler:
     Errors: `SettingsError` for an unknown name, an unknown or missing option, and a class that
         cannot be imported or is no sampler.
     """
-    build = _KNOWN[name_or_path] if name_or_path in _KNOWN else _imported(name_or_path)
-    _check_options(name_or_path, build, options)
+    known = _KNOWN.get(name_or_path)
+    build = known or _imported(name_or_path)
+    signature = inspect.signature(build)
     try:
-        sampler = build(**options)
+        signature.bind(**options)
+    except TypeError as error:
+        allowed = ", ".join(map(str, signature.parameters.values())) or "none"
+        raise SettingsError(f"sampler {name_or_path}: {error}; its options: {allowed}") from error
+    try:
+        sampler: Sampler = build(**options)
     except SettingsError:
         raise
     except Exception as error:
         raise SettingsError(
             f"sampler {name_or_path} cannot be made with {options}: it raised {error!r}"
         ) from error
-    if name_or_path not in _KNOWN:
-        _check_sampler(name_or_path, sampler)
+    if known is None and (wrong := _wrong_with(sampler)):
+        raise SettingsError(f"sampler {name_or_path!r} {wrong}")
     return sampler
 
 
 def _imported(path: str) -> Callable[..., Any]:
-    module_name, colon, attribute = path.partition(":")
-    if not (colon and module_name and attribute):
+    module_name, _, attribute = path.partition(":")
+    if not (module_name and attribute):
         raise SettingsError(
             f"sampler is {path!r}; allowed: {', '.join(sorted(_KNOWN))}, or package.module:Class"
         )
@@ -376,53 +329,34 @@ def _imported(path: str) -> Callable[..., Any]:
     return build  # type: ignore[no-any-return]
 
 
-def _check_options(name: str, build: Callable[..., Any], options: dict[str, Any]) -> None:
-    signature = inspect.signature(build)
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        known = ", ".join(map(str, signature.parameters.values())) or "none"
-        raise SettingsError(f"sampler {name}: {error}; its options: {known}") from error
-
-
-def _check_sampler(path: str, sampler: Any) -> None:
-    """Check that a sampler has the parts of `protocol.Sampler`, with their arguments and types.
-
-    Errors: `SettingsError` for the first part that is missing or wrong.
-    """
+def _wrong_with(sampler: Any) -> str:
+    """Say what a sampler lacks of `protocol.Sampler`, its arguments and types; empty if nothing."""
     parts = [part for part in vars(Sampler) if not part.startswith("_")]
     missing = [part for part in parts if not hasattr(sampler, part)]
     missing += [m for m in _METHODS if m not in missing and not callable(getattr(sampler, m))]
     if missing:
-        raise SettingsError(
-            f"sampler {path!r} is no sampler: it has no {', '.join(missing)}; see "
+        return (
+            f"is no sampler: it has no {', '.join(missing)}; see "
             "megatron_idempotent.rl.controller.protocol.Sampler"
         )
-    if hasattr(sampler, "abort") and not callable(sampler.abort):
-        raise SettingsError(f"sampler {path!r} has abort {sampler.abort!r}; allowed: a method")
-    for method in (*_METHODS, *(["abort"] if hasattr(sampler, "abort") else [])):
-        _check_arguments(path, method, getattr(sampler, method))
-    window = sampler.max_staleness
+    window, aborts = sampler.max_staleness, hasattr(sampler, "abort")
+    if aborts and not callable(sampler.abort):
+        return f"has abort {sampler.abort!r}; allowed: a method"
+    for method in (*_METHODS, *(["abort"] if aborts else [])):
+        _, *wanted = inspect.signature(getattr(AbortingSampler, method)).parameters.values()
+        named = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
+        positional = [each.name for each in wanted if each.name not in named]
+        try:
+            inspect.signature(getattr(sampler, method)).bind(*positional, **named)
+        except TypeError as error:
+            return (
+                f"fails: {method} is called with ({', '.join(positional + list(named))}), "
+                f"the last {len(named)} by name, and {error}"
+            )
     if not (isinstance(sampler.name, str) and sampler.name):
-        raise SettingsError(f"sampler {path!r} has name {sampler.name!r}; allowed: a string")
+        return f"has name {sampler.name!r}; allowed: a string"
     if window is not None and (type(window) is not int or window < 0):
-        raise SettingsError(
-            f"sampler {path!r} has max_staleness {window!r}; allowed: 0 or more versions, or None"
-        )
+        return f"has max_staleness {window!r}; allowed: 0 or more versions, or None"
     if type(sampler.drains) is not bool:
-        raise SettingsError(f"sampler {path!r} has drains {sampler.drains!r}; allowed: a bool")
-
-
-def _check_arguments(path: str, method: str, bound: Callable[..., Any]) -> None:
-    wanted = list(inspect.signature(getattr(AbortingSampler, method)).parameters.values())[
-        1:
-    ]  # no self
-    positional = [each.name for each in wanted if each.kind is each.POSITIONAL_OR_KEYWORD]
-    named = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
-    try:
-        inspect.signature(bound).bind(*positional, **named)
-    except TypeError as error:
-        raise SettingsError(
-            f"sampler {path!r}: {method} is called with ({', '.join(positional + list(named))}), "
-            f"the last {len(named)} by name, and {error}"
-        ) from error
+        return f"has drains {sampler.drains!r}; allowed: a bool"
+    return ""

@@ -14,7 +14,7 @@ from megatron_idempotent.rl.metrics.names import InflightClock
 from megatron_idempotent.rl.metrics.timeline import Timeline
 
 from .buffer import GroupBuffer
-from .protocol import Admission, DataPlane, Prompts, Sampler, Status
+from .protocol import Admission, DataPlane, Prompts, RolloutGroup, Sampler, Status
 from .samplers import checked_room
 from .settings import ControllerSettings
 
@@ -67,46 +67,51 @@ class Measure:
         return taken
 
 
+@dataclasses.dataclass(eq=False)
 class RunState:
     """Holds the state of one run.
 
     Only coroutines of one event loop change it, so it stays the same between two of their awaits.
     """
 
-    def __init__(
-        self, settings: ControllerSettings, sampler: Sampler, measure: Measure, *, capacity: int
-    ) -> None:
-        self.settings = settings
-        self.sampler = sampler
-        self.measure = measure
-        self.buffer = GroupBuffer(capacity)
-        self.state: Literal["starting", "running", "draining", "ended"] = "starting"
-        self.trainer_version = 0
-        self.rollout_version = 0
-        self.train_steps = 0
+    settings: ControllerSettings
+    sampler: Sampler
+    measure: Measure
+    buffer: GroupBuffer
+    state: Literal["starting", "running", "draining", "ended"] = "starting"
+    trainer_version: int = 0
+    rollout_version: int = 0
+    train_steps: int = 0
+    published: int = -1
+    """The version that was published last; -1 if this run has published none."""
+    permitted: bool = False
+    """True if groups may start with the published weights."""
+    next_prompt: int = 0
+    exhausted: bool = False
+    publish_failed: bool = False
+    """True if a publish during a step has failed, so that no groups of it will come."""
+    engines_back: bool = False
+    """True if an engine answers again after all were lost; it needs the weights."""
+    step_groups: int = 0
+    doing: str = ""
+    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Groups that could not be generated, by reason."""
+    dropped_for: str = ""
+    """The last error that a group was dropped for."""
+    retries: Counter[str] = dataclasses.field(default_factory=Counter)
+    idle_since: float = 0.0
+    sync_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Metrics of the last publish."""
+    inflight: InflightClock | None = None
+    """Integrates the number of groups being generated over time; None before the first row."""
+    _waiting: list[asyncio.Future[None]] = dataclasses.field(default_factory=list)
+
+    def forget(self) -> None:
+        """Empty the buffer and set all versions and flags to those of a run that has not begun."""
+        self.buffer = GroupBuffer(self.buffer.capacity)
+        self.trainer_version = self.rollout_version = self.next_prompt = 0
         self.published = -1
-        """The version that was published last; -1 if this run has published none."""
-        self.permitted = False
-        """True if groups may start with the published weights."""
-        self.next_prompt = 0
-        self.exhausted = False
-        self.publish_failed = False
-        """True if a publish during a step has failed, so that no groups of it will come."""
-        self.engines_back = False
-        """True if an engine answers again after all were lost; it needs the weights."""
-        self.step_groups = 0
-        self.doing = ""
-        self.dropped: Counter[str] = Counter()
-        """Groups that could not be generated, by reason."""
-        self.dropped_for = ""
-        """The last error that a group was dropped for."""
-        self.retries: Counter[str] = Counter()
-        self.idle_since = 0.0
-        self.sync_metrics: Mapping[str, float] = {}
-        """Metrics of the last publish."""
-        self.inflight: InflightClock | None = None
-        """Integrates the number of groups being generated over time; None before the first row."""
-        self._waiting: list[asyncio.Future[None]] = []
+        self.exhausted = self.permitted = self.engines_back = self.publish_failed = False
 
     def count_generating(self) -> None:
         """Note how many groups are being generated, for averages and the timeline."""
@@ -196,47 +201,31 @@ def status_of(shared: RunState, prompts: Prompts) -> Status:
 
 
 _T = TypeVar("_T")
-
-
-async def retry(
-    shared: RunState,
-    what: str,
-    call: Callable[[], Awaitable[_T]],
-    *,
-    final: tuple[type[Exception], ...] = (),
-) -> _T:
-    """Make an idempotent call in up to `group_attempts` attempts; return its result.
-
-    Each failure counts as a retry of `what`. Errors: those of the last attempt; those of a type in
-    `final` after the first, since trying again would not help.
-    """
-    settings, attempt = shared.settings, 0
-    while True:
-        try:
-            return await call()
-        except final:
-            raise
-        except Exception:
-            shared.retries[what] += 1
-            attempt += 1
-            if attempt == settings.group_attempts:
-                raise
-        await asyncio.sleep(settings.retry_wait_s * 2 ** (attempt - 1))
-
-
 _log = logging.getLogger(__name__)
 
 
-class PendingDeletes:
-    """Clears groups from the data plane, and remembers those that it could not clear yet.
+class StoredGroups:
+    """Keeps complete groups in the data plane, whose calls may fail and be made again.
 
-    Example: `await clearing.clear([3, 4])`.
+    Example: `await stored.clear([3, 4])`.
     """
 
     def __init__(self, shared: RunState, plane: DataPlane) -> None:
         self._shared = shared
-        self._plane = plane
+        self.plane = plane
         self._owed: set[int] = set()
+
+    async def put(self, group: RolloutGroup) -> None:
+        """Keep a group, in up to `group_attempts`. Errors: those of the last one."""
+        self._owed.discard(group.id)  # it is put again under its id
+        await self._retry("put", lambda: self.plane.put(group))
+
+    async def get(self, group_id: int) -> RolloutGroup | None:
+        """Return a group; None if the data plane has lost it. Errors: those of the last attempt."""
+        try:
+            return await self._retry("get", lambda: self.plane.get(group_id), final=KeyError)
+        except KeyError:
+            return None
 
     async def clear(self, group_ids: Iterable[int]) -> None:
         """Clear groups from the data plane, with all that an earlier call could not clear.
@@ -248,7 +237,7 @@ class PendingDeletes:
         if not ids:
             return
         try:
-            await self._plane.clear(ids)
+            await self.plane.clear(ids)
         except Exception as error:  # noqa: BLE001 (a store of others; what it was for is done)
             _log.warning("%d groups are not cleared yet: %r", len(ids), error)
             self._shared.retries["clear"] += 1
@@ -259,6 +248,21 @@ class PendingDeletes:
         """Have the next `clear` include a group, which the data plane may or may not have."""
         self._owed.add(group_id)
 
-    def renewed(self, group_id: int) -> None:
-        """Take a group off the list of those to clear, because it is put again under its id."""
-        self._owed.discard(group_id)
+    async def _retry(
+        self,
+        what: str,
+        call: Callable[[], Awaitable[_T]],
+        final: type[Exception] | tuple[()] = (),
+    ) -> _T:
+        settings, attempt = self._shared.settings, 0
+        while True:
+            try:
+                return await call()
+            except final:
+                raise
+            except Exception:
+                self._shared.retries[what] += 1
+                attempt += 1
+                if attempt == settings.group_attempts:
+                    raise
+            await asyncio.sleep(settings.retry_wait_s * 2 ** (attempt - 1))

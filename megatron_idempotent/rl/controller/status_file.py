@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_idempotent.rl.workers.protocol import is_alive
+
 from .protocol import ControllerError
 
 if TYPE_CHECKING:
@@ -129,22 +131,12 @@ def _refuse_a_second(path: Path) -> None:
     except (StatusError, OSError, ValueError):
         return
     # A controller that was killed a moment ago may be started again at once.
-    dead = writer["host"] == socket.gethostname() and not _is_alive(writer["pid"])
+    dead = writer["host"] == socket.gethostname() and not is_alive(writer["pid"])
     if state != "ended" and not dead:
         raise StatusError(
             f"another controller writes {path}, process {writer['pid']} on {writer['host']}: end "
             "it first, or use another directory"
         )
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _replace(path: Path, text: str) -> None:

@@ -1,90 +1,100 @@
-"""Takes optimizer steps in turn, and publishes weights after each outer step."""
+"""Takes optimizer steps from groups as they arrive, and publishes weights after each outer step."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 
 from megatron_idempotent.rl.workers.protocol import RanksLost
 
-from .optimizer_step import Drained, OptimizerStep, OutOfPrompts, finish_despite_cancel
-from .protocol import EnginesLost, Generator, PublishFailed, RolloutGroup, StepOutcome
-from .state import PendingDeletes, RunState
+from .checkpoint import Checkpoints, Reporting
+from .optimizer_step import finish_despite_cancel, undo, update_once
+from .protocol import (
+    EnginesLost,
+    Generator,
+    Held,
+    LogprobsOf,
+    Policy,
+    PublishFailed,
+    Recipe,
+    RolloutGroup,
+    StepFailed,
+    StepOutcome,
+)
+from .samplers import SamplerError, chosen
+from .state import RunState, StoredGroups
 
 _log = logging.getLogger(__name__)
 
-Report = Callable[[Sequence[RolloutGroup], StepOutcome, Mapping[str, float]], None]
-"""Takes the groups of one optimizer step, its outcome, and further metrics of the same version."""
 
-AtVersion = Callable[[int], Awaitable[Mapping[str, float]]]
-"""Is called with a version that engines have; returns metrics of it."""
+class NoMoreGroups(Exception):
+    """The run is being drained, or prompts have ended and too few groups are left for a step."""
+
+
+class _Vanished(Exception):
+    """The data plane does not have a group that is complete according to the buffer."""
+
+    def __init__(self, group_id: int) -> None:
+        super().__init__(f"group {group_id} is not in the data plane any more")
+        self.group_id = group_id
 
 
 class TrainPump:
     """Takes optimizer steps, counts them in `trainer_version`, and publishes weights.
 
-    Example: `await TrainPump(shared, clearing, step, generator, …).run(until=600)`.
+    Example: `await TrainPump(shared, stored, …).run(until=600)`.
     """
 
     def __init__(
         self,
         shared: RunState,
-        clearing: PendingDeletes,
-        step: OptimizerStep,
+        stored: StoredGroups,
+        policy: Policy,
+        recipe: Recipe,
         generator: Generator,
-        *,
-        report: Report,
-        before_release: AtVersion,
-        after_release: Callable[[], Awaitable[None]],
-        due: Callable[[int], bool],
-        run_name: str,
+        reporting: Reporting,
+        checkpoints: Checkpoints,
     ) -> None:
-        """
-        Args:
-            shared: the state of the run.
-            clearing: clears groups that were trained.
-            step: takes one optimizer step.
-            generator: publishes weights.
-            report: is called once per optimizer step.
-            before_release: is called with a published version before groups are started with it.
-            after_release: is called once groups are started with a version; the policy's weights
-                are still those of the version.
-            due: says whether `before_release` or `after_release` has work for a version. If not,
-                the next step does not wait for the publish.
-            run_name: begins the ids of all steps; no other process may use the same.
-        """
         self._shared = shared
-        self._clearing = clearing
-        self._step = step
+        self._stored = stored
+        self._policy = policy
+        self._recipe = recipe
         self._generator = generator
-        self._report = report
-        self._before_release = before_release
-        self._after_release = after_release
-        self._due = due
-        self._run_name = run_name
+        self._reporting = reporting
+        self._checkpoints = checkpoints
         self._publishing: asyncio.Task[None] | None = None
-        step.before_finish = self.settled
+        # The groups of the open step. What was taken together stays together: the sum of a gradient
+        # depends on it.
+        self._held: list[list[Held]] = []
+        # Begins the ids of all steps; no other process has the same.
+        self._run_name = uuid.uuid4().hex[:8]
         self._begun = 0
+        # True if the task was cancelled during an update, and the update was made nevertheless.
+        self._interrupted = False
 
     async def run(self, until: int) -> None:
         """Take steps until version `until`, or until the run is drained or prompts have run out.
 
-        Errors: those of `OptimizerStep.take` and of `publish`.
+        Errors: those of `_take` and of `_publish`.
         """
         shared = self._shared
         if not shared.current:
-            shared.doing = f"publishing version {shared.trainer_version}"
-            await self.publish()
+            await self._publish()
             if shared.trainer_version == 0:
-                await self._before_release(0)
+                await self._checkpoints.before_release(0)
         if shared.trainer_version < until:
             self._release_rollouts()
         try:
-            while shared.trainer_version < until and not self._may_stop():
+            # Drained, it ends between outer steps: engines have what a resumed run would publish.
+            while shared.trainer_version < until and not (
+                shared.draining and shared.trainer_version % shared.settings.minibatches == 0
+            ):
                 try:
-                    groups, outcome = await self._one_step()
-                except (Drained, OutOfPrompts):
+                    groups, outcome = await self._take()
+                except NoMoreGroups:
                     break
                 extra: Mapping[str, float] = {}
                 try:
@@ -93,22 +103,179 @@ class TrainPump:
                         extra = await self._hand_over(last=shared.trainer_version >= until)
                 finally:
                     # Also if one of these raised: the update is made, and has its row.
-                    self._report(groups, outcome, extra)
-            await self.settled()
+                    self._reporting.step(groups, outcome, extra)
+            await self._settled()
         finally:
             await self._stop_publishing()
 
-    async def settled(self) -> None:
-        """Wait until the publish that is under way, if any, is done. Errors: those of `publish`."""
-        publishing, self._publishing = self._publishing, None
-        if publishing is not None:
-            with self._shared.measure.phase("exposed_sync"):
-                self._shared.doing = "waiting for the publishing of weights"
+    # An optimizer step --------------------------------------------------------------------------
+
+    async def _take(self) -> tuple[Sequence[RolloutGroup], StepOutcome]:
+        """Take a step; return the groups that were trained, and the step's result.
+
+        A step that fails is aborted and taken again with the same groups, `step_attempts` times.
+        Errors: `StepFailed` after the last attempt; `RanksLost`; what `_next_groups` raises. Then
+            all groups are ready in the buffer again, and none counts as trained.
+        """
+        shared = self._shared
+        self._begun += 1
+        name = f"{self._run_name}/{shared.trainer_version}/{self._begun}"
+        last: BaseException | None = None
+        try:
+            failures = 0
+            for attempt in itertools.count():
+                if failures == shared.settings.step_attempts:
+                    break
+                step_id = f"{name}/{attempt}"
                 try:
-                    await asyncio.shield(publishing)
-                except asyncio.CancelledError:
-                    self._publishing = publishing
+                    return await self._attempt(step_id)
+                except RanksLost:
                     raise
+                except (Exception, asyncio.CancelledError) as error:
+                    shared.doing = "abort"
+                    await undo(self._policy, step_id, limit_s=shared.settings.abort_s)
+                    if not self._may_try_again(step_id, error):
+                        raise
+                    last = error
+                    # A group that is lost says nothing of the others, and cannot be lost twice.
+                    failures += not isinstance(error, _Vanished)
+            raise StepFailed(
+                f"step {name} failed {shared.settings.step_attempts} times with the same "
+                f"{len(self._ids())} groups, and was undone each time: {last!r}"
+            ) from last
+        finally:
+            # None are left of a step that succeeded.
+            shared.buffer.give_back(self._ids())
+            self._held = []
+            shared.step_groups = 0
+
+    async def _attempt(self, step_id: str) -> tuple[Sequence[RolloutGroup], StepOutcome]:
+        shared, count = self._shared, self._shared.settings.groups_per_step
+        # The groups whose gradients are in this attempt; one that fails drops them all.
+        ledger: list[RolloutGroup] = []
+        for call in itertools.count():
+            if len(ledger) == count:
+                break
+            shared.step_groups = len(ledger)
+            if call == len(self._held):
+                most = min(shared.settings.groups_per_call, count - len(ledger))
+                self._held.append(await self._next_groups(most))
+            ledger += await self._add(step_id, call, left=count - len(ledger))
+            shared.progressed()
+        # The update would change weights that are still being read.
+        await self._settled()
+        with shared.measure.phase("policy_training", step=step_id, part="finish"):
+            shared.doing = "finish"
+            outcome, self._interrupted = await update_once(
+                self._policy.finish, step_id, limit_s=shared.settings.abort_s
+            )
+        # Before all else, which may fail: the update is made, and its groups are counted.
+        shared.buffer.trained(self._ids())
+        self._held = []
+        shared.trainer_version += 1
+        shared.train_steps += 1
+        return ledger, outcome
+
+    async def _next_groups(self, most: int) -> list[Held]:
+        """Wait for at least `min_groups_per_call` groups that may train, and lease up to `most`.
+
+        `most` is what the step can still take; the wait is for no more than that. With a sampler
+        that drains, whose steps are deterministic, it waits for exactly `most`.
+        Errors: `NoMoreGroups`; `SamplerError`; those of `republish`.
+        """
+        shared = self._shared
+        fewest = min(shared.settings.min_groups_per_call, most)
+        fewest = most if shared.sampler.drains else fewest
+        found = await self._selected(most)
+        if len(found) < fewest:
+            with shared.measure.phase("exposed_generation"):
+                while len(found) < fewest:
+                    shared.doing = "waiting for groups"
+                    if shared.draining:
+                        raise NoMoreGroups
+                    if shared.engines_back or shared.publish_failed:
+                        await self._republish()
+                    elif shared.exhausted and not shared.buffer.counts.generating:
+                        raise NoMoreGroups
+                    else:
+                        await shared.change()
+                    found = await self._selected(most)
+        shared.buffer.lease([held.id for held in found])
+        shared.progressed()  # and their places in the buffer are free
+        return found
+
+    async def _selected(self, most: int) -> list[Held]:
+        """Evict what has become too old, and return what the sampler selects of the rest."""
+        shared, version = self._shared, self._shared.trainer_version
+        stale = chosen(shared.sampler, "evict", shared.buffer.ready, version=version)
+        for held in stale:
+            shared.buffer.drop(held.id, "evicted", "stale")
+        if stale:
+            shared.tell()
+            await self._stored.clear([held.id for held in stale])
+        ready = shared.buffer.ready
+        return list(chosen(shared.sampler, "select", ready, version=version, count=most))
+
+    async def _add(self, step_id: str, call: int, *, left: int) -> list[RolloutGroup]:
+        """Hand the groups of one call to the policy; return them.
+
+        `left` is the number of groups that the step lacked before this call.
+        """
+        measure, recipe, held = self._shared.measure, self._recipe, self._held[call]
+        ids = [each.id for each in held]
+        with measure.phase("prepare_logprobs", groups=ids):
+            self._shared.doing = "log-probs"
+            groups = [await self._get(group_id) for group_id in ids]
+            inputs = recipe.inputs(groups)
+            logprobs: dict[LogprobsOf, object] = {
+                which: await self._policy.logprobs(inputs, which)
+                for which in self._shared.settings.asked
+            }
+        with measure.phase("advantage_pump", groups=ids):
+            batch = recipe.batch(groups, inputs, logprobs)
+        with measure.phase("policy_training", groups=ids):
+            self._shared.doing = "microbatch"
+            if call == 0:
+                await self._policy.begin(step_id)
+            await self._policy.microbatch(
+                step_id, batch, microbatch_id=f"{step_id}/{call}", last=len(held) == left
+            )
+        return groups
+
+    async def _get(self, group_id: int) -> RolloutGroup:
+        try:
+            return await self._stored.plane.get(group_id)
+        except KeyError as error:
+            raise _Vanished(group_id) from error
+
+    def _ids(self) -> list[int]:
+        return [held.id for together in self._held for held in together]
+
+    def _may_try_again(self, step_id: str, error: BaseException) -> bool:
+        """Return whether a step that was undone is taken again; drop a group that is lost."""
+        # Of a sampler that is wrong, no group is to blame, and none has trained.
+        if isinstance(error, (asyncio.CancelledError, PublishFailed, SamplerError, NoMoreGroups)):
+            return False
+        if isinstance(error, _Vanished):  # another group takes its place in the step
+            self._shared.buffer.give_back([error.group_id])
+            self._shared.lose(error.group_id)
+            kept = [[each for each in held if each.id != error.group_id] for held in self._held]
+            self._held = [held for held in kept if held]
+        self._shared.retries["step"] += 1
+        _log.warning("step %s failed and is undone: %r", step_id, error)
+        return True
+
+    async def _clear(self, groups: Sequence[RolloutGroup]) -> None:
+        shared = self._shared
+        with shared.measure.phase("clear_samples"):
+            shared.doing = "clear"
+            await self._stored.clear([group.id for group in groups])
+        shared.progressed()
+        if self._interrupted:
+            self._interrupted = False
+            raise asyncio.CancelledError
+
+    # Weights to the engines ---------------------------------------------------------------------
 
     async def _hand_over(self, *, last: bool) -> Mapping[str, float]:
         """End an outer step: publish its weights, and let groups start with them; return metrics.
@@ -116,56 +283,41 @@ class TrainPump:
         Unless something has to be done at this version, the publish goes on during the next step.
         """
         shared = self._shared
-        if not (shared.sampler.drains or last or self._due(shared.trainer_version)):
+        if not (shared.sampler.drains or last or self._checkpoints.work_at(shared.trainer_version)):
             # Weights do not change before the next update: the next step is on its way meanwhile.
             self._publishing = asyncio.ensure_future(self._publish_and_release())
             return {}
         if shared.sampler.drains:
             await self._all_generated()
-        shared.doing = f"publishing version {shared.trainer_version}"
-        await self.publish()
-        metrics = await self._before_release(shared.trainer_version)
+        await self._publish()
+        metrics = await self._checkpoints.before_release(shared.trainer_version)
         if not last:
             # After the last step nothing is started: the next run does it, as if it went on.
             self._release_rollouts()
-        await self._after_release()
+        await self._checkpoints.save()
         return metrics
 
-    async def republish(self) -> None:
-        """Publish again in the middle of a step, if all engines were lost and one answers now.
+    async def _all_generated(self) -> None:
+        """Wait until every group that may be started with these weights is complete."""
+        shared = self._shared
+        with shared.measure.phase("exposed_generation"):
+            while (shared.room() or shared.buffer.counts.generating) and not shared.draining:
+                shared.doing = "waiting for all groups of the version"
+                if shared.engines_back:
+                    await self._republish()
+                else:
+                    await shared.change()
 
-        Errors: those of `publish`, also of one that has failed during the step.
-        """
-        await self.settled()
-        if self._shared.engines_back:
-            await self.publish()
-            self._release_rollouts()
-
-    async def _publish_and_release(self) -> None:
-        try:
-            await self.publish()
-        except Exception:
-            self._shared.publish_failed = True
-            self._shared.tell()
-            raise
-        self._release_rollouts()
-
-    async def _stop_publishing(self) -> None:
-        publishing, self._publishing = self._publishing, None
-        if publishing is not None:
-            publishing.cancel()
-            ended = asyncio.gather(publishing, return_exceptions=True)
-            if await finish_despite_cancel(ended):
-                raise asyncio.CancelledError
-
-    async def publish(self) -> None:
+    async def _publish(self, *, beside: bool = False) -> None:
         """Publish the weights; try again for as long as no engine takes them.
 
+        `beside` says that it goes on beside the next step.
         Errors: `RanksLost`; `PublishFailed` if it failed `step_attempts` times though engines were
             there.
         """
-        shared = self._shared
-        version = shared.trainer_version
+        shared, version = self._shared, self._shared.trainer_version
+        if not beside:
+            shared.doing = f"publishing version {version}"
         shared.publish_failed = False
         failures = 0
         with shared.measure.phase("sync_weights", track="weights", version=version):
@@ -191,48 +343,47 @@ class TrainPump:
         shared.measure.mark("train", f"version {version}")
         shared.progressed()
 
+    async def _publish_and_release(self) -> None:
+        try:
+            await self._publish(beside=True)
+        except Exception:
+            self._shared.publish_failed = True
+            self._shared.tell()
+            raise
+        self._release_rollouts()
+
+    async def _republish(self) -> None:
+        """Publish again in the middle of a step, if all engines were lost and one answers now.
+
+        Errors: those of `_publish`, also of one that has failed during the step.
+        """
+        await self._settled()
+        if self._shared.engines_back:
+            await self._publish()
+            self._release_rollouts()
+
     def _release_rollouts(self) -> None:
         """Let groups start with the weights that were published last."""
         self._shared.rollout_version = self._shared.published
         self._shared.permitted = True
         self._shared.progressed()
 
-    async def _one_step(self) -> tuple[Sequence[RolloutGroup], StepOutcome]:
-        shared = self._shared
-        self._begun += 1
-        groups, outcome = await self._step.take(
-            f"{self._run_name}/{shared.trainer_version}/{self._begun}"
-        )
-        # Before all else, which may fail: the update is made, and its groups are counted.
-        shared.trainer_version += 1
-        shared.train_steps += 1
-        return groups, outcome
+    async def _settled(self) -> None:
+        """Wait until a publish that is under way is done. Errors: those of `_publish`."""
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            with self._shared.measure.phase("exposed_sync"):
+                self._shared.doing = "waiting for the publishing of weights"
+                try:
+                    await asyncio.shield(publishing)
+                except asyncio.CancelledError:
+                    self._publishing = publishing
+                    raise
 
-    async def _clear(self, groups: Sequence[RolloutGroup]) -> None:
-        shared = self._shared
-        with shared.measure.phase("clear_samples"):
-            shared.doing = "clear"
-            await self._clearing.clear([group.id for group in groups])
-        shared.progressed()
-        if self._step.interrupted:
-            self._step.interrupted = False
-            raise asyncio.CancelledError
-
-    async def _all_generated(self) -> None:
-        """Wait until every group that may be started with these weights is complete."""
-        shared = self._shared
-        with shared.measure.phase("exposed_generation"):
-            while (shared.room() or shared.buffer.counts.generating) and not shared.draining:
-                shared.doing = "waiting for all groups of the version"
-                if shared.engines_back:
-                    await self.republish()
-                else:
-                    await shared.change()
-
-    def _may_stop(self) -> bool:
-        """Return whether the run is being drained and an outer step has just ended.
-
-        Between outer steps, engines have the weights that a resumed run would publish.
-        """
-        shared = self._shared
-        return shared.draining and shared.trainer_version % shared.settings.minibatches == 0
+    async def _stop_publishing(self) -> None:
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            publishing.cancel()
+            ended = asyncio.gather(publishing, return_exceptions=True)
+            if await finish_despite_cancel(ended):
+                raise asyncio.CancelledError

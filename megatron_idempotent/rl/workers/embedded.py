@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
+import secrets
 import signal
 import tempfile
 import threading
@@ -15,11 +15,9 @@ from pathlib import Path
 from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankPool
 from megatron_idempotent.proof.cpu.errors import RankError, RankTimeout, describe_exit
 
-from . import wire
-from .protocol import RanksLost, WorkerSpec
+from .protocol import WorkerSpec
 from .serve import ENDED, RankConnection
-from .server import Server
-from .socket_ranks import Connection, SocketRanks
+from .socket_ranks import Connection, Server, SocketRanks
 
 #: The longest life of ranks, which `poll(2)` limits: it takes milliseconds in an int.
 _LIFE_S = 24 * 24 * 3600.0
@@ -80,41 +78,28 @@ class EmbeddedRanks(SocketRanks):
             self._pool = RankPool(self._size, preload=self._preload, device=self._device)
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
-        token, generation = wire.new_token(), wire.new_generation()
-        server = Server(self._size, token, expected=generation)
-        folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=_short_folder()))
-        try:
-            address = server.listen(f"unix:{folder / 'ranks'}")
-            arguments = (self._spec, address, token, generation, self._log_dir)
-            self._run = _Run(self._pool, self._size, arguments)
-            connections = await self._arrived(self._run, server)
-            self._run.pids = [connection.hello.pid for connection in connections]
-            return connections
-        except BaseException:
-            await server.close()  # ranks that wait, or have yet to dial, end on it
-            await self._end()
-            raise
-        finally:
-            await server.close()
-            shutil.rmtree(folder, ignore_errors=True)
-
-    async def _arrived(self, run: _Run, server: Server) -> list[Connection]:
-        connections = await server.complete_unless([run.over], self._start_timeout_s)
-        if connections is not None:
-            return connections
-        if run.over.done():
-            error = run.over.result()
-            raise RanksLost(f"the ranks could not be started: {error}") from error
-        raise RanksLost(
-            f"the ranks could not be started in {self._start_timeout_s:g} s: {server.missing()}"
-        )
+        token = secrets.token_bytes(32)
+        server = Server(self._size, token)
+        connections: list[Connection] = []
+        with tempfile.TemporaryDirectory(prefix="ranks-", dir=_short_folder()) as folder:
+            try:
+                address = server.listen(f"{folder}/ranks")
+                arguments = (self._spec, address, token, self._log_dir)
+                run = self._run = _Run(self._pool, self._size, arguments)
+                connections += await self._complete(server, [run.over], run.how)
+                run.pids = [connection.hello.pid for connection in connections]
+                await server.close()
+            except BaseException:
+                server.drop(connections)
+                await server.close()  # ranks that wait, or have yet to dial, end on it
+                await self._end()
+                raise
+        return connections
 
     async def _ended(self, rank: int | None) -> str:
         run = self._run
         await self._end()
-        if run is None or rank is None or not run.over.done():
-            return ""
-        return _how(run.over.result(), rank)
+        return "" if run is None or rank is None else run.how(rank)
 
     async def _end(self) -> None:
         """Wait for the ranks, whose connections are closed, to end, and kill those that do not."""
@@ -123,7 +108,9 @@ class EmbeddedRanks(SocketRanks):
             return
         await asyncio.wait([run.over], timeout=_END_S)
         if not run.over.done() and run.pids:
-            run.kill()
+            for pid in run.pids:  # such as stopped ones
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             await asyncio.wait([run.over], timeout=_KILL_S)
         if not run.over.done() and self._pool is not None:
             # The launcher itself, which may still be importing; its ranks end with it.
@@ -144,65 +131,46 @@ class _Run:
     """
 
     def __init__(self, pool: RankPool, size: int, arguments: tuple[object, ...]) -> None:
-        self.over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[BaseException | None] = loop.create_future()
         """A future of the error that `run` raised, or of None."""
-        self._loop = asyncio.get_running_loop()
-        self._work = (pool, size, arguments)
         self.pids: list[int] = []
-        threading.Thread(target=self._wait, name="ranks", daemon=True).start()
 
-    def kill(self) -> None:
-        """Kill the ranks that do not end by themselves, such as stopped ones."""
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        def wait() -> None:
+            error: BaseException | None = None
+            try:
+                pool.run(size, _serve, *arguments, timeout_s=_LIFE_S)
+            except BaseException as raised:  # noqa: BLE001 (told where the ranks are waited for)
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self.over.set_result, error)
 
-    def _wait(self) -> None:
-        pool, size, arguments = self._work
-        error: BaseException | None = None
-        try:
-            pool.run(size, _serve, *arguments, timeout_s=_LIFE_S)
-        except BaseException as raised:  # noqa: BLE001 (told where the ranks are waited for)
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._done, error)
+        threading.Thread(target=wait, name="ranks", daemon=True).start()
 
-    def _done(self, error: BaseException | None) -> None:
-        if not self.over.done():
-            self.over.set_result(error)
-
-
-def _serve(
-    spec: WorkerSpec, address: str, token: bytes, generation: bytes, log_dir: Path | None
-) -> None:
-    """Serve the worker on a rank, once its process group is up."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # one thread adds up in one order
-    rank = int(os.environ["RANK"])
-    if log_dir is not None:
-        log_to(log_dir / f"rank-{rank}.log")
-    hello = wire.Hello(generation=generation, rank=rank, pid=os.getpid())
-    RankConnection(address, token, hello).serve(spec)
-
-
-def log_to(path: Path) -> None:
-    """Append all that this process prints to a file, from C++ too."""
-    with path.open("ab", buffering=0) as log:
-        for descriptor in (1, 2):
-            os.dup2(log.fileno(), descriptor)
-
-
-def _how(error: BaseException | None, rank: int) -> str:
-    """Describe what the launcher knows of a rank's end; empty if it knows nothing."""
-    if isinstance(error, RankError):
+    def how(self, rank: int | None = None) -> str:
+        """Say what the launcher knows of a rank's end, or of all; empty if it knows nothing."""
+        error = self.over.result() if self.over.done() else None
+        if isinstance(error, RankTimeout):
+            return "the launcher gave up waiting for it"
+        if rank is None or not isinstance(error, RankError):
+            return "" if error is None else str(error)
         for failure in error.failures:
             if failure.rank == rank and failure.exit_code not in (None, ENDED):
                 return f"it ended with {describe_exit(failure.exit_code)}"
             if failure.rank == rank and failure.exit_code is None:
                 return f"it raised {failure.exception_type}: {failure.message}"
         return ""
-    if isinstance(error, RankTimeout):
-        return "the launcher gave up waiting for it"
-    return "" if error is None else str(error)
+
+
+def _serve(spec: WorkerSpec, address: str, token: bytes, log_dir: Path | None) -> None:
+    """Serve the worker on a rank, once its process group is up."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # one thread adds up in one order
+    rank = int(os.environ["RANK"])
+    if log_dir is not None:
+        with (log_dir / f"rank-{rank}.log").open("ab", buffering=0) as log:
+            for descriptor in (1, 2):  # what C++ prints, too
+                os.dup2(log.fileno(), descriptor)
+    RankConnection(address, token, rank).serve(spec)
 
 
 def _short_folder() -> str:

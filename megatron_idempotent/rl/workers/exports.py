@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as WaitTimeout
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class Exports:
     def export_tensors(self) -> tuple[TensorInfo, ...] | None:
         """Return all tensors, on rank 0; None on others. Collective."""
         infos = self._export_source.tensors()
-        return infos if _keeps() else None
+        return infos if self._keeps() else None
 
     def export_begin(self, bucket_bytes: int) -> None:
         """Begin an export. Collective.
@@ -62,13 +61,22 @@ class Exports:
             raise RuntimeError("export_next() without an export: call export_begin() first")
         with _held_open(self._export):
             bucket = next(self._export, None)
-        return _on_cpu(bucket) if bucket is not None and _keeps() else None
+        if bucket is None or not self._keeps():
+            return None
+        tensors = {
+            name: torch.Tensor.cpu(tensor.detach()).contiguous()
+            for name, tensor in bucket.tensors.items()
+        }
+        return Bucket(index=bucket.index, tensors=tensors, checksums=dict(bucket.checksums))
 
     def export_end(self) -> None:
         """End the export, also half-way. Collective. Without one: no-op."""
         export, self._export = self._export, None
         if export is not None:
             end_export(export)
+
+    def _keeps(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
 
 
 class RemoteWeights:
@@ -124,15 +132,11 @@ class RemoteWeights:
         except RuntimeError as closed:
             calling.close()
             raise RanksLost(f"{method}(): the controller's event loop is closed") from closed
-        try:
-            return asked.result(2 * self._timeout_s + _MARGIN_S)[0]
-        except WaitTimeout as late:
-            if asked.done():
-                raise  # the call's own
+        wait([asked], 2 * self._timeout_s + _MARGIN_S)
+        if asked.cancelled() or not asked.done():
             asked.cancel()
-            raise RanksLost(f"{method}(): the controller's event loop does not answer") from late
-        except CancelledError as cancelled:
-            raise RanksLost(f"{method}(): the controller's event loop ended") from cancelled
+            raise RanksLost(f"{method}(): the controller's event loop ended, or does not answer")
+        return asked.result()[0]
 
 
 class RemoteBuckets(Iterator[Bucket]):
@@ -179,18 +183,3 @@ def _held_open(export: Iterator[Bucket]) -> Iterator[None]:
         yield
     finally:
         del vars(export)["close"]
-
-
-def _keeps() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _on_cpu(bucket: Bucket) -> Bucket:
-    return Bucket(
-        index=bucket.index,
-        tensors={
-            name: torch.Tensor.cpu(tensor.detach()).contiguous()
-            for name, tensor in bucket.tensors.items()
-        },
-        checksums=dict(bucket.checksums),
-    )

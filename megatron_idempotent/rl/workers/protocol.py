@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import traceback
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,15 +23,6 @@ class WorkerSpec:
 
     factory: str
     argument: Any = None
-
-
-def check_per_rank(method: str, per_rank: Sequence[Any] | None, ranks: int) -> None:
-    """Raise `ValueError` unless there is one argument for each rank."""
-    if per_rank is not None and len(per_rank) != ranks:
-        raise ValueError(
-            f"{method}() got per_rank of {len(per_rank)} and there are {ranks} ranks; "
-            "give one argument for each"
-        )
 
 
 class RankGroup(Protocol):
@@ -88,6 +81,21 @@ class RankTraceback:
     message: str
     traceback: str
 
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> RankTraceback:
+        """Put an exception into words, which can be read where its class is not known."""
+        kind = type(error)
+        try:
+            message = str(error)
+        except Exception as worse:  # noqa: BLE001 (one that cannot be printed is an error too)
+            message = f"(its message cannot be made: {worse!r})"
+        return cls(
+            rank=rank,
+            exception_type=f"{kind.__module__}.{kind.__qualname__}",
+            message=message,
+            traceback="".join(traceback.format_exception(kind, error, error.__traceback__)),
+        )
+
 
 class RankFailed(RuntimeError):
     """A method raised on some ranks, which live on; `errors` has the error of each."""
@@ -105,3 +113,14 @@ class RankFailed(RuntimeError):
 
 class RanksLost(RuntimeError):
     """Ranks died or do not answer. All ranks were ended; `start()` makes new ones."""
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this machine lives."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -7,20 +7,19 @@ is noticed at once, and a tensor is not copied through an object store.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
 import importlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import wire
 from .protocol import RanksLost, WorkerSpec
 from .serve import RankConnection
-from .server import Server
-from .socket_ranks import Connection, SocketRanks
+from .socket_ranks import Connection, Server, SocketRanks
 
 #: Seconds for killed actors to be gone.
 _END_S = 10.0
@@ -37,6 +36,8 @@ class NodePlacement:
     """Ray's id of the node."""
     address: str
     """The node's address, as other nodes reach it."""
+    port: int = 0
+    """The port of this actor's store, at which ranks meet if it becomes rank 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,22 +54,15 @@ class Membership:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """Names the address at which ranks meet, and their backend. Example: `meeting.port`."""
+    """Says where ranks meet each other and the controller. Example: `meeting.backend`."""
 
-    address: str
-    port: int
+    at: NodePlacement
+    """The place of rank 0."""
     backend: str
     timeout_s: float
     """Seconds for the meeting, and for each collective."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Dial:
-    """Names the controller that a rank dials. Example: `dial.address`."""
-
-    address: str
+    controller: wire.Address
     token: bytes
-    generation: bytes
 
 
 def places(placements: Sequence[NodePlacement], *, shows_own_gpus: bool) -> list[Membership]:
@@ -105,24 +99,16 @@ class RankActor:
         os.environ.update(environment)
         self._store: Any = None
 
-    def placement(self) -> NodePlacement:
-        """Return the place where this actor runs."""
+    def placement(self, size: int, timeout_s: float) -> NodePlacement:
+        """Listen where ranks meet if this actor becomes rank 0; return the place where it runs."""
         ray = import_ray()
-        node = ray.get_runtime_context().get_node_id()
-        return NodePlacement(node=node, address=ray.util.get_node_ip_address())
-
-    def open_store(self, address: str, size: int, timeout_s: float) -> int:
-        """Listen, on rank 0, where ranks meet; returns the port, which is taken from now on."""
+        address = ray.util.get_node_ip_address()
         self._store = _store(address, 0, size, timeout_s, listens=True)
-        return int(self._store.port)
+        node = ray.get_runtime_context().get_node_id()
+        return NodePlacement(node=node, address=address, port=self._store.port)
 
     def serve(
-        self,
-        place: Membership,
-        meeting: Meeting,
-        dial: Dial,
-        factory: str,
-        argument: Sequence[bytes],
+        self, place: Membership, meeting: Meeting, factory: str, argument: Sequence[bytes]
     ) -> None:
         """Dial the controller, and answer its calls until it says goodbye.
 
@@ -131,8 +117,7 @@ class RankActor:
         # Copied: what is in Ray's memory is shared, and cannot be written.
         own = [bytearray(part) for part in argument]
         spec = WorkerSpec(factory=factory, argument=wire.load(own))
-        hello = wire.Hello(generation=dial.generation, rank=place.rank, pid=os.getpid())
-        connection = RankConnection(dial.address, dial.token, hello)
+        connection = RankConnection(meeting.controller, meeting.token, place.rank)
         connection.serve(spec, lambda: self._join(place, meeting))
 
     def _join(self, place: Membership, meeting: Meeting) -> None:
@@ -142,8 +127,8 @@ class RankActor:
             WORLD_SIZE=str(place.size),
             LOCAL_RANK=str(place.local_rank),
             LOCAL_WORLD_SIZE=str(place.local_size),
-            MASTER_ADDR=meeting.address,
-            MASTER_PORT=str(meeting.port),
+            MASTER_ADDR=meeting.at.address,
+            MASTER_PORT=str(meeting.at.port),
         )
         import torch
 
@@ -151,10 +136,9 @@ class RankActor:
             from megatron_idempotent.proof import cpu
 
             cpu.enable()
-        if self._store is None:
-            self._store = _store(
-                meeting.address, meeting.port, place.size, meeting.timeout_s, listens=False
-            )
+        if place.rank > 0:
+            at = meeting.at
+            self._store = _store(at.address, at.port, place.size, meeting.timeout_s, listens=False)
         torch.distributed.init_process_group(
             meeting.backend,
             store=self._store,
@@ -168,14 +152,8 @@ def _store(address: str, port: int, size: int, timeout_s: float, *, listens: boo
     import torch.distributed as dist
 
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
-    return make(
-        address,
-        port,
-        size,
-        is_master=listens,
-        timeout=datetime.timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return make(address, port, size, is_master=listens, timeout=timeout, wait_for_workers=False)
 
 
 class RayRanks(SocketRanks):
@@ -250,65 +228,77 @@ class RayRanks(SocketRanks):
 
         Errors: `RanksLost`; `ModuleNotFoundError` without Ray and `RuntimeError` without a cluster.
         """
-        self._ray = import_ray()
-        _check_connected(self._ray, "RayRanks")
+        self._ray = ray = import_ray()
+        if not ray.is_initialized():
+            raise RuntimeError(
+                "RayRanks needs a Ray cluster and this process has none; call ray.init() first, "
+                'with address="auto" on a node of a running cluster'
+            )
         if self._place is None:
-            self._place = await _place(
-                self._ray,
-                [self._bundle] * self._size,
-                strategy=self._strategy,
-                timeout_s=self._start_timeout_s,
-            )
-        token, generation = wire.new_token(), wire.new_generation()
-        server = Server(self._size, token, expected=generation)
-        actors = self._actors = _Actors(self._ray, self._make_actors())
+            self._place = await self._reserve()
+        token = secrets.token_bytes(32)
+        server = Server(self._size, token)
+        actors = self._actors = _Actors(ray, self._make_actors())
+        connections: list[Connection] = []
         try:
-            here = await asyncio.to_thread(self._ray.util.get_node_ip_address)
-            dial = Dial(address=server.listen(f"tcp:{here}:0"), token=token, generation=generation)
-            await self._assign(actors, dial)
-            return await self._arrived(actors, server)
-        except BaseException:
-            await actors.end()
-            raise
-        finally:
+            here = await asyncio.to_thread(ray.util.get_node_ip_address)
+            await self._assign(actors, server.listen((here, 0)), token)
+            connections += await self._complete(server, actors.serving, actors.ends)
             await server.close()
+        except BaseException:
+            server.drop(connections)
+            await actors.end()
+            await server.close()
+            raise
+        return connections
 
-    async def _assign(self, actors: _Actors, dial: Dial) -> None:
-        """Give every actor its rank, and have it dial."""
-        limit_s = self._start_timeout_s
+    async def _reserve(self) -> Any:
+        """Reserve a placement group, with the bundle of a rank for each.
+
+        Errors: `RanksLost` with what was asked for and what there is, if the cluster does not give
+            it in time. The reservation is then taken back.
+        """
+        group = self._ray.util.placement_group([self._bundle] * self._size, strategy=self._strategy)
+        clock = asyncio.get_running_loop().time
+        ends = clock() + self._start_timeout_s
         try:
-            placements = await actors.all_of(
-                "placement", [each.placement.remote() for each in actors.all], limit_s
-            )
-        except RanksLost as error:
-            has = await _resources(self._ray)
-            raise RanksLost(f"{error}. The cluster has {has}") from error
+            # Not `await group.ready()`: that runs a task in the group, in a worker started for it.
+            look_s = min(_SLICE_S, self._start_timeout_s)
+            while not await asyncio.to_thread(group.wait, look_s):
+                if clock() >= ends:
+                    bundle = ", ".join(
+                        f"{number:g} {kind}" for kind, number in self._bundle.items()
+                    )
+                    raise RanksLost(
+                        f"the Ray cluster has not given a placement group of {self._size} x "
+                        f"({bundle}) ({self._strategy}) within {self._start_timeout_s:g} s; it has "
+                        f"{await _resources(self._ray)}. Ask for less, free some, or add nodes"
+                    )
+        except BaseException:
+            _remove(self._ray, group)
+            raise
+        return group
+
+    async def _assign(self, actors: _Actors, controller: wire.Address, token: bytes) -> None:
+        """Give every actor its rank, and have it dial."""
+        placements = await actors.placements(self._size, self._start_timeout_s)
         ranks = places(placements, shows_own_gpus="GPU" in self._bundle)
-        actors.reorder([each.actor for each in ranks])
-        address = placements[ranks[0].actor].address
-        opening = actors.all[0].open_store.remote(address, self._size, limit_s)
-        (port,) = await actors.all_of("open_store", [opening], limit_s)
         meeting = Meeting(
-            address=address, port=port, backend=self._backend, timeout_s=self._collective_timeout_s
+            at=placements[ranks[0].actor],
+            backend=self._backend,
+            timeout_s=self._collective_timeout_s,
+            controller=controller,
+            token=token,
         )
         parts = await asyncio.to_thread(wire.dump, self._spec.argument)
         # Once: as an argument it would be copied for each rank.
         argument = self._ray.put([bytes(part) for part in parts])
         actors.serving = [
-            _future(actor.serve.remote(each, meeting, dial, self._spec.factory, argument))
-            for actor, each in zip(actors.all, ranks, strict=True)
+            _future(
+                actors.all[each.actor].serve.remote(each, meeting, self._spec.factory, argument)
+            )
+            for each in ranks
         ]
-
-    async def _arrived(self, actors: _Actors, server: Server) -> list[Connection]:
-        connections = await server.complete_unless(actors.serving, self._start_timeout_s)
-        if connections is not None:
-            return connections
-        for rank in range(self._size):
-            if why := actors.end_of(rank):
-                raise RanksLost(f"the ranks could not be started: rank {rank}: {why}")
-        raise RanksLost(
-            f"the ranks could not be started in {self._start_timeout_s:g} s: {server.missing()}"
-        )
 
     def _make_actors(self) -> list[Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -356,38 +346,47 @@ class _Actors:
         self.serving: list[asyncio.Future[Any]] = []
         """A future per rank, done once the rank has ended."""
 
-    def reorder(self, order: Sequence[int]) -> None:
-        """Put the actors in the order of their ranks: rank r is the actor at `order[r]`."""
-        self.all = [self.all[index] for index in order]
-
-    async def all_of(self, method: str, refs: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Fetch the references' values. Errors: `RanksLost`."""
-        waiting = [_future(ref) for ref in refs]
+    async def placements(self, size: int, timeout_s: float) -> list[NodePlacement]:
+        """Return where all actors run. Errors: `RanksLost`, with what the cluster has."""
+        waiting = [_future(actor.placement.remote(size, timeout_s)) for actor in self.all]
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        for index, each in enumerate(waiting):
-            if each.done() and each.exception() is not None:
-                raise RanksLost(f"actor {index} was lost in {method}(): {_why(each)}")
-        silent = [index for index, each in enumerate(waiting) if not each.done()]
-        if silent:
-            raise RanksLost(f"{method}() was not answered within {timeout_s} s by actors {silent}")
+        lost = [
+            f"actor {i} was lost: {why}" for i, each in enumerate(waiting) if (why := _why(each))
+        ]
+        if not lost:
+            silent = [index for index, each in enumerate(waiting) if not each.done()]
+            lost = [f"actors {silent} did not come within {timeout_s:g} s"] if silent else []
+        if lost:
+            raise RanksLost(f"{lost[0]}. The cluster has {await _resources(self._ray)}")
         return [each.result() for each in waiting]
 
     async def end(self) -> None:
         """Kill all actors, and wait for a bounded time until Ray says that they are gone."""
-        _kill(self._ray, self.all)
+        for actor in self.all if self._ray.is_initialized() else ():  # else Ray would start one
+            with contextlib.suppress(self._ray.exceptions.RayError, RuntimeError, ValueError):
+                self._ray.kill(actor, no_restart=True)
         if self.serving and self._ray.is_initialized():
             await asyncio.wait(self.serving, timeout=_END_S)
 
     def end_of(self, rank: int) -> str:
         """Return Ray's account of a rank's end; empty without one, or if the rank said goodbye."""
-        if rank >= len(self.serving) or not self.serving[rank].done():
-            return ""
-        return _why(self.serving[rank]) if self.serving[rank].exception() is not None else ""
+        return _why(self.serving[rank]) if rank < len(self.serving) else ""
+
+    def ends(self) -> str:
+        """Return the account of the first rank that has ended; empty if none has."""
+        told = ((rank, self.end_of(rank)) for rank in range(len(self.serving)))
+        return next((f"rank {rank}: {why}" for rank, why in told if why), "")
 
 
-def _why(done: asyncio.Future[Any]) -> str:
-    error = done.exception()
-    return "" if error is None else f"{type(error).__name__}: {_in_short(error)}"
+def _why(each: asyncio.Future[Any]) -> str:
+    """Return a future's error in one line: start and end of Ray's page-long reports of a death."""
+    error = each.exception() if each.done() else None
+    if error is None:
+        return ""
+    words = " ".join(str(error).split())
+    if len(words) > 2 * _SHORT:  # the start says who, the end why
+        words = f"{words[:_SHORT]} ... {words[-_SHORT:]}"
+    return f"{type(error).__name__}: {words}"
 
 
 def import_ray() -> Any:
@@ -404,15 +403,6 @@ def import_ray() -> Any:
         ) from error
 
 
-def _check_connected(ray: Any, what: str) -> None:
-    """Raise `RuntimeError` unless this process is connected to a cluster."""
-    if not ray.is_initialized():
-        raise RuntimeError(
-            f"{what} needs a Ray cluster and this process has none; call ray.init() first, with "
-            'address="auto" on a node of a running cluster'
-        )
-
-
 async def _resources(ray: Any) -> str:
     """Describe the cluster's resources, free and in all, for an error."""
     free, total = await asyncio.gather(
@@ -424,38 +414,6 @@ async def _resources(ray: Any) -> str:
     return f"{nodes} nodes with {listed or 'no CPU and no GPU'}"
 
 
-async def _place(
-    ray: Any, bundles: Sequence[Mapping[str, float]], *, strategy: str, timeout_s: float
-) -> Any:
-    """Reserve a placement group.
-
-    Args:
-        bundles: the resources of each actor, by Ray's names, such as `{"CPU": 1, "GPU": 1}`.
-        strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
-        timeout_s: seconds to wait for it.
-
-    Errors: `RanksLost` with what was asked for and what there is, if the cluster does not give it
-        in time. The reservation is then taken back.
-    """
-    group = ray.util.placement_group([dict(each) for each in bundles], strategy=strategy)
-    clock = asyncio.get_running_loop().time
-    ends = clock() + timeout_s
-    try:
-        # Not `await group.ready()`: that runs a task in the group, in a worker started for it.
-        while not await asyncio.to_thread(group.wait, min(_SLICE_S, timeout_s)):
-            if clock() >= ends:
-                asked = _counted(bundles)
-                raise RanksLost(
-                    f"the Ray cluster has not given a placement group of {asked} ({strategy}) "
-                    f"within {timeout_s:g} s; it has {await _resources(ray)}. Ask for less, free "
-                    "some, or add nodes"
-                )
-    except BaseException:
-        _remove(ray, group)
-        raise
-    return group
-
-
 def _remove(ray: Any, group: Any) -> None:
     """Give a placement group back; do nothing if the cluster is gone."""
     if not ray.is_initialized():  # else Ray would start one
@@ -464,51 +422,11 @@ def _remove(ray: Any, group: Any) -> None:
         ray.util.remove_placement_group(group)
 
 
-def _kill(ray: Any, actors: Iterable[Any]) -> None:
-    """End actors at once; dead ones are no error, nor is a cluster that is gone."""
-    for actor in actors if ray.is_initialized() else ():  # else Ray would start one
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ValueError):
-            ray.kill(actor, no_restart=True)
-
-
-def _in_short(error: BaseException) -> str:
-    """Return an error in one line: the start and the end of Ray's page-long reports of a death."""
-    words = " ".join(str(error).split())
-    if len(words) > 2 * _SHORT:  # the start says who, the end why
-        words = f"{words[:_SHORT]} ... {words[-_SHORT:]}"
-    return words or type(error).__name__
-
-
 def _future(ref: Any) -> asyncio.Future[Any]:
-    """Return a future of the running loop for a reference's value.
+    """Return a future for a reference's value, whose error may go unseen.
 
-    The loop may close before the value is there. The error of a future that is dropped is not
-    reported. Wait for it with `asyncio.wait`, which does not cancel it.
+    Wait for it with `asyncio.wait`, which does not cancel it.
     """
-    loop = asyncio.get_running_loop()
-    waiting: asyncio.Future[Any] = loop.create_future()
-
-    def settle(done: concurrent.futures.Future[Any]) -> None:
-        if waiting.cancelled():
-            return
-        error = done.exception()
-        if error is None:
-            waiting.set_result(done.result())
-        else:
-            waiting.set_exception(error)
-            waiting.exception()  # looked at, so not reported where nobody waits any more
-
-    def arrived(done: concurrent.futures.Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, done)
-
-    ref.future().add_done_callback(arrived)
-    return waiting
-
-
-def _counted(bundles: Sequence[Mapping[str, float]]) -> str:
-    kinds: dict[str, int] = {}
-    for bundle in bundles:
-        name = ", ".join(f"{number:g} {kind}" for kind, number in bundle.items())
-        kinds[name] = kinds.get(name, 0) + 1
-    return " and ".join(f"{number} x ({name})" for name, number in kinds.items())
+    future: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future

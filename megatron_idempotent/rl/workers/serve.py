@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import queue
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,22 +24,28 @@ class RankConnection:
     A thread reads it all the time and ends the process when it breaks, wherever the main thread is,
     in a collective too. It touches neither pickles nor torch, so it can wait for neither.
 
-    Example: `RankConnection("unix:/run/user/1000/ranks", token, Hello(…)).serve(spec)`.
+    Example: `RankConnection("/run/user/1000/ranks", token, rank=0).serve(spec)`.
     """
 
     def __init__(
-        self, address: str, token: bytes, hello: wire.Hello, *, timeout_s: float = 60.0
+        self,
+        address: wire.Address,
+        token: bytes,
+        rank: int,
+        generation: str | None = "",
+        *,
+        timeout_s: float = 60.0,
     ) -> None:
         """Dial the controller. Errors: `OSError` if nobody is there, `WireError` if it refuses."""
-        self._rank = hello.rank
+        self._rank = rank
         self._connection = wire.connect(address, timeout_s)
+        hello = wire.Hello(rank=rank, pid=os.getpid(), generation=generation)
         try:
-            wire.introduce(self._connection, token, hello)
+            self.generation = wire.introduce(self._connection, token, hello, timeout_s)
         except BaseException:
             self._connection.close()
             raise
-        self._connection.settimeout(None)
-        self._frames: queue.SimpleQueue[tuple[bytes, list[wire.Bytes]]] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[wire.Frame] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="controller", daemon=True).start()
 
     def serve(self, spec: WorkerSpec, prepare: Callable[[], None] | None = None) -> None:
@@ -52,22 +58,22 @@ class RankConnection:
         worker: Any = None
         while True:
             kind, parts = self._frames.get()
-            if kind == b"G":
+            if kind == wire.GOODBYE:
                 self._connection.close()  # for the controller, which goes no sooner
                 return
             try:
-                if kind == b"M":
+                if kind == wire.MAKE:
                     if prepare is not None:
                         prepare()
-                    worker = make_worker(spec)
+                    worker = _make(spec)
                     answer = wire.dump(None)
                 else:
                     answer = _run(worker, parts)
             except BaseException as error:  # noqa: BLE001 (told to the controller, who decides)
-                self._send(b"E", wire.dump(describe(self._rank, error)))
+                self._send(wire.ERROR, wire.dump(RankTraceback.of(self._rank, error)))
                 del error
             else:
-                self._send(b"R", answer)
+                self._send(wire.RESULT, answer)
                 del answer
             del parts  # or a large argument would live until the next call
 
@@ -75,58 +81,33 @@ class RankConnection:
         try:
             wire.send_frame(self._connection, kind, parts)
         except OSError as error:
-            _end(f"rank {self._rank}: the controller is gone: {error}")
+            self._end(error)
 
     def _read(self) -> None:
         try:
             while True:
                 kind, parts = wire.receive_frame(self._connection)
                 self._frames.put((kind, parts))
-                if kind == b"G":
+                if kind == wire.GOODBYE:
                     return
                 del parts
-        except (EOFError, OSError, wire.WireError) as error:
-            _end(f"rank {self._rank}: the controller has ended it, or is gone: {error}")
+        except (EOFError, OSError) as error:
+            self._end(error)
+
+    def _end(self, why: Exception) -> None:
+        """End the process at once: the main thread may never come back from where it is."""
+        said = f"rank {self._rank}: the controller has ended it, or is gone: {why}\n"
+        with contextlib.suppress(OSError):
+            os.write(2, said.encode())  # not sys.stderr, which the main thread may hold
+        os._exit(ENDED)
 
 
-def make_worker(spec: WorkerSpec) -> Any:
-    """Call the spec's factory, and return the worker.
-
-    Errors: `ValueError` for a factory that is not `package.module:callable`; those of the factory.
-    """
+def _make(spec: WorkerSpec) -> Any:
     module, _, name = spec.factory.partition(":")
     if not module or not name:
         raise ValueError(f"factory is {spec.factory!r}; allowed: package.module:callable")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found(spec.argument)
-
-
-def describe(rank: int, error: BaseException) -> RankTraceback:
-    """Return an exception in words, which can be read where its class is not known."""
-    kind = type(error)
-    try:
-        message = str(error)
-    except Exception as worse:  # noqa: BLE001 (an exception that cannot be printed is one too)
-        message = f"(its message cannot be made: {worse!r})"
-    return RankTraceback(
-        rank=rank,
-        exception_type=f"{kind.__module__}.{kind.__qualname__}",
-        message=message,
-        traceback="".join(traceback.format_exception(kind, error, error.__traceback__)),
-    )
-
-
-def run_method(worker: Any, method: str, args: tuple[Any, ...]) -> Any:
-    """Call a worker's public method, and return its result.
-
-    Errors: `AttributeError` if it has none of that name; those of the method.
-    """
-    found = None if method.startswith("_") else getattr(worker, method, None)
-    if not callable(found):
-        raise AttributeError(f"{type(worker).__qualname__} has no public method {method!r}")
-    return found(*args)
+    make = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    return make(spec.argument)  # type: ignore[operator]
 
 
 def _run(worker: Any, parts: list[wire.Bytes]) -> list[wire.Bytes]:
@@ -137,17 +118,13 @@ def _run(worker: Any, parts: list[wire.Bytes]) -> list[wire.Bytes]:
     parts.clear()
     if own:
         args = (*args, wire.load(own))
-    result = run_method(worker, method, args)
+    found = None if method.startswith("_") else getattr(worker, method, None)
+    if not callable(found):
+        raise AttributeError(f"{type(worker).__qualname__} has no public method {method!r}")
+    result = found(*args)
     try:
         return wire.dump(result)
     except Exception as error:
         raise TypeError(
             f"the result of {method}(), a {type(result).__qualname__}, cannot be pickled: {error}"
         ) from error
-
-
-def _end(why: str) -> None:
-    """End the process at once: the main thread may never come back from where it is."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{why}\n".encode())  # not sys.stderr, which the main thread may hold
-    os._exit(ENDED)

@@ -1,7 +1,9 @@
-"""Defines the bytes that a rank and its controller exchange: introductions, frames, and pickles.
+"""Defines the bytes that a rank and its controller exchange: pickles, frames, and a first proof.
 
 Both prove that they know the token of the group before either reads a pickle of the other; the
-token itself does not travel. Nothing is encrypted: use a network that is private to the run.
+token itself does not travel. `multiprocessing.connection` does that, and no more: it would copy a
+large message twice, and hand out memory that a tensor cannot write to. Nothing is encrypted: use a
+network that is private to the run.
 
 It imports torch only when a tensor comes by: a controller on another machine may have none.
 """
@@ -9,16 +11,17 @@ It imports torch only when a tensor comes by: a controller on another machine ma
 from __future__ import annotations
 
 import dataclasses
-import hmac
 import io
 import mmap
+import os
 import pickle
-import secrets
 import socket
 import struct
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.proof.cpu.pool import StoragePickler
 
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
 
 
 Bytes = bytes | bytearray | memoryview | mmap.mmap
+Frame = tuple[bytes, list[Bytes]]
+"""A kind, one of the bytes below, and parts."""
+Address = str | tuple[str, int]
+"""The path of a Unix socket, or host and port."""
 
 #: Buffers below this many bytes stay in the stream: each one beside it costs a header and a read.
 BESIDE = 16 << 10
@@ -97,10 +104,6 @@ def _tensor(raw: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool) -
     return made.requires_grad_() if requires_grad else made
 
 
-Kind = Literal[b"C", b"M", b"G", b"R", b"E"]
-"""The kind of a frame: Call a method, Make the worker, Goodbye; Result, Error."""
-
-
 class PicklableStruct(struct.Struct):
     """Adds pickling to `struct.Struct`, for callers who send this package by value."""
 
@@ -108,29 +111,19 @@ class PicklableStruct(struct.Struct):
         return type(self), (self.format,)
 
 
-MAGIC = b"mi-rank1"
-NONCE = 32
-#: Magic word and nonce, which the controller begins with.
-GREETING = PicklableStruct(f"!8s{NONCE}s")
-#: Nonce, generation, rank, process id; then the proof.
-HELLO = PicklableStruct(f"!{NONCE}s16siI")
-PROOF = 32
-#: A verdict, and how many bytes of UTF-8 with the reason follow.
-VERDICT = PicklableStruct("!cH")
-WELCOME, REFUSED = b"+", b"-"
-#: The rank in a hello that only asks whether the controller is there.
-PROBE = -1
+# A rank says hello, and is welcome or refused; then it makes its worker, and is called until the
+# controller says goodbye. It answers with a result or an error.
+HELLO, WELCOME, REFUSED = b"H", b"W", b"N"
+MAKE, CALL, GOODBYE, RESULT, ERROR = b"M", b"C", b"G", b"R", b"E"
 #: A frame's kind and number of parts; then the length of each.
 HEAD = PicklableStruct("!cI")
 LENGTH = PicklableStruct("!Q")
-#: Parts of one frame: a bound on what a torn head can ask for.
-MOST_PARTS = 1 << 22
-#: The most parts of a frame that the system takes in one call.
-_AT_ONCE = 512
+#: A frame of fewer bytes is sent in one call, and copied for that.
+_TOGETHER = 64 << 10
 #: Memory from here on comes from the system, page by page as it is written.
 _MAPPED = 1 << 20
-#: Seconds for the introduction.
-GREETING_S = 20.0
+#: Seconds in which the other side of a new connection has to prove that it knows the token.
+PROOF_S = 20.0
 
 
 class WireError(RuntimeError):
@@ -139,61 +132,26 @@ class WireError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """Says which rank dials. Example: `Hello(generation=bytes(16), rank=0, pid=7)`."""
+    """Says which rank dials. Example: `Hello(rank=0, pid=7)`."""
 
-    generation: bytes
-    """16 bytes that all ranks of one start have in common."""
     rank: int
     pid: int
+    generation: str | None = ""
+    """The id that all ranks of one start have in common. With None, rank 0 begins a new start."""
 
 
-def new_token() -> bytes:
-    """Return a secret for a group."""
-    return secrets.token_bytes(32)
-
-
-def new_generation() -> bytes:
-    """Return an id for one start of all ranks."""
-    return secrets.token_bytes(16)
-
-
-def rank_proof(token: bytes, greeting: bytes, hello: bytes) -> bytes:
-    """Return bytes that prove that a rank has the token, for this connection only."""
-    return hmac.digest(token, b"rank" + greeting + hello, "sha256")
-
-
-def controller_proof(token: bytes, greeting: bytes, hello: bytes) -> bytes:
-    """Return bytes that prove that the controller has the token, for this connection only."""
-    return hmac.digest(token, b"controller" + greeting + hello, "sha256")
-
-
-def heads(kind: bytes, parts: Sequence[Bytes]) -> bytes:
-    """Return the bytes before the parts of a frame."""
-    lengths = b"".join(LENGTH.pack(memoryview(part).nbytes) for part in parts)
-    return HEAD.pack(kind, len(parts)) + lengths
-
-
-def lengths_of(packed: Bytes) -> list[int]:
-    """Return the lengths of all parts, from the bytes after `HEAD`."""
-    return [length for (length,) in LENGTH.iter_unpack(packed)]
-
-
-def connect(address: str, timeout_s: float) -> socket.socket:
-    """Return a connection to `unix:PATH` or `tcp:HOST:PORT`. Errors: `OSError`, `ValueError`."""
-    kind, _, where = address.partition(":")
-    if kind == "unix":
+def connect(address: Address, timeout_s: float) -> socket.socket:
+    """Return a connection to an address. Errors: `OSError`."""
+    if not isinstance(address, str):
+        connection = socket.create_connection((address[0], address[1]), timeout=timeout_s)
+    else:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
         try:
-            connection.connect(where)
+            connection.connect(address)
         except BaseException:
             connection.close()
             raise
-    elif kind == "tcp":
-        host, _, port = where.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=timeout_s)
-    else:
-        raise ValueError(f"address is {address!r}; allowed: unix:PATH, tcp:HOST:PORT")
     tune(connection)
     return connection
 
@@ -213,41 +171,81 @@ def tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
 
 
-def introduce(connection: socket.socket, token: bytes, hello: Hello) -> None:
-    """Do a rank's part of the introduction, with the socket's own timeout.
+def introduce(connection: socket.socket, token: bytes, hello: Hello, timeout_s: float) -> str:
+    """Do a rank's part of the introduction; return the id of the start that it belongs to.
 
-    Errors: `WireError` if the other side is no controller of this group, or refuses the rank.
+    Errors: `WireError` if the other side is no controller of this run, or refuses the rank;
+        `OSError` if it does not answer in time.
     """
-    greeting = receive(connection, GREETING.size)
-    magic, _ = GREETING.unpack(greeting)
-    if magic != MAGIC:
-        raise WireError(
-            f"the controller's address answers {magic!r}, not {MAGIC!r}: another program, or "
-            "release of megatron-idempotent, listens there"
-        )
-    said = HELLO.pack(secrets.token_bytes(NONCE), hello.generation, hello.rank, hello.pid)
-    connection.sendall(said + rank_proof(token, bytes(greeting), said))
-    try:
-        verdict, length = VERDICT.unpack(receive(connection, VERDICT.size))
-    except EOFError:
-        raise WireError("the controller has another token: it is not of this run") from None
-    reason = receive(connection, length)
-    proof = receive(connection, PROOF)
-    if not hmac.compare_digest(proof, controller_proof(token, bytes(greeting), said)):
-        raise WireError("what answers at the controller's address does not know the run's token")
-    if verdict != WELCOME:
-        raise WireError(f"the controller refuses rank {hello.rank}: {bytes(reason).decode()}")
+    _limit_waits(connection, timeout_s)
+    with Connection(os.dup(connection.fileno())) as link:
+        try:
+            answer_challenge(link, token)
+        except (AuthenticationError, AssertionError, EOFError) as error:
+            raise WireError(
+                f"the controller has another token, or another program listens there: {error!r}"
+            ) from error
+        try:
+            deliver_challenge(link, token)
+        except AuthenticationError as error:
+            raise WireError(
+                "what answers at the controller's address does not know the run's token"
+            ) from error
+    send_frame(connection, HELLO, dump(hello))
+    kind, parts = receive_frame(connection)
+    said: str = load(parts)
+    if kind != WELCOME:
+        raise WireError(f"the controller refuses rank {hello.rank}: {said}")
+    _limit_waits(connection, 0.0)
+    return said
 
 
-def room(size: int) -> bytearray | mmap.mmap:
-    """Return memory to receive into; a large one is not cleared first, which would take time."""
-    if size < _MAPPED:
-        return bytearray(size)
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def meet(connection: socket.socket, token: bytes) -> Hello:
+    """Do the controller's part up to the rank's hello, which it then has to answer.
+
+    Errors: `WireError` for one who does not know the token; `OSError`, `EOFError`.
+    """
+    _limit_waits(connection, PROOF_S)
+    with Connection(os.dup(connection.fileno())) as link:
+        try:
+            deliver_challenge(link, token)
+            answer_challenge(link, token)
+        except (AuthenticationError, AssertionError) as error:
+            raise WireError("one with another token") from error
+    _, parts = receive_frame(connection)
+    hello: Hello = load(parts)
+    return hello
 
 
-def receive(connection: socket.socket, size: int) -> bytearray | mmap.mmap:
-    """Receive `size` bytes. Errors: `EOFError` if the connection ends before that; `OSError`."""
+def _limit_waits(connection: socket.socket, limit_s: float) -> None:
+    """Bound each wait for bytes, 0 for none; not by Python's timeouts, which `Connection` lacks."""
+    connection.setblocking(True)
+    seconds, rest = divmod(limit_s, 1)
+    limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def packed(kind: bytes, parts: Sequence[Bytes]) -> list[Bytes]:
+    """Return the buffers to send for a frame, in which large parts are not copied."""
+    lengths = [len(part) for part in parts]
+    head = HEAD.pack(kind, len(parts)) + b"".join(map(LENGTH.pack, lengths))
+    return [b"".join((head, *parts))] if sum(lengths) < _TOGETHER else [head, *parts]
+
+
+def send_frame(connection: socket.socket, kind: bytes, parts: Sequence[Bytes]) -> None:
+    """Send a whole frame. Errors: `OSError`."""
+    for buffer in packed(kind, parts):
+        connection.sendall(buffer)
+
+
+def receive_frame(connection: socket.socket) -> Frame:
+    """Return a frame's kind and parts. Errors: `EOFError`, `OSError`."""
+    kind, count = HEAD.unpack(_receive(connection, HEAD.size))
+    lengths = LENGTH.iter_unpack(_receive(connection, count * LENGTH.size))
+    return kind, [_receive(connection, length) for (length,) in lengths]
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray | mmap.mmap:
     got = room(size)
     view, at = memoryview(got), 0
     while at < size:
@@ -258,25 +256,8 @@ def receive(connection: socket.socket, size: int) -> bytearray | mmap.mmap:
     return got
 
 
-def receive_frame(connection: socket.socket) -> tuple[bytes, list[Bytes]]:
-    """Return a frame's kind and parts.
-
-    Errors: `EOFError`, `OSError`; `WireError` for a torn head.
-    """
-    kind, count = HEAD.unpack(receive(connection, HEAD.size))
-    if count > MOST_PARTS:
-        raise WireError(f"a frame has {count} parts; allowed: {MOST_PARTS} or fewer")
-    lengths = lengths_of(receive(connection, count * LENGTH.size))
-    return kind, [receive(connection, length) for length in lengths]
-
-
-def send_frame(connection: socket.socket, kind: bytes, parts: Sequence[Bytes]) -> None:
-    """Send a whole frame, without a copy of its parts. Errors: `OSError`."""
-    waiting = [memoryview(heads(kind, parts)), *(memoryview(part).cast("B") for part in parts)]
-    waiting = [view for view in waiting if view.nbytes]
-    while waiting:
-        sent = connection.sendmsg(waiting[:_AT_ONCE])
-        while waiting and sent >= waiting[0].nbytes:
-            sent -= waiting.pop(0).nbytes
-        if sent:
-            waiting[0] = waiting[0][sent:]
+def room(size: int) -> bytearray | mmap.mmap:
+    """Return memory to receive into; a large one is not cleared first, which would take time."""
+    if size < _MAPPED:
+        return bytearray(size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

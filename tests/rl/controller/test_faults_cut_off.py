@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 
 import pytest
 from toy import Toy, ToyStore, conserved, run_virtually
-from toy_faults import BAD, once, spinning_is_an_error, when
+from toy_faults import BAD, FaultyPlane, clean_steps, cut_off, once, takes, when
 
-from megatron_idempotent.rl.controller import ControllerError, InOrderSampler, MemoryPlane, Stalled
+from megatron_idempotent.rl.controller import ControllerError, InOrderSampler, Stalled
 from megatron_idempotent.rl.controller.controller import watchdog
 
 
@@ -29,73 +31,43 @@ def test_generation_that_never_brings_a_group_is_a_stall_and_not_a_wait_for_ever
         Toy(generating=faults, stall_s=70.0).run(2)
 
 
-def test_an_error_of_a_recipe_ends_the_run_as_it_is():
-    toy = Toy()
-
-    def rejects(group):
-        raise ZeroDivisionError
-
-    toy.recipe.rejects = rejects
+def test_an_error_of_a_recipe_ends_the_run_as_it_is_and_once_mended_it_goes_on():
+    toy = Toy(sampler=InOrderSampler(1))
+    rejects = toy.recipe.rejects
+    toy.recipe.rejects = lambda group: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        toy.run(2)
+        toy.run(3)
+    assert run_virtually(toy.controller.ping()).counts["generating"] == 0
+    toy.recipe.rejects = rejects
+    once(toy.run(3), steps=3)
 
 
 def test_a_drain_finishes_the_open_step_and_writes_a_checkpoint():
-    store = ToyStore()
-    toy = Toy(sampler=InOrderSampler(1), store=store, groups=3)
-
-    async def main():
-        running = asyncio.ensure_future(toy.controller.run(100))
-        while (await toy.controller.ping()).step_groups != 2:
-            await asyncio.sleep(0.05)
-        await toy.controller.drain()
-        return await running
-
-    status = run_virtually(main())
-    assert status.state == "ended"
-    assert len(toy.policy.steps) == status.trainer_version == store.kept["trainer_version"]
+    toy = Toy(sampler=InOrderSampler(1), store=ToyStore(), groups=3)
+    status = cut_off(toy, lambda status: status.step_groups == 2)
+    assert len(toy.policy.steps) == status.trainer_version == toy.store.kept["trainer_version"]
     assert toy.kinds("abort") == []
-    whole = Toy(sampler=InOrderSampler(1), groups=3).run(6)
-    again = Toy(sampler=InOrderSampler(1), groups=3, store=store)
+    again = Toy(sampler=InOrderSampler(1), groups=3, store=toy.store)
     run_virtually(again.controller.resume())
     again.run(6)
-    assert toy.policy.steps + again.policy.steps == whole.policy.steps
+    assert toy.policy.steps + again.policy.steps == clean_steps(6, 3)
 
 
 def test_a_drain_behind_its_limit_undoes_the_step_and_keeps_its_groups():
-    store = ToyStore()
-    toy = Toy(store=store, policy={("microbatch", 3): None}, drain_s=5.0)
-
-    async def main():
-        running = asyncio.ensure_future(toy.controller.run(100))
-        await asyncio.sleep(30)
-        await toy.controller.drain()
-        return await running
-
-    status = run_virtually(main())
-    assert status.trainer_version == 1
+    toy = Toy(store=ToyStore(), policy={("microbatch", 3): None}, drain_s=5.0)
+    hangs = lambda s: (s.trainer_version, s.step_groups, s.idle_s > 20) == (1, 1, True)  # noqa: E731
+    status = cut_off(toy, hangs)
+    assert status.trainer_version == toy.store.kept["trainer_version"] == 1
     assert len(toy.kinds("abort")) == 1
-    assert store.kept["trainer_version"] == 1
-    assert len(store.kept["groups"]) == status.counts["ready"] >= 2
-    assert conserved(status)
+    assert len(toy.store.kept["groups"]) == status.counts["ready"] >= 2
 
 
 def test_an_update_that_is_under_way_counts_even_if_the_run_is_cut_off():
-    store = ToyStore()
-    toy = Toy(store=store, step_seconds=20.0, drain_s=1.0, abort_s=60.0, groups=1)
-
-    async def main():
-        running = asyncio.ensure_future(toy.controller.run(100))
-        while (await toy.controller.ping()).doing != "finish":
-            await asyncio.sleep(0.5)
-        await toy.controller.drain()
-        return await running
-
-    status = run_virtually(main())
+    toy = Toy(store=ToyStore(), step_seconds=20.0, drain_s=1.0, abort_s=60.0, groups=1)
+    status = cut_off(toy, "finish")
     assert len(toy.policy.steps) == status.trainer_version == 1
-    assert store.kept["trainer_version"] == 1
+    assert toy.store.kept["trainer_version"] == status.counts["trained"] == 1
     assert toy.kinds("abort") == []
-    assert status.counts["trained"] == 1
 
 
 def test_two_runs_at_once_are_refused():
@@ -111,13 +83,13 @@ def test_two_runs_at_once_are_refused():
     assert run_virtually(main()).trainer_version == 2
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("times", [1, 3])
 def test_an_update_counts_however_often_the_run_is_cancelled_meanwhile(times):
     toy = Toy(sampler=InOrderSampler(1), step_seconds=4.0)
 
     async def main():
         running = asyncio.ensure_future(toy.controller.run(4))
-        await when(toy, lambda status: status.doing == "finish")
+        await when(toy, "finish")
         for _ in range(times):
             running.cancel()
             await asyncio.sleep(0.1)
@@ -147,9 +119,9 @@ def test_a_step_that_is_being_undone_is_undone_though_the_run_is_cancelled_twice
 
     async def main():
         running = asyncio.ensure_future(toy.controller.run(4))
-        await when(toy, lambda status: status.doing == "microbatch")
+        await when(toy, "microbatch")
         draining = asyncio.ensure_future(toy.controller.drain())
-        await when(toy, lambda status: status.doing == "abort")
+        await when(toy, "abort")
         running.cancel()
         await asyncio.sleep(0.1)
         running.cancel()
@@ -167,51 +139,14 @@ def test_a_step_that_is_being_undone_is_undone_though_the_run_is_cancelled_twice
 def test_an_update_that_fails_while_the_run_is_cut_off_is_not_taken_again():
     fails = {("finish", 0): BAD, ("finish", 1): BAD}
     toy = Toy(step_seconds=4.0, drain_s=1.0, policy=fails, store=ToyStore())
-
-    async def main():
-        running = asyncio.ensure_future(toy.controller.run(5))
-        await when(toy, lambda status: status.doing == "finish")
-        await toy.controller.drain()
-        return await running
-
-    status = run_virtually(main())
-    assert status.trainer_version == 0
+    assert cut_off(toy, "finish").trainer_version == 0
     assert len(toy.kinds("begin")) == len(toy.kinds("abort")) == 1
 
 
-def test_a_run_goes_on_behind_an_error_of_its_recipe_that_was_mended():
-    toy = Toy(sampler=InOrderSampler(1))
-    rejects = toy.recipe.rejects
-
-    def broken(group):
-        raise ZeroDivisionError
-
-    toy.recipe.rejects = broken
-    with pytest.raises(ZeroDivisionError):
-        toy.run(3)
-    assert run_virtually(toy.controller.ping()).counts["generating"] == 0
-    toy.recipe.rejects = rejects
-    once(toy.run(3), steps=3)
-
-
 def test_a_group_that_is_being_put_when_a_run_is_cut_off_does_not_stay_in_the_data_plane():
-    class Plane(MemoryPlane):
-        async def put(self, group):
-            await super().put(group)
-            await asyncio.sleep(5.0)
-
-    plane = Plane()
+    plane = FaultyPlane(put=takes(5.0))
     toy = Toy(sampler=InOrderSampler(1), plane=plane, store=ToyStore(), drain_s=1.0)
-
-    async def main():
-        running = asyncio.ensure_future(toy.controller.run(5))
-        while not len(plane):
-            await asyncio.sleep(0.05)
-        await toy.controller.drain()
-        return await running
-
-    status = run_virtually(main())
-    assert status.counts["ready"] == status.counts["generating"] == 0
+    assert cut_off(toy, lambda _: len(plane)).counts["ready"] == 0
     assert len(plane) == 0
 
 
@@ -219,6 +154,20 @@ def test_the_last_step_before_the_end_of_the_prompts_has_a_checkpoint():
     store = ToyStore()
     toy = Toy(prompts=7, groups=2, store=store, checkpoint_every=2).run(10)
     assert toy.status.trainer_version == store.kept["trainer_version"] == 3
+
+
+@contextlib.contextmanager
+def spinning_is_an_error():
+    def look(*_):
+        raise SystemExit("it spins")
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.alarm(5)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_the_watchdog_does_not_spin_where_the_clock_cannot_tell_so_little_time():
@@ -236,32 +185,24 @@ def test_the_watchdog_does_not_spin_where_the_clock_cannot_tell_so_little_time()
 
 
 def test_prompts_that_were_to_be_asked_for_again_are_not_lost_to_a_second_cancellation():
-    clean = Toy(sampler=InOrderSampler(1)).run(3)
     toy = Toy(sampler=InOrderSampler(1))
 
     async def main():
-        running = asyncio.ensure_future(toy.controller.run(3))
-        await when(toy, lambda status: status.counts["generating"] == 4)
-        running.cancel()
-        await asyncio.wait([running])
-        running = asyncio.ensure_future(toy.controller.run(3))
-        await asyncio.sleep(0)
-        running.cancel()
-        await asyncio.wait([running])
+        for generating in (4, 0):
+            running = asyncio.ensure_future(toy.controller.run(3))
+            await asyncio.sleep(0)
+            while (await toy.controller.ping()).counts["generating"] < generating:
+                await asyncio.sleep(0.05)
+            running.cancel()
+            await asyncio.wait([running])
         toy.status = await toy.controller.run(3)
 
     run_virtually(main())
-    assert toy.policy.steps == clean.policy.steps
+    assert toy.policy.steps == clean_steps(3)
 
 
 def test_a_drain_ends_an_outer_step_whose_groups_are_there():
     toy = Toy(sampler=InOrderSampler(1), minibatches=2, seconds=0.1, store=ToyStore())
-
-    async def main():
-        running = asyncio.ensure_future(toy.controller.run(100))
-        await when(toy, lambda s: s.doing == "finish" and s.counts["ready"] == 2)
-        await toy.controller.drain()
-        return await running
-
-    assert run_virtually(main()).trainer_version == toy.store.kept["trainer_version"] == 2
+    status = cut_off(toy, lambda s: s.doing == "finish" and s.counts["ready"] == 2)
+    assert status.trainer_version == toy.store.kept["trainer_version"] == 2
     assert [version for _, version in toy.kinds("publish")] == [0, 2]

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 from toy import Toy, ToyLogger, ToyStore
-from toy_faults import BAD, RealStore, once, stored
+from toy_faults import BAD, FaultyPlane, clean_steps, fails, loses, once, stored
 
-from megatron_idempotent.rl.controller import InOrderSampler, MemoryPlane, PoisonedPrompt
+from megatron_idempotent.rl.controller import InOrderSampler, PoisonedPrompt
 from megatron_idempotent.rl.controller.samplers import SamplerError
 from megatron_idempotent.rl.metrics.loggers import Loggers
 from megatron_idempotent.rl.workers import RanksLost
@@ -44,48 +44,27 @@ def test_a_hung_rollout_is_given_up_behind_its_limit_and_started_again():
 
 
 def test_a_group_that_was_put_before_the_put_raised_is_there_once():
-    class Plane(MemoryPlane):
-        failures = 3
-
-        async def put(self, group):
-            await super().put(group)
-            if self.failures:
-                self.failures -= 1
-                raise OSError("connection reset")
-
-    toy = Toy(plane=Plane()).run(5)
+    toy = Toy(plane=FaultyPlane(put=fails(3, after=True))).run(5)
     once(toy)
     assert toy.logger.rows[-1][1]["rollouts/retries/put"] == 3
 
 
 def test_a_clearing_that_fails_behind_an_update_is_caught_up_on_and_fails_no_step():
-    class Plane(MemoryPlane):
-        failures = 2
-
-        async def clear(self, group_ids):
-            if self.failures:
-                self.failures -= 1
-                raise OSError("connection reset")
-            await super().clear(group_ids)
-
-    plane = Plane()
+    plane = FaultyPlane(clear=fails(2))
     toy = Toy(sampler=InOrderSampler(0), plane=plane).run(5)
     once(toy)
     assert len(toy.kinds("abort")) == 0
     assert len(plane) == 0
 
 
-def test_a_group_that_the_data_plane_has_lost_is_replaced():
-    class Plane(MemoryPlane):
-        async def get(self, group_id):
-            if group_id == 3:
-                raise KeyError(group_id)
-            return await super().get(group_id)
-
-    toy = Toy(sampler=InOrderSampler(1), plane=Plane()).run(5)
-    once(toy)
-    assert 3 not in toy.trained()
-    assert toy.logger.rows[-1][1]["rollouts/dropped/lost"] == 1
+@pytest.mark.parametrize(("lost", "groups"), [((3,), 2), (range(6, 12), 6)])
+def test_groups_that_the_data_plane_has_lost_are_replaced_and_cost_not_the_run(lost, groups):
+    plane = FaultyPlane(get=loses(*lost))
+    toy = Toy(sampler=InOrderSampler(1), groups=groups, plane=plane, step_attempts=3).run(4)
+    once(toy, steps=4, groups=groups)
+    assert not {*lost} & {*toy.trained()}
+    assert toy.status.counts["filtered"] == len(lost)
+    assert toy.logger.rows[-1][1]["rollouts/dropped/lost"] == len(lost)
 
 
 def test_a_logger_that_raises_is_dropped_for_good_and_the_others_get_every_row():
@@ -137,6 +116,8 @@ def test_a_logger_that_waits_does_not_hold_up_the_event_loop():
         ({"select": lambda *_, **__: 1 / 0}, "select raised ZeroDivisionError('division by zero')"),
         ({"select": lambda *_, **__: None}, "select returned a NoneType"),
         ({"evict": lambda *_, **__: 1 / 0}, "evict raised ZeroDivisionError"),
+        ({"abort": lambda *_, **__: 1 / 0}, "abort raised ZeroDivisionError"),
+        ({"abort": lambda *_, **__: [7]}, "abort returned 7, which is not being generated"),
         ({"room": lambda _: 1 / 0}, "room raised ZeroDivisionError"),
         ({"room": lambda _: "many"}, "room returned 'many'; return a number of groups"),
     ],
@@ -152,39 +133,24 @@ def test_a_sampler_that_is_wrong_ends_the_run_and_is_named_with_its_fault(broken
     assert toy.policy.steps == []
 
 
-def test_a_data_plane_that_loses_many_groups_costs_them_and_not_the_run():
-    class Plane(MemoryPlane):
-        async def get(self, group_id):
-            if 6 <= group_id < 12:
-                raise KeyError(group_id)
-            return await super().get(group_id)
-
-    toy = Toy(sampler=InOrderSampler(1), groups=6, plane=Plane(), step_attempts=3).run(4)
-    once(toy, steps=4, groups=6)
-    assert toy.status.counts["filtered"] == 6
-
-
 def test_a_checkpoint_leaves_out_groups_that_the_data_plane_has_lost():
-    class Plane(MemoryPlane):
-        failures = 2
+    failing, captures, lost = fails(2), [], []
 
-        async def get(self, group_id):
-            if toy.controller._shared.doing == "finish" or captures:
-                captures.append(group_id)
-                if self.failures:
-                    self.failures -= 1
-                    raise OSError("connection reset")
-            return await super().get(group_id)
+    async def get(real, group_id):
+        if toy.controller._shared.doing == "finish" or captures:
+            captures.append(group_id)
+            return await failing(real, group_id)
+        return await real(group_id)
 
-        async def clear(self, group_ids):
-            await super().clear(group_ids)
-            captures.append("clear")
-            if len(lost) < 2:
-                lost.extend(held.id for held in list(toy.controller._shared.buffer.ready)[:1])
-                await super().clear(lost)
+    async def clear(real, group_ids):
+        await real(group_ids)
+        captures.append("clear")
+        if len(lost) < 2:
+            lost.extend(held.id for held in list(toy.controller._shared.buffer.ready)[:1])
+            await real(lost)
 
-    captures, lost = [], []
-    toy = Toy(groups=2, step_seconds=2.0, plane=Plane(), store=ToyStore(), checkpoint_every=1)
+    plane = FaultyPlane(get=get, clear=clear)
+    toy = Toy(groups=2, step_seconds=2.0, plane=plane, store=ToyStore(), checkpoint_every=1)
     once(toy.run(4), steps=4)
     assert lost
     assert toy.status.counts["filtered"] == len(set(lost))
@@ -193,20 +159,18 @@ def test_a_checkpoint_leaves_out_groups_that_the_data_plane_has_lost():
 
 
 def test_groups_that_are_made_anew_are_not_cleared_for_those_that_were_not():
-    class Plane(MemoryPlane):
-        failing = True
+    failing = [True]
 
-        async def clear(self, group_ids):
-            if self.failing:
-                # The one in the restore is the last that fails.
-                self.failing = not toy.store.restored
-                raise OSError("connection reset")
-            await super().clear(group_ids)
+    async def clear(real, group_ids):
+        if failing[0]:
+            # The one in the restore is the last that fails.
+            failing[0] = not toy.store.restored
+            raise OSError("connection reset")
+        await real(group_ids)
 
-    clean = Toy(sampler=InOrderSampler(1)).run(6)
-    plane, lost = Plane(), {("microbatch", 9): RanksLost("rank 1 died")}
-    toy = stored(Toy(sampler=InOrderSampler(1), policy=lost, plane=plane, store=RealStore()))
+    plane, lost = FaultyPlane(clear=clear), {("microbatch", 9): RanksLost("rank 1 died")}
+    toy = stored(sampler=InOrderSampler(1), policy=lost, plane=plane)
     toy.run(6)
     assert toy.store.restored == 1
-    assert toy.policy.steps == clean.policy.steps
+    assert toy.policy.steps == clean_steps(6)
     assert len(plane) == toy.status.counts["ready"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from toy import Toy, ToyStore, conserved, run_virtually
-from toy_faults import BAD, once, when
+from toy_faults import BAD, cut_off, once, publish_raises
 
 from megatron_idempotent.rl.controller import (
     EnginesLost,
@@ -27,14 +25,7 @@ def test_a_publish_without_an_engine_is_tried_again():
 @pytest.mark.parametrize("every", [0, 1])  # beside the next step, or before a checkpoint
 def test_weights_that_cannot_be_published_end_the_run(every):
     toy = Toy(store=ToyStore(), checkpoint_every=every)
-    publish = toy.generator.publish
-
-    async def fails_from_the_third(version):
-        if version >= 2:
-            raise BAD
-        return await publish(version)
-
-    toy.generator.publish = fails_from_the_third
+    publish_raises(toy, BAD, versions=range(2, 9))
     with pytest.raises(PublishFailed, match="version 2 could not be published in 3 attempts"):
         toy.run(9)
     assert len(toy.policy.steps) == 2
@@ -66,53 +57,27 @@ def test_groups_wait_for_engines_that_are_all_lost_and_get_the_newest_weights():
 
 def test_a_publish_that_fails_beside_a_step_without_groups_ends_the_run_and_no_stall_does():
     toy = Toy(sampler=StrictSampler())
-    publish = toy.generator.publish
-
-    async def fails(version):
-        if version:
-            raise BAD
-        return await publish(version)
-
-    toy.generator.publish = fails
+    publish_raises(toy, BAD, versions=[1], times=3)
     with pytest.raises(PublishFailed, match="version 1 could not be published in 3 attempts"):
         toy.run(5)
-    toy.generator.publish = publish
     once(toy.run(5))
 
 
 def test_a_run_that_is_cancelled_in_a_publish_publishes_when_it_is_called_again():
     toy = Toy(sampler=StrictSampler())
     toy.generator.publish_seconds = 3.0
-
-    async def main():
-        running = asyncio.ensure_future(toy.controller.run(5))
-        await when(toy, lambda status: status.trainer_version == 2)
-        running.cancel()
-        await asyncio.wait([running])
-        assert running.cancelled()
-        status = await toy.controller.ping()
-        assert (status.state, status.counts["generating"]) == ("ended", 0)
-        assert toy.policy.open is None
-        toy.status = await toy.controller.run(5)
-
-    run_virtually(main())
+    cut_off(toy, lambda status: status.trainer_version == 2, how="cancel", go_on=5)
     once(toy)
 
 
 def test_engines_that_came_back_during_a_publish_are_published_to_once():
     toy = Toy(sampler=StrictSampler())
-    publish, failures = toy.generator.publish, [1, 1, 1]
-
-    async def lost_for_a_while(version):
-        if version == 2 and failures:
-            failures.pop()
-            raise EnginesLost("all dead")
-        return await publish(version)
+    left = publish_raises(toy, EnginesLost("all dead"), versions=[2], times=3)
 
     async def recover():
-        return len(failures) == 1
+        return left[0] == 1
 
-    toy.generator.publish, toy.generator.recover = lost_for_a_while, recover
+    toy.generator.recover = recover
     once(toy.run(4), steps=4)
     assert [version for _, version in toy.kinds("publish")] == [0, 1, 2, 3, 4]
 
@@ -120,15 +85,5 @@ def test_engines_that_came_back_during_a_publish_are_published_to_once():
 def test_a_publish_that_is_waited_for_ends_with_a_run_that_is_cancelled():
     toy = Toy(sampler=FirstReadySampler(), capacity=8)
     toy.generator.publish_seconds = 50.0
-
-    async def main():
-        running = asyncio.ensure_future(toy.controller.run(5))
-        await when(toy, lambda status: status.doing.startswith("waiting for the publishing"))
-        running.cancel()
-        await asyncio.wait([running])
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert toy.policy.open is None
-        toy.status = await toy.controller.run(5)
-
-    run_virtually(main())
+    cut_off(toy, "waiting for the publishing", how="cancel", go_on=5)
     once(toy)

@@ -18,14 +18,8 @@ async def test_groups_that_are_cleared_or_of_a_closed_plane_leave_nothing_behind
     plane = MemoryPlane()
     for number in range(100):
         await plane.put(group(number, samples=1))
-        await plane.put(group(number, samples=1))
         await plane.clear([number - 3, number - 3])
-        assert len(plane) <= 4
-    assert len(plane) == 3
+        assert len(plane) <= 3
     await plane.close()
     assert len(plane) == 0
-
-
-def test_an_empty_plane_is_not_taken_for_no_plane():
-    plane = MemoryPlane()
-    assert (plane or None) is plane
+    assert (plane or None) is plane, "an empty one is not no plane"

@@ -14,55 +14,61 @@ from megatron_idempotent.rl.workers import RanksLost
 class OneCall(ToyPolicy):
     """Has a `train` of its own, which fails as often as it is told and undoes what it began."""
 
-    def __init__(self, events, *, faults=None, seconds=0.2):
-        super().__init__(events, seconds=seconds, faults=faults)
-        self.done = {}
+    done = None
 
     async def train(self, step_id, batch):
         await self._do("train", step_id)
-        if step_id not in self.done:
+        if self.done is None:
             self.steps.append(tuple(batch))
-            self.done[step_id] = StepOutcome(updated=True, tokens=len(batch))
+            self.done = StepOutcome(updated=True, tokens=4 * len(batch))
         if ("answer", self.calls["train"]) in self.faults:
             raise self.faults["answer", self.calls["train"]]
-        return self.done[step_id]
+        return self.done
+
+
+class Deaf(ToyPolicy):
+    """The answer of its first `finish` is lost."""
+
+    told = None
+
+    async def finish(self, step_id):
+        if self.told is None:
+            self.told = await super().finish(step_id)
+            raise OSError("the answer was lost")
+        return self.told
 
 
 def made(policy, **more):
     return run_virtually(train(policy, [4, 5], step_id="run/3", **more), limit_s=1000)
 
 
-def test_one_call_is_begin_microbatch_and_finish():
-    policy = ToyPolicy([])
-    assert made(policy).tokens == 8
-    assert policy.events == [("begin",), ("microbatch", 4, 5, "last"), ("finish",)]
+BEGIN, BATCH, FINISH, ABORT = ("begin",), ("microbatch", 4, 5, "last"), ("finish",), ("abort",)
+FAILS = OSError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("policy", "faults", "calls"),
+    [
+        (ToyPolicy, [], [BEGIN, BATCH, FINISH]),
+        # What fails is undone and made again; a lost answer is asked for again, by the step's id.
+        (ToyPolicy, [("begin", 0)], [BEGIN, ABORT, BEGIN, BATCH, FINISH]),
+        (ToyPolicy, [("microbatch", 0)], [BEGIN, BATCH, ABORT, BEGIN, BATCH, FINISH]),
+        (Deaf, [], [BEGIN, BATCH, FINISH]),
+        (OneCall, [], [("train", "run/3/0")]),
+        (OneCall, [("answer", 0)], [("train", "run/3/0")] * 2),
+        (
+            OneCall,
+            [("train", 0), ("train", 1)],
+            [("train", "run/3/0")] * 2 + [ABORT, ("train", "run/3/1")],
+        ),
+    ],
+)
+def test_a_step_is_made_once_by_the_calls_that_it_needs(policy, faults, calls):
+    policy = policy([], faults=dict.fromkeys(faults, FAILS))
+    outcome = made(policy)
+    assert (outcome.updated, outcome.tokens) == (True, 8)
+    assert policy.events == calls
     assert policy.steps == [(4, 5)]
-
-
-@pytest.mark.parametrize("call", ["begin", "microbatch"])
-def test_a_step_that_fails_is_undone_and_made_again(call):
-    policy = ToyPolicy([], faults={(call, 0): OSError("out of memory")})
-    assert made(policy).updated
-    assert policy.steps == [(4, 5)]
-    kinds = [event[0] for event in policy.events]
-    assert kinds.count("abort") == 1
-    assert kinds[-3:] == ["begin", "microbatch", "finish"]
-
-
-def test_a_finish_whose_answer_is_lost_is_asked_for_again_and_not_made_twice():
-    class Deaf(ToyPolicy):
-        told = None
-
-        async def finish(self, step_id):
-            if self.told is None:
-                self.told = await super().finish(step_id)
-                raise OSError("the answer was lost")
-            return self.told
-
-    policy = Deaf([])
-    assert made(policy).tokens == 8
-    assert policy.steps == [(4, 5)]
-    assert ("abort",) not in policy.events
 
 
 def test_after_its_attempts_nothing_is_left_of_it():
@@ -100,21 +106,6 @@ def test_cancelled_it_is_undone_or_its_update_is_made_to_the_end(at_s, steps):
     assert len(policy.steps) == steps
     assert policy.open is None
     assert (("abort",) in policy.events) == (steps == 0)
-
-
-def test_a_policy_that_can_do_it_in_one_call_is_asked_to():
-    policy = OneCall([])
-    assert made(policy).tokens == 2
-    assert policy.events == [("train", "run/3/0")]
-    # Its answer is lost: asked for again by the id, it is not made twice.
-    policy = OneCall([], faults={("answer", 0): OSError("lost")})
-    assert made(policy).tokens == 2
-    assert policy.events == [("train", "run/3/0")] * 2
-    assert policy.steps == [(4, 5)]
-    # It fails twice: undone, and made under another id.
-    policy = OneCall([], faults={("train", n): OSError("failed") for n in range(2)})
-    assert made(policy).tokens == 2
-    assert policy.events == [("train", "run/3/0")] * 2 + [("abort",), ("train", "run/3/1")]
 
 
 def test_a_training_that_hangs_after_a_cancellation_loses_the_ranks():

@@ -32,18 +32,21 @@ samplers = st.one_of(
 STEPS = 8
 
 
-@given(samplers, sizes, seeds, some_useless, st.integers(1, 4), st.integers(1, 6))
-@settings(max_examples=150, deadline=None)
+@given(samplers, sizes, seeds, some_useless, st.integers(1, 4), st.integers(1, 6), st.data())
+@settings(max_examples=200, deadline=None)
 def test_a_run_with_the_required_capacity_always_goes_on(
-    sampler, size, seed, useless, minibatches, concurrency
+    sampler, size, seed, useless, minibatches, concurrency, data
 ):
     window = sampler.max_staleness
     minibatches = minibatches if window is None else min(minibatches, window + 1)
+    # An outer step's groups, as the settings of a controller require.
+    capacity = max(sampler.required_capacity(size), minibatches * size)
+    # Groups that train one by one need fewer: a lease frees the place.
+    less = data.draw(st.integers(0, capacity - 1)) if minibatches == 1 else 0
     run = SampledRun(
         sampler,
         groups_per_step=size,
-        # An outer step's groups, as the settings of a controller require.
-        capacity=max(sampler.required_capacity(size), minibatches * size),
+        capacity=capacity - less,
         seed=seed,
         minibatches=minibatches,
         concurrency=concurrency,
@@ -56,25 +59,6 @@ def test_a_run_with_the_required_capacity_always_goes_on(
     assert not useless & set(taken)
 
 
-ALL = [
-    StrictSampler(),
-    WindowedSampler(1, gated=False, abort_stale=True),
-    FirstReadySampler(),
-    WindowedSampler(2),
-    WindowedSampler(2, order="oldest"),
-    InOrderSampler(0),
-    InOrderSampler(2),
-]
-
-
-@pytest.mark.parametrize("sampler", ALL, ids=lambda sampler: sampler.name)
-def test_groups_that_train_one_by_one_need_fewer_places_than_a_step_has_groups(sampler):
-    """A lease frees the place. What is required is what the window lets start ahead."""
-    for seed in range(10):
-        for capacity in (1, 3):
-            SampledRun(sampler, groups_per_step=3, capacity=capacity, seed=seed).steps(STEPS)
-
-
 @pytest.mark.parametrize("sampler", [WindowedSampler(2), InOrderSampler(2)])
 def test_the_required_capacity_holds_all_that_a_sampler_lets_start(sampler):
     for less in (0, 1):
@@ -85,19 +69,6 @@ def test_the_required_capacity_holds_all_that_a_sampler_lets_start(sampler):
         assert run.buffer.counts.generating == sampler.required_capacity(2) - less
 
 
-def in_order_run(seed, *, window, size, useless, minibatches=1, less=0, concurrency=1000):
-    sampler = InOrderSampler(window)
-    return SampledRun(
-        sampler,
-        groups_per_step=size,
-        capacity=sampler.required_capacity(size) - less,
-        seed=seed,
-        useless=useless,
-        minibatches=minibatches,
-        concurrency=concurrency,
-    )
-
-
 @given(st.integers(0, 3), sizes, some_useless, st.data())
 @settings(max_examples=60, deadline=None)
 def test_in_order_trains_the_same_groups_of_the_same_weights_in_every_run(
@@ -106,15 +77,16 @@ def test_in_order_trains_the_same_groups_of_the_same_weights_in_every_run(
     minibatches = data.draw(st.integers(1, window + 1))
     less = data.draw(st.integers(0, window * size))
     found = []
+    sampler = InOrderSampler(window)
     for _ in range(3):
-        run = in_order_run(
-            data.draw(seeds),
-            window=window,
-            size=size,
+        run = SampledRun(
+            sampler,
+            groups_per_step=size,
+            capacity=sampler.required_capacity(size) - less,
+            seed=data.draw(seeds),
             useless=useless,
             minibatches=minibatches,
             concurrency=data.draw(st.integers(1, 8)),
-            less=less,
         )
         found.append(run.steps(STEPS))
         assert run.worst <= window
@@ -124,39 +96,25 @@ def test_in_order_trains_the_same_groups_of_the_same_weights_in_every_run(
     assert taken == [each for each in range(taken[-1] + 1) if each not in useless]
 
 
-def test_first_ready_has_no_bound_of_staleness_and_strict_has_none_at_all():
-    worst = [
-        SampledRun(FirstReadySampler(), groups_per_step=1, capacity=6, seed=seed)
-        for seed in range(20)
-    ]
-    for run in worst:
-        run.steps(30)
-    assert max(run.worst for run in worst) > 6
-    strict = SampledRun(StrictSampler(), groups_per_step=2, capacity=9, seed=1)
-    strict.steps(30)
-    assert strict.worst == 0
-
-
-def test_groups_beyond_the_window_are_aborted_and_steps_take_those_of_their_window():
-    aborted = []
+@pytest.mark.parametrize(
+    ("make", "size", "capacity", "worst", "given_up"),
+    [
+        (lambda seed: FirstReadySampler(), 1, 6, range(7, 1000), ""),
+        (lambda seed: StrictSampler(), 2, 9, range(1), ""),
+        (lambda seed: WindowedSampler(1), 2, 4, range(2), "evicted"),
+        (lambda seed: WindowedSampler(1, gated=seed < 10, abort_stale=True), 2, 8, [1], "aborted"),
+    ],
+    ids=["first_ready", "strict", "windowed", "aborting"],
+)
+def test_bounds_are_reached_and_what_is_beyond_them_is_given_up(
+    make, size, capacity, worst, given_up
+):
+    runs = []
     for seed in range(20):
-        run = SampledRun(
-            WindowedSampler(1, gated=seed % 2 == 0, abort_stale=True),
-            groups_per_step=2,
-            capacity=8,
-            seed=seed,
-        )
-        run.steps(20)
-        assert run.worst <= 1
-        aborted.append(run.buffer.counts.aborted)
-    assert min(aborted[1::2]) > 0
-
-
-def test_a_group_beyond_the_window_is_evicted_and_another_takes_its_place():
-    evicted = []
-    for seed in range(20):
-        run = SampledRun(WindowedSampler(1), groups_per_step=2, capacity=4, seed=seed)
-        run.steps(20)
-        assert run.worst <= 1
-        evicted.append(run.buffer.counts.evicted)
-    assert max(evicted) > 0
+        runs.append(SampledRun(make(seed), groups_per_step=size, capacity=capacity, seed=seed))
+        runs[-1].steps(25)
+    assert max(run.worst for run in runs) in worst
+    counts = [getattr(run.buffer.counts, given_up or "evicted") for run in runs]
+    assert (max(counts) > 0) == bool(given_up)
+    if given_up == "aborted":
+        assert min(counts[10:]) > 0

@@ -8,17 +8,14 @@ from custom_samplers import Answers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_idempotent.rl.controller.buffer import GroupBuffer
-from megatron_idempotent.rl.controller.protocol import Admission, Held, Sampler
+from megatron_idempotent.rl.controller.protocol import Admission, Generating, Held, Sampler
 from megatron_idempotent.rl.controller.samplers import (
     FirstReadySampler,
     InOrderSampler,
     SamplerError,
     StrictSampler,
     WindowedSampler,
-    checked_abort,
-    checked_evict,
-    checked_select,
+    chosen,
     load_sampler,
 )
 from megatron_idempotent.rl.metrics.loggers import SettingsError
@@ -27,113 +24,39 @@ windows = st.integers(0, 3)
 counts = st.integers(0, 6)
 
 
-class ReadyThatCounts:
-    """A buffer's groups, and how many of them were looked at."""
-
-    def __init__(self, ready):
-        self._ready, self.looked_at = ready, 0
-
-    def __getattr__(self, name):
-        return getattr(self._ready, name)
-
-    def _seen(self, groups):
-        for held in groups:
-            self.looked_at += 1
-            yield held
-
-    def __iter__(self):
-        return self._seen(self._ready)
-
-    def of_version(self, version):
-        return self._seen(self._ready.of_version(version))
-
-    def by_id(self):
-        return self._seen(self._ready.by_id())
+KINDS = {
+    "freshest": WindowedSampler,
+    "oldest": lambda window: WindowedSampler(window, order="oldest"),
+    "aborting": lambda window: WindowedSampler(window, abort_stale=True),
+    "strict": lambda window: StrictSampler(),
+    "first_ready": lambda window: FirstReadySampler(),
+    "in_order": InOrderSampler,
+}
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @given(contents, windows, versions, counts)
-def test_windowed_selects_the_freshest_or_the_oldest_of_the_eligible(
-    groups, window, version, count
+def test_a_sampler_selects_evicts_and_aborts_what_its_kind_says(
+    kind, groups, window, version, count
 ):
     ready = filled(groups).ready
-    eligible = [held for held in ready if 0 <= version - held.version <= window]
-    by_lag = sorted(eligible, key=lambda held: (version - held.version, held.arrival))
-    for order, expected in (("freshest", by_lag), ("oldest", eligible)):
-        sampler = WindowedSampler(window, order=order)
-        found = checked_select(sampler, ready, version=version, count=count)
-        assert list(found) == expected[:count]
+    window, sampler = (0 if kind == "strict" else window), KINDS[kind](window)
+    in_window = [held for held in ready if 0 <= version - held.version <= window]
+    limit = min((each.id for each in ready.generating()), default=100)
+    expected = {
+        "first_ready": list(ready),
+        "in_order": sorted((held for held in ready if held.id < limit), key=lambda held: held.id),
+        "oldest": in_window,
+    }.get(kind, sorted(in_window, key=lambda held: (version - held.version, held.arrival)))
+    found = chosen(sampler, "select", ready, version=version, count=count)
+    assert list(found) == expected[:count]
 
-
-@given(contents, windows, versions)
-def test_windowed_evicts_exactly_what_no_step_will_take_any_more(groups, window, version):
-    buffer = filled(groups)
-    stale = checked_evict(WindowedSampler(window), buffer.ready, version=version)
-    assert set(stale) == {held for held in buffer.ready if version - held.version > window}
-    assert not {held.id for held in stale} & set(buffer.generating_ids)
-
-
-@given(contents, versions, counts)
-def test_strict_selects_groups_of_the_very_weights_that_train(groups, version, count):
-    ready = filled(groups).ready
-    found = checked_select(StrictSampler(), ready, version=version, count=count)
-    assert list(found) == [held for held in ready if held.version == version][:count]
-
-
-@given(contents, versions, counts)
-def test_first_ready_selects_by_arrival_alone_and_evicts_nothing(groups, version, count):
-    ready = filled(groups).ready
-    sampler = FirstReadySampler()
-    assert checked_select(sampler, ready, version=version, count=count) == tuple(ready)[:count]
-    assert checked_evict(sampler, ready, version=version) == ()
-
-
-@given(contents, windows, versions, counts)
-def test_in_order_selects_by_id_and_nothing_above_an_unfinished_group(
-    groups, window, version, count
-):
-    buffer = filled(groups)
-    sampler = InOrderSampler(window)
-    limit = min(buffer.unfinished_ids, default=100)
-    expected = [held for held in buffer.ready.by_id() if held.id < limit][:count]
-    assert list(checked_select(sampler, buffer.ready, version=version, count=count)) == expected
-    assert checked_evict(sampler, buffer.ready, version=version) == ()
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        WindowedSampler(2),
-        WindowedSampler(2, order="oldest"),
-        StrictSampler(),
-        FirstReadySampler(),
-        InOrderSampler(2),
-    ],
-    ids=lambda sampler: sampler.name,
-)
-def test_selecting_looks_at_no_more_groups_than_it_needs(sampler):
-    buffer = filled([(place, place % 7) for place in range(500)])
-    ready = ReadyThatCounts(buffer.ready)
-    assert len(sampler.select(ready, version=6, count=2)) == 2
-    # "oldest" compares the first groups of the three versions in its window.
-    assert ready.looked_at <= 2 + 3
-    ready.looked_at = 0
-    stale = sampler.evict(ready, version=6)
-    assert ready.looked_at == len(stale)
-
-
-@given(contents, windows, versions)
-def test_windowed_aborts_what_no_step_would_take_once_it_is_complete(groups, window, version):
-    # Here a group's version is that of its start; those with none start with version 3.
-    buffer = GroupBuffer(len(groups) + 1)
-    for group_id, started_with in groups:
-        buffer.reserve(group_id, version=3 if started_with is None else started_with)
-    running = list(buffer.ready.generating())
-    stale = [each for each in running if version - each.version > window]
-    aborting = WindowedSampler(window, abort_stale=True)
-    found = checked_abort(aborting, buffer.ready, version=version)
-    assert set(found) == set(stale)
-    assert checked_abort(WindowedSampler(window), buffer.ready, version=version) == ()
-    assert checked_abort(FirstReadySampler(), buffer.ready, version=version) == ()
+    stale = {held for held in ready if version - held.version > window}
+    evicted = chosen(sampler, "evict", ready, version=version)
+    assert set(evicted) == (set() if kind in ("first_ready", "in_order") else stale)
+    late = {each for each in ready.generating() if version - each.version > window}
+    aborted = chosen(sampler, "abort", ready, version=version)
+    assert set(aborted) == (late if kind == "aborting" else set())
 
 
 def test_a_window_without_a_gate_lets_all_start_that_could_train_in_it():
@@ -182,7 +105,10 @@ def test_samplers_are_loaded_by_name_or_by_path():
     custom = load_sampler("custom_samplers:NewestIds", shift=2)
     assert (custom.name, custom.places, custom.shift) == ("newest_ids", 3, 2)
     buffer = filled([(0, 0), (4, 0), (1, 0)])
-    assert [held.id for held in checked_select(custom, buffer.ready, version=0, count=2)] == [4, 1]
+    assert [held.id for held in chosen(custom, "select", buffer.ready, version=0, count=2)] == [
+        4,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -222,40 +148,41 @@ def test_what_is_no_sampler_is_told_what_is_known(name, options, message):
 
 
 KNOWN, OTHER = (Held(id=n, arrival=n, version=0) for n in (0, 1))
-UNKNOWN = Held(id=7, arrival=7, version=0)
+RUNNING = Generating(id=2, started=2, version=2)
 
 
+@pytest.mark.parametrize("method", ["select", "evict", "abort"])
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([KNOWN, UNKNOWN], r"returned Held\(id=7, .*, which is not among the 2 ready groups"),
-        (
-            [Held(id=0, arrival=0, version=3)],
-            "returned .*version=3., which is not among the 2 ready groups",
-        ),
-        ([0], "returned 0, which is not among"),
-        ([KNOWN, KNOWN], "returned group 0 twice"),
-        (None, "returned a NoneType; return the groups, or an empty list"),
+        ([Held(id=7, arrival=7, version=0)], r"Held\(id=7, .*, which is not"),
+        ([Held(id=0, arrival=0, version=3)], r".*version=3\), which is not"),
+        ([Generating(id=2, started=2, version=1)], r".*version=1\), which is not"),
+        ([Held(id=3, arrival=2, version=0)], r".*id=3, .*, which is not"),
+        ([0], "0, which is not"),
+        ([[]], r"\[\], which is not"),
+        ("twice", r"group \d twice; return each once"),
+        (None, "a NoneType; return the groups, or an empty list"),
     ],
 )
-def test_a_wrong_answer_is_an_error_that_names_the_sampler(answer, message):
-    ready, sampler = filled([(0, 0), (1, 0)]).ready, Answers(answer)
-    with pytest.raises(SamplerError, match=f"sampler answers: select {message}"):
-        checked_select(sampler, ready, version=0, count=5)
-    with pytest.raises(SamplerError, match=f"sampler answers: evict {message}"):
-        checked_evict(sampler, ready, version=0)
+def test_a_wrong_answer_is_an_error_that_names_the_sampler(method, answer, message):
+    buffer = filled([(0, 0), (1, 0), (2, None), (3, 0)])
+    buffer.lease([3])  # it is in the open step, and not ready
+    twice = [RUNNING if method == "abort" else KNOWN] * 2
+    sampler = Answers(twice if answer == "twice" else answer)
+    with pytest.raises(SamplerError, match=f"sampler answers: {method} returned {message}") as told:
+        chosen(
+            sampler, method, buffer.ready, version=0, **{"count": 5} if method == "select" else {}
+        )
+    among = "being generated" if method == "abort" else "among the 2 ready groups"
+    assert among in str(told.value) or "which" not in message
 
 
-def test_more_groups_than_were_asked_for_are_an_error():
-    ready, sampler = filled([(0, 0), (1, 0)]).ready, Answers([KNOWN, OTHER])
-    assert checked_select(sampler, ready, version=0, count=2) == (KNOWN, OTHER)
-    with pytest.raises(SamplerError, match="sampler answers selected 2 groups of 1"):
-        checked_select(sampler, ready, version=0, count=1)
-    assert checked_evict(sampler, ready, version=0) == (KNOWN, OTHER)
-
-
-def test_a_group_in_the_open_step_is_not_ready():
-    buffer = filled([(0, 0), (1, 0)])
-    buffer.lease([0])
-    with pytest.raises(SamplerError, match=r"id=0.*not among the 1 ready groups"):
-        checked_select(Answers([KNOWN]), buffer.ready, version=0, count=2)
+def test_right_answers_are_taken_but_not_more_than_were_asked_for():
+    ready, sampler = filled([(0, 0), (1, 0), (2, None)]).ready, Answers([KNOWN, OTHER])
+    for named in ({"count": 2}, {"count": 3}):
+        assert chosen(sampler, "select", ready, version=0, **named) == (KNOWN, OTHER)
+    with pytest.raises(SamplerError, match="sampler answers: select returned 2 groups of 1 that"):
+        chosen(sampler, "select", ready, version=0, count=1)
+    assert chosen(sampler, "evict", ready, version=0) == (KNOWN, OTHER)
+    assert chosen(Answers([RUNNING]), "abort", ready, version=0) == (RUNNING,)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from toy import Toy, ToyStore, conserved, run_virtually
+from toy_faults import FaultyPlane, cut_off
 
 from megatron_idempotent.rl.controller import (
     ControllerSettings,
@@ -61,35 +62,23 @@ def test_a_group_trains_while_others_are_still_generated():
 
 
 def test_one_finish_and_one_clearing_per_optimizer_step_and_one_publish_per_outer_step():
-    class Plane:
-        """Notes what is cleared."""
+    noted = []
 
-        def __init__(self):
-            self.groups, self.cleared = {}, []
+    async def clear(real, group_ids):
+        noted.append(list(group_ids))
+        await real(group_ids)
 
-        async def put(self, group):
-            self.groups[group.id] = group
-
-        async def get(self, group_id):
-            return self.groups[group_id]
-
-        async def clear(self, group_ids):
-            self.cleared.append(list(group_ids))
-
-        async def close(self):
-            pass
-
-    plane = Plane()
+    plane = FaultyPlane(clear=clear)
     toy = Toy(groups=2, minibatches=3, plane=plane).run(6)
     assert [event[0] for event in toy.kinds("finish", "publish")] == (
         ["publish"] + (["finish"] * 3 + ["publish"]) * 2
     )
     assert [version for _, version in toy.kinds("publish")] == [0, 3, 6]
     evicted = toy.status.counts["evicted"]
-    cleared = [group_id for ids in plane.cleared for group_id in ids]
+    cleared = [group_id for ids in noted for group_id in ids]
     assert len(cleared) == len(set(cleared)) == 12 + evicted
     steps = [sorted(step) for step in toy.policy.steps]
-    assert [ids for ids in plane.cleared if ids in steps] == steps
+    assert [ids for ids in noted if ids in steps] == steps
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -279,16 +268,7 @@ def test_prompts_that_have_run_out_are_all_trained_and_the_last_weights_publishe
 
 def test_prompts_that_were_being_answered_at_a_checkpoint_are_asked_again_behind_it():
     store = ToyStore()
-    first = Toy(groups=3, store=store)
-
-    async def main():
-        running = asyncio.ensure_future(first.controller.run(9))
-        while (await first.controller.ping()).counts["generating"] < 4:
-            await asyncio.sleep(0.05)
-        await first.controller.drain()
-        await running
-
-    run_virtually(main())
+    cut_off(Toy(groups=3, store=store), lambda status: status.counts["generating"] >= 4)
     asked = store.kept["buffer"]["unfinished"]
     assert asked
     second = Toy(groups=3, store=store)

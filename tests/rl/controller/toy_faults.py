@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
+import functools
 
-from toy import ToyStore, conserved
+from toy import Toy, ToyStore, conserved, run_virtually
+
+from megatron_idempotent.rl.controller import InOrderSampler, MemoryPlane
 
 BAD = RuntimeError("bad")
 
@@ -19,8 +20,14 @@ def once(toy, steps=5, groups=2):
     assert conserved(toy.status)
 
 
+@functools.cache
+def clean_steps(count, groups=2):
+    """Train undisturbed and in order; return the groups of each step."""
+    return Toy(sampler=InOrderSampler(1), groups=groups).run(count).policy.steps
+
+
 class RealStore(ToyStore):
-    """Brings the toy policy back to the checkpoint, as fresh ranks are."""
+    """Brings the toy policy back to the checkpoint, as fresh ranks are; some restores fail."""
 
     def __init__(self, failures=()):
         super().__init__()
@@ -36,40 +43,105 @@ class RealStore(ToyStore):
         return await super().restore()
 
 
-def stored(toy):
+def stored(failures=(), **more):
+    """A toy with such a store."""
+    toy = Toy(store=RealStore(failures), **more)
     toy.store.toy = toy
     return toy
 
 
+class FaultyPlane(MemoryPlane):
+    """Awaits `faults[method](real, argument)` in the place of a method."""
+
+    def __init__(self, **faults):
+        super().__init__()
+        for method, fault in faults.items():
+            setattr(self, method, functools.partial(fault, getattr(self, method)))
+
+
+def fails(times, *, after=False):
+    """Raise so many times, before or after the call is carried out."""
+    left = [OSError("connection reset") for _ in range(times)]
+
+    async def call(real, argument):
+        if left and not after:
+            raise left.pop()
+        result = await real(argument)
+        if left:
+            raise left.pop()
+        return result
+
+    return call
+
+
+def loses(*ids):
+    """Have no such groups."""
+
+    async def call(real, group_id):
+        if group_id in ids:
+            raise KeyError(group_id)
+        return await real(group_id)
+
+    return call
+
+
+def takes(seconds):
+    """Return so much later."""
+
+    async def call(real, argument):
+        await real(argument)
+        await asyncio.sleep(seconds)
+
+    return call
+
+
 async def when(toy, condition):
-    """Wait until the run stands so."""
-    while not condition(await toy.controller.ping()):
+    """Wait until the run stands so; a text is what it does."""
+    while True:
+        status = await toy.controller.ping()
+        if condition(status) if callable(condition) else status.doing.startswith(condition):
+            return
         await asyncio.sleep(0.05)
 
 
-def fails_once(toy, version, error):
-    """Let one publish of a version raise."""
-    publish, failed = toy.generator.publish, []
+def cut_off(toy, condition, *, how="drain", until=100, go_on=0):
+    """Run until the run stands so, and drain or cancel it; return its status.
 
-    async def fails(published):
-        if published == version and not failed:
-            failed.append(published)
-            await asyncio.sleep(1.0)
+    With `go_on` it is run to that version then, and `toy.status` is its last status.
+    """
+
+    async def main():
+        running = asyncio.ensure_future(toy.controller.run(until))
+        await when(toy, condition)
+        if how == "drain":
+            await toy.controller.drain()
+            await running
+        else:
+            running.cancel()
+            await asyncio.wait([running])
+            assert running.cancelled()
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+        status = await toy.controller.ping()
+        assert status.counts["generating"] == status.counts["leased"] == 0
+        assert (status.state, toy.policy.open) == ("ended", None)
+        assert conserved(status)
+        if go_on:
+            toy.status = await toy.controller.run(go_on)
+        return status
+
+    return run_virtually(main())
+
+
+def publish_raises(toy, error, *, versions, times=10**6, after_s=0.0):
+    """Let publishes of these versions raise, so many times."""
+    publish, left = toy.generator.publish, [times]
+
+    async def raises(version):
+        if version in versions and left[0]:
+            left[0] -= 1
+            await asyncio.sleep(after_s)
             raise error
-        return await publish(published)
+        return await publish(version)
 
-    toy.generator.publish = fails
-
-
-@contextlib.contextmanager
-def spinning_is_an_error():
-    def look(*_):
-        raise SystemExit("it spins")
-
-    before = signal.signal(signal.SIGALRM, look)
-    signal.alarm(5)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+    toy.generator.publish = raises
+    return left

@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("contract_calls", "contract_ranks")
+pytest.register_assert_rewrite("contract_ranks")

@@ -99,8 +99,8 @@ async def test_a_start_that_is_cancelled_as_the_last_rank_comes_leaves_nobody(
     await ranks.close()
     launcher = megatron_rank_pool._launcher
 
-    async def cancelled_then(server: embedded.Server, timeout_s: float) -> object:
-        found = await complete(server, timeout_s)
+    async def cancelled_then(server: embedded.Server, *waits: object) -> object:
+        found = await complete(server, *waits)
         asyncio.get_running_loop().call_soon(starting.cancel)  # before the start hears of it
         return found
 
@@ -137,7 +137,9 @@ async def test_a_start_that_is_cancelled_leaves_nobody_and_another_works(
     assert len(asyncio.all_tasks()) <= 2  # wait_for may run this in a task of its own
 
 
-@pytest.mark.parametrize("how", ["killed", "interrupted", "without close"])
+@pytest.mark.parametrize(
+    "how", ["killed", pytest.param("interrupted", marks=pytest.mark.exhaustive), "without close"]
+)
 def test_ranks_and_launcher_end_with_their_controller_however_it_ends(how) -> None:
     program = Path(__file__).with_name("embedded_controller_program.py")
     process = subprocess.Popen(

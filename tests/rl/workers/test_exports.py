@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,29 +25,21 @@ from megatron_idempotent.rl.workers import (
     WorkerSpec,
 )
 
-Scenario = Callable[[EmbeddedRanks, RemoteWeights], Awaitable[Any]]
 ONE = 64 * 32 * 4
 """Bytes of a tensor of float32: a bucket of one."""
 
 
-@pytest.fixture
-def with_ranks(megatron_rank_pool) -> Callable[..., Any]:
-    """Run a scenario with two ranks that export, and a limit."""
-
-    def run(scenario: Scenario, *, timeout_s: float = 30.0, **argument: Any) -> Any:
-        async def whole() -> Any:
-            spec = WorkerSpec(factory=FACTORY, argument={"seed": 3, **argument})
-            ranks = EmbeddedRanks(spec, 2, pool=megatron_rank_pool)
-            await ranks.start()
-            try:
-                loop = asyncio.get_running_loop()
-                return await scenario(ranks, RemoteWeights(ranks, loop, timeout_s=timeout_s))
-            finally:
-                await ranks.close()
-
-        return asyncio.run(asyncio.wait_for(whole(), 60))
-
-    return run
+@contextlib.asynccontextmanager
+async def exporting(pool, *, timeout_s: float = 30.0, **argument: Any):
+    """Two ranks that export, and their weights as the controller sees them."""
+    ranks = EmbeddedRanks(
+        WorkerSpec(factory=FACTORY, argument={"seed": 3, **argument}), 2, pool=pool
+    )
+    await ranks.start()
+    try:
+        yield ranks, RemoteWeights(ranks, asyncio.get_running_loop(), timeout_s=timeout_s)
+    finally:
+        await ranks.close()
 
 
 def collect(buckets: Iterator[Bucket]) -> list[Bucket]:
@@ -91,8 +84,8 @@ def infos() -> list[Any]:
     return [TensorInfo.of(name, tensor) for name, tensor in weights(3).items()]
 
 
-def test_tensors_and_buckets_come_as_rank_0_has_them(with_ranks) -> None:
-    async def scenario(ranks: EmbeddedRanks, source: RemoteWeights) -> None:
+async def test_tensors_and_buckets_come_as_rank_0_has_them(megatron_rank_pool) -> None:
+    async with exporting(megatron_rank_pool) as (_, source):
         assert await asyncio.to_thread(source.tensors) == tuple(infos())
         for bucket_bytes, sizes in ((ONE, [1, 1, 1, 1]), (2 * ONE, [2, 2]), (1 << 20, [4])):
             found = await asyncio.to_thread(collect, source.buckets(bucket_bytes=bucket_bytes))
@@ -105,13 +98,11 @@ def test_tensors_and_buckets_come_as_rank_0_has_them(with_ranks) -> None:
             sums = {name: each for bucket in found for name, each in bucket.checksums.items()}
             assert sums == {name: checksum(tensor) for name, tensor in weights(3).items()}
 
-    with_ranks(scenario)
 
-
-def test_an_export_that_is_closed_half_way_ends_on_all_ranks_and_another_can_begin(
-    with_ranks,
+async def test_an_export_that_is_closed_half_way_ends_on_all_ranks_and_another_can_begin(
+    megatron_rank_pool,
 ) -> None:
-    async def scenario(ranks: EmbeddedRanks, source: RemoteWeights) -> None:
+    async with exporting(megatron_rank_pool) as (ranks, source):
         unused = source.buckets(bucket_bytes=ONE)
         await asyncio.to_thread(unused.close)
         assert await ranks.call("fetched") == [0, 0]
@@ -127,35 +118,31 @@ def test_an_export_that_is_closed_half_way_ends_on_all_ranks_and_another_can_beg
         assert len(await asyncio.to_thread(collect, source.buckets(bucket_bytes=ONE))) == 4
         assert await ranks.call("fetched") == [12, 12]
 
-    with_ranks(scenario)
 
-
-def test_asking_on_the_loop_itself_is_an_error_and_not_a_deadlock(with_ranks) -> None:
-    async def scenario(ranks: EmbeddedRanks, source: RemoteWeights) -> None:
+async def test_asking_on_the_loop_itself_is_an_error_and_not_a_deadlock(megatron_rank_pool) -> None:
+    async with exporting(megatron_rank_pool) as (ranks, source):
         with pytest.raises(RuntimeError, match="in a thread"):
             source.tensors()
         with pytest.raises(ValueError, match="bucket_bytes=0"):
             source.buckets(bucket_bytes=0)
         assert await ranks.call("fetched") == [0, 0]
 
-    with_ranks(scenario)
-
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_lost_in_mid_export_is_the_callers_to_know(with_ranks, rank) -> None:
-    async def scenario(ranks: EmbeddedRanks, source: RemoteWeights) -> None:
+async def test_a_rank_that_is_lost_in_mid_export_is_the_callers_to_know(
+    megatron_rank_pool, rank
+) -> None:
+    async with exporting(megatron_rank_pool, fault="killed", rank=rank) as (_, source):
         buckets = source.buckets(bucket_bytes=ONE)
         with pytest.raises(RanksLost, match=rf"rank {rank} .*export_next\(\).*SIGKILL"):
             await asyncio.to_thread(collect, buckets)
         await asyncio.to_thread(buckets.close)  # nothing is left to be ended
 
-    with_ranks(scenario, fault="killed", rank=rank)
 
-
-def test_an_export_that_raises_on_rank_0_ends_on_all_ranks_and_can_be_made_again(
-    with_ranks,
+async def test_an_export_that_raises_on_rank_0_ends_on_all_ranks_and_can_be_made_again(
+    megatron_rank_pool,
 ) -> None:
-    async def scenario(ranks: EmbeddedRanks, source: RemoteWeights) -> None:
+    async with exporting(megatron_rank_pool, fault="raises", timeout_s=10.0) as (ranks, source):
         buckets = source.buckets(bucket_bytes=ONE)
         with pytest.raises(RankFailed, match=r"export_next\(\) raised .*c is not finite"):
             await asyncio.to_thread(collect, buckets)
@@ -163,19 +150,17 @@ def test_an_export_that_raises_on_rank_0_ends_on_all_ranks_and_can_be_made_again
         assert await ranks.call("fetched") == [4, 4]
         assert len(await asyncio.to_thread(collect, source.buckets(bucket_bytes=ONE))) == 4
 
-    with_ranks(scenario, fault="raises", timeout_s=10.0)
 
-
-def test_a_trainer_that_falls_silent_in_mid_export_is_given_up(with_ranks) -> None:
-    async def scenario(ranks: EmbeddedRanks, source: RemoteWeights) -> None:
+async def test_a_trainer_that_falls_silent_in_mid_export_is_given_up(megatron_rank_pool) -> None:
+    async with exporting(megatron_rank_pool, fault="silent", rank=1, timeout_s=1.0) as (_, source):
         with pytest.raises(RanksLost, match=r"export_next\(\) was not answered in 1.0 s"):
             await asyncio.to_thread(collect, source.buckets(bucket_bytes=ONE))
 
-    with_ranks(scenario, fault="silent", rank=1, timeout_s=1.0)
 
-
-def test_a_sync_brings_the_ranks_weights_to_an_engine_and_calls_pass_meanwhile(with_ranks) -> None:
-    async def scenario(ranks: EmbeddedRanks, source: RemoteWeights) -> None:
+async def test_a_sync_brings_the_ranks_weights_to_an_engine_and_calls_pass_meanwhile(
+    megatron_rank_pool,
+) -> None:
+    async with exporting(megatron_rank_pool) as (ranks, source):
         engine = Engine()
         sync = WeightSync([engine], settings=SyncSettings(bucket_bytes=ONE))
         updating = asyncio.ensure_future(sync.update(source, 1))
@@ -186,15 +171,13 @@ def test_a_sync_brings_the_ranks_weights_to_an_engine_and_calls_pass_meanwhile(w
         for name, tensor in weights(3).items():
             assert torch.equal(engine.weights[name], tensor)
 
-    with_ranks(scenario)
 
-
-def test_a_sync_whose_ranks_are_lost_raises_that_and_leaves_the_engine_serving(with_ranks) -> None:
-    async def scenario(ranks: EmbeddedRanks, source: RemoteWeights) -> None:
+async def test_a_sync_whose_ranks_are_lost_raises_that_and_leaves_the_engine_serving(
+    megatron_rank_pool,
+) -> None:
+    async with exporting(megatron_rank_pool, fault="killed") as (_, source):
         engine = Engine()
         sync = WeightSync([engine], settings=SyncSettings(bucket_bytes=ONE))
         with pytest.raises(RanksLost, match="rank 0"):
             await sync.update(source, 1)
         assert (engine.version, engine.paused) == (0, False)
-
-    with_ranks(scenario, fault="killed")

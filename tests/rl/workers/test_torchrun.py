@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -22,15 +24,12 @@ pytest.importorskip("torch")
 from contract_ranks import MakeRanks, RankContract, path_for_ranks
 from contract_worker import FACTORY
 
-from megatron_idempotent.rl.workers import (
-    RanksLost,
-    TorchrunRanks,
-    WorkerSpec,
-    rendezvous,
-    torchrun,
+from megatron_idempotent.rl.workers import RanksLost, TorchrunRanks, WorkerSpec, torchrun
+from megatron_idempotent.rl.workers.torchrun import (
+    ControllerAddress,
+    RendezvousError,
+    TorchrunRank,
 )
-from megatron_idempotent.rl.workers.rendezvous import RendezvousError
-from megatron_idempotent.rl.workers.torchrun import TorchrunRank
 
 HERE = Path(__file__).parent
 
@@ -159,19 +158,24 @@ def rank_0(tmp_path, monkeypatch) -> Callable[..., TorchrunRank]:
     return lambda *command, timeout_s=30.0: TorchrunRank(spec, tmp_path, command, timeout_s)
 
 
-def test_a_controller_that_ends_before_it_listens_is_told_with_its_exit_code(rank_0) -> None:
-    fails = (sys.executable, "-c", "raise SystemExit(4)")
-    with pytest.raises(RendezvousError, match=r"exit code 4 before it listened.*SystemExit\(4\)"):
-        rank_0(*fails)._find()
-    with pytest.raises(RendezvousError, match="exit code 127"):
-        rank_0("/no/such/program")._find()
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ((sys.executable, "-c", "raise SystemExit(4)"), r"code 4 before it listened.*SystemExit"),
+        (("/no/such/program",), "exit code 127"),
+        ((), "by hand"),
+    ],
+)
+def test_a_controller_that_does_not_come_is_an_error(rank_0, command, says) -> None:
+    with pytest.raises(RendezvousError, match=says):
+        rank_0(*command, timeout_s=30.0 if command else 0.1)._find()
 
 
 def test_a_controller_with_nothing_left_to_do_ends_the_ranks_well(rank_0) -> None:
     program = (
         "import os, sys; sys.exit('WORLD_SIZE' in os.environ or 'TORCHELASTIC' in str(os.environ))"
     )
-    assert rank_0(sys.executable, "-c", program)._find() == (None, 0)
+    assert rank_0(sys.executable, "-c", program)._find() is None
 
 
 def run_without_work(directory: str) -> int:
@@ -187,23 +191,6 @@ def run_without_work(directory: str) -> int:
 
 def test_ranks_whose_controller_has_nothing_left_to_do_end_well(megatron_ranks, tmp_path) -> None:
     assert megatron_ranks(1, run_without_work, str(tmp_path)) == [0]
-
-
-def test_a_controller_that_was_to_be_started_by_hand_and_is_not_there_is_an_error(rank_0) -> None:
-    with pytest.raises(RendezvousError, match="by hand"):
-        rank_0(timeout_s=0.1)._find()
-
-
-def test_a_controller_whose_ranks_do_not_come_says_how_many_did(tmp_path) -> None:
-    async def scenario() -> None:
-        ranks = TorchrunRanks(2, tmp_path, start_timeout_s=0.05)
-        with pytest.raises(RanksLost, match=r"of 2 ranks none came within 0.05 s.*--max-restarts"):
-            await ranks.start()
-        assert (tmp_path / "controller.json").exists()
-        await ranks.close()
-        assert not (tmp_path / "controller.json").exists()
-
-    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("number", "code"), [(None, 5), (signal.SIGTERM, 7)])
@@ -226,4 +213,86 @@ def test_a_controllers_end_is_filed_and_signals_reach_it(tmp_path, number, code)
     finally:
         process.kill()
         process.wait()
-    assert rendezvous.exit_code(tmp_path, "life") == code
+    assert torchrun.exit_code(tmp_path, "life") == code
+    assert torchrun.exit_code(tmp_path, "another") is None
+
+
+def an_address(address: tuple[str, int] = ("127.0.0.1", 1), **changes: Any) -> ControllerAddress:
+    fields = {"address": address, "token": "ab" * 32, "node": socket.gethostname(), "pid": 1}
+    return ControllerAddress(**{**fields, **changes})
+
+
+def kept(directory: Path, text: str, mode: int = 0o600) -> Path:
+    path = directory / torchrun.FILE
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "says"),
+    [
+        ('{"address": ["a', 0o600, "not complete.*remove it"),
+        ("", 0o600, "not complete.*remove it"),
+        ("[]", 0o600, "holds list.*remove it"),
+        ("{}", 0o600, "does not say where.*remove it"),
+        ('{"address": ["a", 1], "token": "zz", "node": "n", "pid": 1}', 0o600, "does not say"),
+        ("{}", 0o640, "mode 640"),
+    ],
+)
+def test_an_address_that_is_cut_short_or_open_to_others_is_not_trusted(
+    tmp_path, text, mode, says
+) -> None:
+    path = kept(tmp_path, text, mode)
+    with pytest.raises(RendezvousError, match=rf"{torchrun.FILE} .*{says}"):
+        ControllerAddress.read(tmp_path)
+    elsewhere = path.rename(tmp_path / "elsewhere")
+    path.symlink_to(elsewhere)
+    with pytest.raises(RendezvousError, match="cannot be read"):
+        ControllerAddress.read(tmp_path)
+
+
+def test_an_address_of_another_user_is_not_trusted(tmp_path, monkeypatch) -> None:
+    kept(tmp_path, "{}")
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(RendezvousError, match=rf"of user {other - 1}, and this is user {other}"):
+        ControllerAddress.read(tmp_path)
+
+
+async def test_a_controller_is_found_where_it_is_until_it_closes_and_says_who_came(
+    tmp_path,
+) -> None:
+    ranks = TorchrunRanks(2, tmp_path, start_timeout_s=0.05)
+    with pytest.raises(RanksLost, match=r"of 2 ranks none came within 0.05 s.*--max-restarts"):
+        await ranks.start()
+    found = ControllerAddress.read(tmp_path)
+    assert found is not None
+    assert (tmp_path / torchrun.FILE).stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == [torchrun.FILE]
+    other = an_address(found.address, token="cd" * 32)
+    assert await asyncio.to_thread(other.begin) is None
+    await ranks.close()
+    assert await asyncio.to_thread(found.begin) is None
+    assert ControllerAddress.read(tmp_path) is None
+
+
+async def test_the_address_of_another_controller_is_left_alone(tmp_path) -> None:
+    ranks = TorchrunRanks(1, tmp_path, start_timeout_s=0.05)
+    with pytest.raises(RanksLost):
+        await ranks.start()
+    other = an_address(run_id="y")
+    torchrun.write_private(tmp_path / torchrun.FILE, dataclasses.asdict(other))
+    await ranks.close()
+    assert ControllerAddress.read(tmp_path) == other
+
+
+def test_a_controller_that_lives_and_is_silent_is_not_given_a_second_one(monkeypatch) -> None:
+    monkeypatch.setattr(torchrun, "_PROBE_S", 0.2)
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        address = silent.getsockname()
+        with pytest.raises(RendezvousError, match=f"process id {os.getpid()} does not answer"):
+            an_address(address, pid=os.getpid()).begin()
+        dead = subprocess.Popen(["true"])
+        dead.wait()
+        assert an_address(address, pid=dead.pid).begin() is None
