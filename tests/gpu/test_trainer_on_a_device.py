@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
+from megatron_idempotent.rl.trainer.measure import MemoryLedger, MemoryReading, Stopwatch
+
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
-from megatron_idempotent.rl.trainer import launch
+from megatron_idempotent.rl.trainer import main as command
 from megatron_idempotent.rl.trainer.config import load_config
-from megatron_idempotent.rl.trainer.measure import MemoryLedger, MemoryReading, Stopwatch
 from megatron_idempotent.rl.trainer.output import prepare
 
 SMALL = (
@@ -34,7 +35,7 @@ def trained(out: Path, device: str, *more: str) -> list[dict[str, Any]]:
     """The metrics of a small run, without what the clock decides."""
     config = load_config(overrides=[*SMALL, *more, f"run.out={out}", f"run.device={device}"])
     job = prepare(config, resume=False, quiet=True)
-    launch.start_ranks(job)
+    command.start_ranks(job)
     assert (out / "model" / "model.safetensors").exists()
     return [
         {name: value for name, value in row.items() if not name.startswith("timing/")}

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from megatron_idempotent.rl.trainer.reference import with_current_table
 
 from megatron_idempotent.rl.trainer.config import (
     ASYNC,
@@ -18,7 +19,6 @@ from megatron_idempotent.rl.trainer.config import (
     load_config,
 )
 from megatron_idempotent.rl.trainer.main import main
-from megatron_idempotent.rl.trainer.reference import with_current_table
 from megatron_idempotent.settings import schema
 
 PAGE = Path(__file__).parents[3] / "docs" / "trainer.md"

@@ -6,8 +6,8 @@ import tracemalloc
 
 import pytest
 
-from megatron_idempotent.rl.trainer import checkpoint_dir
-from megatron_idempotent.rl.trainer.config import CheckpointError, OutputError, load_config
+from megatron_idempotent.rl.trainer import CheckpointError, OutputError, output
+from megatron_idempotent.rl.trainer.config import load_config
 from megatron_idempotent.rl.trainer.output import prepare, resume_state, seal_checkpoint
 
 
@@ -17,14 +17,12 @@ def make_run(tmp_path, *rollouts, **state):
     config = load_config(overrides=[f"run.out={out}"])
     prepare(config, resume=False, quiet=True)
     for number in rollouts:
-        unfinished = checkpoint_dir.unfinished_path(out / "checkpoints", number)
+        unfinished = output.unfinished_path(out / "checkpoints", number)
         (unfinished / "megatron").mkdir(parents=True)
         (unfinished / "megatron" / "weights").write_bytes(bytes(range(200)))
         (unfinished / "megatron" / "common").write_bytes(b"args")
         sealed = {"rollouts": number, "config": resume_state(config), **state}
-        checkpoint_dir.seal(
-            unfinished, checkpoint_dir.path_for(out / "checkpoints", number), sealed
-        )
+        output.seal(unfinished, output.checkpoint_path(out / "checkpoints", number), sealed)
     return config, out / "checkpoints"
 
 
@@ -34,15 +32,15 @@ def resume(config):
 
 def test_a_sealed_checkpoint_is_found_and_verified(tmp_path):
     config, checkpoints = make_run(tmp_path, 3, 12)
-    assert resume(config) == checkpoint_dir.path_for(checkpoints, 12)
-    assert checkpoint_dir.verify(checkpoint_dir.path_for(checkpoints, 3))["rollouts"] == 3
+    assert resume(config) == output.checkpoint_path(checkpoints, 12)
+    assert output.verify_checkpoint(output.checkpoint_path(checkpoints, 3))["rollouts"] == 3
 
 
 def test_a_checkpoint_without_its_marker_does_not_count(tmp_path):
     config, checkpoints = make_run(tmp_path, 3)
-    checkpoint_dir.unfinished_path(checkpoints, 6).mkdir()
-    checkpoint_dir.path_for(checkpoints, 9).mkdir()
-    assert resume(config) == checkpoint_dir.path_for(checkpoints, 3)
+    output.unfinished_path(checkpoints, 6).mkdir()
+    output.checkpoint_path(checkpoints, 9).mkdir()
+    assert resume(config) == output.checkpoint_path(checkpoints, 3)
 
 
 def flipped(file, at=None):
@@ -61,26 +59,26 @@ def flipped(file, at=None):
 )
 def test_a_damaged_checkpoint_names_the_file_and_the_older_one(tmp_path, damage, message):
     config, checkpoints = make_run(tmp_path, 3, 6)
-    damage(checkpoint_dir.path_for(checkpoints, 6) / "megatron" / "weights")
+    damage(output.checkpoint_path(checkpoints, 6) / "megatron" / "weights")
     with pytest.raises(CheckpointError, match=f"weights: {message}") as error:
         resume(config)
     assert "to resume from rollout-000003" in str(error.value)
-    assert checkpoint_dir.verify(checkpoint_dir.path_for(checkpoints, 3))["rollouts"] == 3
+    assert output.verify_checkpoint(output.checkpoint_path(checkpoints, 3))["rollouts"] == 3
 
 
 def test_a_damaged_list_names_itself_wherever_the_damage_is(tmp_path):
     config, checkpoints = make_run(tmp_path, 3)
-    marker = checkpoint_dir.path_for(checkpoints, 3) / checkpoint_dir.MARKER
-    whole, state = marker.read_bytes(), checkpoint_dir.verify(marker.parent)
+    marker = output.checkpoint_path(checkpoints, 3) / output.MARKER
+    whole, state = marker.read_bytes(), output.verify_checkpoint(marker.parent)
     told = []
     for place in range(40, len(whole), 17):  # after the name of its own hash
         flipped(marker, place)
         with pytest.raises(CheckpointError) as error:
-            checkpoint_dir.verify(marker.parent)
+            output.verify_checkpoint(marker.parent)
         told.append(str(error.value))
         marker.write_bytes(whole)
     assert all(f"{marker}: damaged" in each for each in told)
-    assert checkpoint_dir.verify(marker.parent) == state
+    assert output.verify_checkpoint(marker.parent) == state
     os.truncate(marker, 50)
     with pytest.raises(CheckpointError, match=r"COMPLETE.json: damaged .* no older checkpoint"):
         resume(config)
@@ -92,10 +90,10 @@ def test_the_initial_checkpoint_and_the_metrics_of_a_damaged_run_are_not_trusted
     initial.mkdir()
     (initial / "model.safetensors").write_bytes(bytes(100))
     (initial / "config.json").write_text("{}")
-    checkpoint_dir.write_sums(initial)
+    output.write_sums(initial)
     metrics = checkpoints.parent / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n{"step": 2}\n')
-    assert resume(config) == checkpoint_dir.path_for(checkpoints, 3)
+    assert resume(config) == output.checkpoint_path(checkpoints, 3)
     flipped(initial / "model.safetensors")
     advice = r"model.safetensors: .* remove .*model-initial, and an equal"
     with pytest.raises(CheckpointError, match=advice):
@@ -110,14 +108,14 @@ def test_the_initial_checkpoint_and_the_metrics_of_a_damaged_run_are_not_trusted
 
 
 def test_files_are_hashed_without_being_held_in_memory(tmp_path):
-    unfinished = checkpoint_dir.unfinished_path(tmp_path, 3)
+    unfinished = output.unfinished_path(tmp_path, 3)
     unfinished.mkdir()
     with (unfinished / "weights").open("wb") as file:
         file.truncate(1 << 26)  # a hole: no byte of it is on the disk
     tracemalloc.start()
     try:
-        checkpoint_dir.seal(unfinished, checkpoint_dir.path_for(tmp_path, 3), {"rollouts": 3})
-        assert checkpoint_dir.verify(checkpoint_dir.path_for(tmp_path, 3)) == {"rollouts": 3}
+        output.seal(unfinished, output.checkpoint_path(tmp_path, 3), {"rollouts": 3})
+        assert output.verify_checkpoint(output.checkpoint_path(tmp_path, 3)) == {"rollouts": 3}
         assert tracemalloc.get_traced_memory()[1] < 1 << 22
     finally:
         tracemalloc.stop()
@@ -125,8 +123,8 @@ def test_files_are_hashed_without_being_held_in_memory(tmp_path):
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
     _, checkpoints = make_run(tmp_path, 3, 6, 9)
-    checkpoint_dir.keep_newest(checkpoints, 2)
-    assert [path.name for path in checkpoint_dir.complete(checkpoints)] == [
+    output.keep_newest(checkpoints, 2)
+    assert [path.name for path in output.complete_checkpoints(checkpoints)] == [
         "rollout-000006",
         "rollout-000009",
     ]
@@ -134,22 +132,22 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
 
 def test_a_save_keeps_nothing_of_a_run_that_died_in_it_and_drops_the_oldest_checkpoints(tmp_path):
     config, checkpoints = make_run(tmp_path, 3, 6, 9)
-    unfinished = checkpoint_dir.unfinished_path(checkpoints, 12)
+    unfinished = output.unfinished_path(checkpoints, 12)
     unfinished.mkdir()
     (unfinished / "shard of another layout").write_bytes(b"half")
-    checkpoint_dir.make_empty(unfinished)
+    output.make_empty(unfinished)
     (unfinished / "weights").write_bytes(b"whole")
     seal_checkpoint(checkpoints, 12, config, digest="of the weights")
-    found = checkpoint_dir.complete(checkpoints)
+    found = output.complete_checkpoints(checkpoints)
     assert (
         found
-        == [checkpoint_dir.path_for(checkpoints, each) for each in (3, 6, 9, 12)][
+        == [output.checkpoint_path(checkpoints, each) for each in (3, 6, 9, 12)][
             -config.run.keep_checkpoints :
         ]
     )
     assert len(found) < 4
     assert resume(config) == found[-1]
-    assert checkpoint_dir.verify(found[-1])["weights sha256"] == "of the weights"
+    assert output.verify_checkpoint(found[-1])["weights sha256"] == "of the weights"
     assert not (found[-1] / "shard of another layout").exists()
 
 
@@ -164,7 +162,7 @@ def test_a_checkpoint_of_a_release_without_a_setting_has_its_default(tmp_path):
     now = resume_state(load_config(overrides=[f"run.out={tmp_path / 'run'}"]))
     older = {key: value for key, value in now.items() if not key.startswith("parallel.")}
     config, checkpoints = make_run(tmp_path, 3, config=older)
-    assert resume(config) == checkpoint_dir.path_for(checkpoints, 3)
+    assert resume(config) == output.checkpoint_path(checkpoints, 3)
     other = load_config(overrides=[f"run.out={config.run.out}", "parallel.tp=2"])
     with pytest.raises(CheckpointError, match=r"parallel.tp = 1, now it is 2; resume with"):
         resume(other)
@@ -175,7 +173,7 @@ def test_resuming_for_more_rollouts_or_in_other_chunks_is_allowed(tmp_path):
     free = ("run.rollouts=500", "optimizer.chunks_per_step=1")
     longer = load_config(overrides=[f"run.out={config.run.out}", *free])
     assert longer.optimizer.chunks_per_step != config.optimizer.chunks_per_step
-    assert resume(longer) == checkpoint_dir.path_for(checkpoints, 3)
+    assert resume(longer) == output.checkpoint_path(checkpoints, 3)
 
 
 def test_there_must_be_something_to_resume(tmp_path):
@@ -221,7 +219,5 @@ def test_runs_without_a_name_are_numbered_and_the_last_is_resumed(tmp_path, monk
 
 def test_the_seal_holds_the_hash_of_every_file(tmp_path):
     _, checkpoints = make_run(tmp_path, 3)
-    sealed = json.loads(
-        (checkpoint_dir.path_for(checkpoints, 3) / checkpoint_dir.MARKER).read_text()
-    )
+    sealed = json.loads((output.checkpoint_path(checkpoints, 3) / output.MARKER).read_text())
     assert sorted(sealed["files"]) == ["megatron/common", "megatron/weights"]

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_idempotent.rl.trainer.config import DataError
+from megatron_idempotent.rl.trainer import DataError
 from megatron_idempotent.rl.trainer.task import letters
 from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE, read_prompts, rollout_prompts
 

@@ -15,10 +15,11 @@ import torch
 from megatron_idempotent.rl.controller import RolloutGroup
 from megatron_idempotent.rl.engines import Sample
 from megatron_idempotent.rl.metrics.loggers import read_metrics
+from megatron_idempotent.rl.trainer import DataError
 from megatron_idempotent.rl.trainer.async_ranks import RankPolicy
 from megatron_idempotent.rl.trainer.async_run import last_version, make_settings
 from megatron_idempotent.rl.trainer.batch import Batch
-from megatron_idempotent.rl.trainer.config import DataError, load_config
+from megatron_idempotent.rl.trainer.config import load_config
 from megatron_idempotent.rl.trainer.layout import RankLayout
 from megatron_idempotent.rl.trainer.output import Job
 from megatron_idempotent.rl.trainer.report import make_loggers
