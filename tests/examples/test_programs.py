@@ -81,7 +81,7 @@ def test_staged_weights_draw_no_token_before_the_switch(program, capsys):
 
 
 def test_the_test_of_a_train_of_ones_own_passes(program, megatron_ranks):
-    """As `pytest examples/test_your_train.py` runs it; tests/proof/cpu has the plugin by itself."""
+    # `pytest examples/test_your_train.py` runs it; tests/proof/cpu has the plugin by itself.
     test = program("test_your_train").test_several_calls_have_the_bits_of_one
     (mark,) = test.pytestmark
     assert len(mark.args[1]) == 3

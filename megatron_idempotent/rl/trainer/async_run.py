@@ -103,15 +103,6 @@ def make_settings(config: Config) -> ControllerSettings:
     return settings
 
 
-def make_plane(config: Config) -> DataPlane:
-    """Make the data plane that the configuration names."""
-    if config.controller.plane == "memory":
-        return MemoryPlane()
-    from megatron_idempotent.rl.controller.data_plane import TransferQueuePlane
-
-    return TransferQueuePlane()
-
-
 def connect(config: Config) -> None:
     """Connect this process to Ray, if ranks, engines or groups are there; else do nothing.
 
@@ -168,17 +159,18 @@ async def _run(job: Job, prompts: PromptSet, pool: RankPool | None) -> bool:
         ranks = make_ranks(job, pool=pool)
         stack.push_async_callback(ranks.close)
         await ranks.start()
-        timeline = (
-            Timeline(tracks=("train", "weights", "rollouts"))
-            if job.config.controller.timeline
-            else None
-        )
+        timeline = None
+        if job.config.controller.timeline:
+            timeline = Timeline(tracks=("train", "weights", "rollouts"))
         last = job.config.last_version
         table = None if job.quiet else make_table(sys.stderr, until=last)
         controller = await _controller(job, prompts, ranks, timeline, table, stack)
         if timeline is not None:
             stack.push_async_callback(asyncio.to_thread, _save_timeline, timeline, job.out)
-        await _write_status(controller, job, stack)
+        try:
+            await stack.enter_async_context(StatusFile(controller.ping, job.out / STATUS_FILE))
+        except StatusError as error:
+            print(f"the run goes on without a status file: {error}", file=sys.stderr)
         if job.resume_from is not None:
             await controller.resume()
         if table is not None:
@@ -222,7 +214,11 @@ async def _controller(
     )
     stack.push_async_callback(fleet.close)
     positions = training_positions(config, prompts, tokenizer)
-    plane = make_plane(config)
+    plane: DataPlane = MemoryPlane()
+    if config.controller.plane == "transfer_queue":
+        from megatron_idempotent.rl.controller.data_plane import TransferQueuePlane
+
+        plane = TransferQueuePlane()
     stack.push_async_callback(plane.close)
     loggers = make_loggers(job, *([table] if table is not None else []), threaded=True)
     stack.push_async_callback(asyncio.to_thread, loggers.close)
@@ -244,13 +240,6 @@ async def _controller(
         timeline=timeline,
         evaluate=Evaluation(config, fleet, requests, scorer, prompts.held_out),
     )
-
-
-async def _write_status(controller: Controller, job: Job, stack: AsyncExitStack) -> None:
-    try:
-        await stack.enter_async_context(StatusFile(controller.ping, job.out / STATUS_FILE))
-    except StatusError as error:
-        print(f"the run goes on without a status file: {error}", file=sys.stderr)
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_configuration_survives_the_way_through_toml(tmp_path):
         ("parallel.tp=2 model.ffn=9", "parallel.tp is 2 and model.ffn is 9; allowed: a"),
         ("parallel.pp=2 model.layers=3", "parallel.pp x vpp is 2 and model.layers is 3"),
         ("parallel.pp=2 parallel.vpp=2", "parallel.pp x vpp is 4 and model.layers is 2"),
-        ("parallel.ep=2 model.num_experts=3", "parallel.ep is 2 and model.num_experts is 3; allo"),
+        ("parallel.ep=2 model.num_experts=3", "parallel.ep is 2 and model.num_experts is 3;"),
         (
             "parallel.tp=2 parallel.ep=2 model.num_experts=4",
             "parallel.ep is 2 and run.ranks / (tp x pp) is 1; allowed: a divisor",

@@ -1,4 +1,4 @@
-"""What a run shows: the bar, the lines, the curves, the table and its loggers."""
+"""The bar, the lines, the curves, the table and the loggers of a run."""
 
 import importlib
 import io

@@ -75,7 +75,7 @@ def rows(job):
 
 
 def digest(job, done=LAST):
-    """That of the weights in the checkpoint after so many rollouts or steps."""
+    """Return that of the weights in the checkpoint after so many rollouts or steps."""
     found = output.checkpoint_path(job.out / "checkpoints", done)
     return output.verify_checkpoint(found)["weights sha256"]
 
