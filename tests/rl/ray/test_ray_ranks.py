@@ -15,8 +15,8 @@ from contract_worker import Unreadable
 from megatron_idempotent.rl.workers.protocol import RanksLost, WorkerSpec
 from megatron_idempotent.rl.workers.ray import NodePlacement, RayRanks, places
 
-TOLD = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OF_THE_RUN"]
-SPEC = WorkerSpec(factory="ray_cases:Surroundings", argument=TOLD)
+TOLD = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+SPEC = WorkerSpec(factory="ray_cases:Surroundings", argument=[*TOLD, "OF_THE_RUN"])
 
 
 @pytest.fixture(scope="module")
