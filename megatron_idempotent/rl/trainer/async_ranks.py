@@ -14,7 +14,7 @@ from megatron_idempotent.rl.controller import LogprobsOf, StepOutcome
 from megatron_idempotent.rl.workers import EmbeddedRanks, Exports, RankGroup, WorkerSpec
 
 from .batch import Batch
-from .checkpoint import load_weights, run_digest, save_weights
+from .checkpoint import load_weights, save_weights
 from .layout import RankLayout
 from .output import Job
 from .policy import start_policy
@@ -66,13 +66,8 @@ class RankPolicy:
         self, step_id: str, batch: Batch, *, microbatch_id: str, last: bool
     ) -> None:
         """Run forward and backward of the batch's rows; see `controller.Policy.microbatch`."""
-        await self._call(
-            "microbatch",
-            step_id,
-            microbatch_id,
-            last,
-            per_rank=self._shares(batch),
-        )
+        shares = self._shares(batch)
+        await self._call("microbatch", step_id, microbatch_id, last, per_rank=shares)
 
     async def finish(self, step_id: str) -> StepOutcome:
         """Reduce gradients and update the weights; see `controller.Policy.finish`."""
@@ -104,24 +99,18 @@ class RankPolicy:
         return await self._ranks.call(method, *args, per_rank=per_rank, timeout_s=self._timeout_s)
 
 
-def make_worker(job: Job) -> PolicyWorker:
-    """Make the worker of one rank, as `WorkerSpec` asks for it. Collective."""
-    return PolicyWorker(job)
-
-
 class PolicyWorker(Exports):
     """Holds the policy on one rank, and carries out the controller's calls.
 
     All methods are collective: every rank of the default group is called, in the same order.
-    Example: `WorkerSpec(factory="megatron_idempotent.rl.trainer.async_ranks:make_worker",
+    Example: `WorkerSpec(factory="megatron_idempotent.rl.trainer.async_ranks:PolicyWorker",
     argument=job)`.
     """
 
     def __init__(self, job: Job) -> None:
         """Build the model and the optimizer of the run that the job describes."""
-        self._config = job.config
         self._policy = start_policy(job).policy
-        super().__init__(self._policy.source(shared=True))
+        super().__init__(self._policy.source())
 
     def begin(self, step_id: str) -> None:
         """Open an optimizer step."""
@@ -137,7 +126,7 @@ class PolicyWorker(Exports):
 
     def finish(self, step_id: str) -> StepOutcome:
         """Reduce gradients and update the weights; return the outcome over all ranks."""
-        result = self._policy.finish(step_id)
+        result = self._policy.step.finish(step_id)
         metrics: dict[str, float] = dict(result.metrics)
         metrics["learning_rate"] = result.lr
         if result.grad_norm is not None:
@@ -154,23 +143,23 @@ class PolicyWorker(Exports):
         """
         self.begin(step_id)
         try:
-            if self._policy.open_step_id == step_id:  # else it was made, and is asked for again
+            if (
+                self._policy.step.open_step_id == step_id
+            ):  # else it was made, and is asked for again
                 self.microbatch(step_id, f"{step_id}/0", True, batch)
             return self.finish(step_id)
         except Exception:
             # All ranks come here: the others hear of a failure where they would wait for this one.
-            self._policy.abort()
+            self._policy.step.abort()
             raise
 
     def abort(self, step_id: str | None) -> None:
         """Undo the open step, whatever its id: the controller has one at a time."""
-        self._policy.abort()
+        self._policy.step.abort()
 
     def save(self, directory: str, iteration: int) -> str:
         """Write Megatron's checkpoint; return the digest of the weights."""
-        with self._policy.weights() as modules:
-            save_weights(self._policy.stock, Path(directory), iteration=iteration)
-            return run_digest(modules, self._config)
+        return save_weights(self._policy, Path(directory), iteration=iteration)
 
     def load(self, directory: str) -> int:
         """Load Megatron's checkpoint; return the iteration that it was written with."""
@@ -181,7 +170,7 @@ class PolicyWorker(Exports):
         self._policy.save_hf(Path(directory))
 
 
-FACTORY = "megatron_idempotent.rl.trainer.async_ranks:make_worker"
+FACTORY = "megatron_idempotent.rl.trainer.async_ranks:PolicyWorker"
 #: Modules that the launcher imports once, so that no rank imports them when it starts.
 PRELOAD = (*PROGRAM_PRELOAD, "megatron_idempotent.rl.trainer.async_ranks")
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Coroutine, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from megatron_idempotent.rl.engines import EnginePool, Request, RolloutEngine, Sample
-from megatron_idempotent.rl.sync import SyncReport, SyncSettings, WeightSync, follow
-from megatron_idempotent.rl.weights import WeightSource
+from megatron_idempotent.rl.controller import Fleet
+from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
+from megatron_idempotent.rl.sync import SyncSettings, follow
+from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightSource
 from megatron_idempotent.rl.weights.transports import (
     CudaIpcSender,
     DiskSender,
@@ -23,8 +24,6 @@ from megatron_idempotent.rl.weights.transports import (
 
 from .config import Config
 from .policy import MegatronPolicy
-
-Result = TypeVar("Result")
 
 
 class Engines:
@@ -37,53 +36,50 @@ class Engines:
         self,
         engines: Sequence[RolloutEngine],
         source: WeightSource,
+        config: Config,
         *,
         shared: bool,
-        settings: SyncSettings,
-        changed_only: bool,
-        request_timeout_s: float,
     ) -> None:
         """
         Args:
             engines: the engines that this rank speaks with; empty on other ranks than 0 if shared.
             source: reads the trainer's weights.
+            config: has the limits of a publish and of a request.
             shared: True if rank 0 samples for all ranks.
-            settings: limits of a publish.
-            changed_only: True to send only the weights that changed since the last publish.
-            request_timeout_s: seconds that one response may take.
         """
         # One loop for the whole run: connections and locks of engines belong to theirs.
         self._runner = asyncio.Runner()
-        self._engines = tuple(engines)
-        self._source = source
-        self._shared = shared
-        self._settings = settings
-        self._changed_only = changed_only
-        self._request_timeout_s = request_timeout_s
-        self._sync = WeightSync(engines, settings=settings) if engines else None
-        self._pool = EnginePool(engines, sync=self._sync) if engines else None
-        self._first_version: int | None = None
+        self._engines, self._source, self._shared = tuple(engines), source, shared
+        self._settings = sync_settings(config)
+        self._request_timeout_s = config.rollout.request_timeout_s
+        self._fleet: Fleet | None = None
+        if engines:
+            # Asked for samples alone: the loop makes groups of them, on each rank.
+            groups: Any = None
+            self._fleet = Fleet(
+                engines,
+                source=source,
+                requests=groups,
+                score=groups,
+                settings=self._settings,
+                changed_only=config.sync.changed_only,
+            )
 
-    def publish(self, version: int) -> SyncReport | None:
+    def publish(self, version: int) -> None:
         """Bring the current weights to all engines, as `version`; collective if they are shared.
 
-        Returns the report on ranks that have engines. Engines that could not be updated, or are
-        quarantined, get no requests. Errors: those of `WeightSync.update`.
+        Engines that could not be updated, or are quarantined, get no requests. Errors: those of
+        `Fleet.publish`.
         """
-        if self._sync is None:
+        if self._fleet is None:
             follow(self._source, settings=self._settings)
-            return None
-        if self._first_version is None:
-            # Above those that engines serve, which may be another run's.
-            healths = self._run(self._sync.recover())
-            served = max((health.version or 0) for health in healths.values())
-            self._first_version = 1 + served - version
-        return self._run(self._bring(self._first_version + version))
+        else:
+            self._runner.run(self._fleet.publish(version))
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Sample]:
         """Draw a sample for each request, in their order; collective if engines are shared.
 
-        `publish` must have been called. Errors: those of `EnginePool.generate`; `TimeoutError`
+        `publish` must have been called. Errors: those of `Fleet.sample`; `TimeoutError`
         after `request_timeout_s`.
         """
         if not self._shared:
@@ -102,40 +98,85 @@ class Engines:
 
     def close(self) -> None:
         """Close all engines, and the event loop that they run in."""
-        try:
-            for engine in self._engines:
-                self._run(engine.close())
-        finally:
-            self._runner.close()
+        with self._runner:
+            if self._fleet is not None:
+                self._runner.run(self._fleet.close())
 
     def _generate(self, requests: Sequence[Request]) -> list[Sample]:
-        pool, first = self._pool, self._first_version
-        assert pool is not None
-        assert first is not None, "publish() comes before generate()"
+        fleet = self._fleet
+        assert fleet is not None
 
         async def one(request: Request) -> Sample:
             async with asyncio.timeout(self._request_timeout_s):
-                sample = await pool.generate(request)
-            versions = tuple(version - first for version in sample.versions)
-            return dataclasses.replace(sample, versions=versions)
+                return await fleet.sample(request)
 
         async def all_of_them() -> list[Sample]:
             return await asyncio.gather(*map(one, requests))
 
-        return self._run(all_of_them())
-
-    async def _bring(self, version: int) -> SyncReport:
-        assert self._sync is not None
-        assert self._pool is not None
-        report = await self._sync.update(self._source, version, changed_only=self._changed_only)
-        await self._pool.reprobe()
-        return report
-
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return self._runner.run(work)
+        return self._runner.run(all_of_them())
 
 
-MB = 1 << 20
+class SpreadWeights:
+    """Implements `WeightSource` for all ranks of a group, from a source for its first rank alone.
+
+    So each rank can have an engine of its own. Example: `SpreadWeights(weights, group)`.
+    """
+
+    def __init__(self, source: WeightSource, group: Any) -> None:
+        """Take a source that is collective in `group`; None is the default group."""
+        self._source, self._group = source, group
+
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """Return name, shape and type of all tensors; see `WeightSource.tensors`."""
+        return self._source.tensors()
+
+    def buckets(self, *, bucket_bytes: int) -> SpreadBuckets:
+        """Iterate over buckets with all tensors, on every rank; see `WeightSource.buckets`."""
+        return SpreadBuckets(
+            self._source.buckets(bucket_bytes=bucket_bytes), self.tensors(), self._group
+        )
+
+
+class SpreadBuckets(Iterator[Bucket]):
+    """Broadcasts the buckets of a source to all ranks of a group. Example: `next(buckets)`."""
+
+    def __init__(self, buckets: Iterator[Bucket], infos: Sequence[TensorInfo], group: Any) -> None:
+        self._buckets, self._group = buckets, group
+        self._infos = {info.name: info for info in infos}
+        self._first = 0 if group is None else dist.get_global_rank(group, 0)
+        self._ended = False
+
+    def __next__(self) -> Bucket:
+        if self._ended:
+            raise StopIteration
+        # Until it has come back: a collective that failed is not entered again.
+        self._ended = True
+        bucket = next(self._buckets, None)
+        if bucket is None:
+            raise StopIteration
+        told: list[Any] = [dict(bucket.checksums)]
+        dist.broadcast_object_list(told, self._first, group=self._group)
+        checksums: dict[str, int] = told[0]
+        tensors = dict(bucket.tensors)
+        for name in checksums:
+            if name not in tensors:
+                info = self._infos[name]
+                tensors[name] = torch.empty(info.shape, dtype=info.dtype, device="cuda")
+            # As bytes: backends do not take all types.
+            bytes_N = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+            dist.broadcast(bytes_N, self._first, group=self._group)
+        self._ended = False
+        return Bucket(index=bucket.index, tensors=tensors, checksums=checksums)
+
+    def close(self) -> None:
+        """Receive the buckets that are left, so that other ranks can end; may be called twice."""
+        for _ in self:
+            pass
+
+
+def sync_settings(config: Config) -> SyncSettings:
+    """Return the limits of a publish."""
+    return SyncSettings(bucket_bytes=config.sync.bucket_mb << 20)
 
 
 def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: Path) -> Engines:
@@ -151,12 +192,20 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
         engines = server_engines(config, out)
     return Engines(
         engines,
-        policy.source(shared=shared),
+        policy.source() if shared else _own_weights(policy),
+        config,
         shared=shared,
-        settings=SyncSettings(bucket_bytes=config.sync.bucket_mb * MB),
-        changed_only=config.sync.changed_only,
-        request_timeout_s=config.rollout.request_timeout_s,
     )
+
+
+def _own_weights(policy: MegatronPolicy) -> WeightSource:
+    """Return a source of all tensors on every rank.
+
+    They come from the ranks of its replica or, if experts are spread over replicas, from all ranks.
+    """
+    group = None if policy.config.parallel.ep > 1 else policy.replica.group
+    weights = policy.source(group)
+    return weights if dist.get_world_size(group) == 1 else SpreadWeights(weights, group)
 
 
 def _transformers(config: Config, checkpoint: Path, *, name: str) -> RolloutEngine:
