@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
-from megatron_idempotent.patching.install import state
 from megatron_idempotent.patching.base import PerProcessList
+from megatron_idempotent.patching.install import state
 from megatron_idempotent.patching.verify import verify_at_start
 
 #: A key of `patching.record.PROVIDED`.
