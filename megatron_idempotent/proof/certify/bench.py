@@ -404,8 +404,12 @@ class Bench:
             balance_mean=getattr(self.adapter, "balance_mean", False),
             mtp_sum="mtp" in self.layout.flags and moe.adds_up_mtp_losses(self.subject.config),
             share=(self.rank, self.ranks),
-            add=lambda own: dist.all_reduce(own, group=self._group),
+            add=self._add_up,
         )
+
+    def _add_up(self, own: Tensor) -> None:
+        # By itself: cloudpickle takes `torch.distributed.config` along where a function names both.
+        dist.all_reduce(own, group=self._group)
 
     def logprobs(self, rows: Rows) -> Tensor:
         """Compute the log-probability [B, T] of the token after each position, by definition."""
