@@ -64,7 +64,7 @@ class ReadyGroups:
 
     def by_id(self) -> Iterator[Held]:
         """Yield groups by id, ascending."""
-        return iter(sorted(self, key=lambda held: held.id))
+        return (self._ready[group_id] for group_id in sorted(self._ready))
 
     @property
     def lowest_unfinished(self) -> int | None:

@@ -338,7 +338,7 @@ class DataPlane(Protocol):
 
 
 class Ready(Protocol):
-    """Shows a sampler the complete groups in several orders, so that it need not scan them all."""
+    """Shows a sampler the complete groups, in several orders, and those being generated."""
 
     def __len__(self) -> int: ...
 

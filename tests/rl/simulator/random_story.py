@@ -374,7 +374,7 @@ class Teller:
         assert status.state == "ended"
         assert status.counts["generating"] == status.counts["leased"] == 0, status
         ready = {held.id for held in controller._shared.buffer.ready}
-        owed = controller._clearing._owed
+        owed = controller._stored._owed
         assert set(self.plane._groups) - ready <= owed, (set(self.plane._groups) - ready, owed)
         assert not owed & ready, (owed, ready)
 
