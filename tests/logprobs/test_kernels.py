@@ -10,7 +10,7 @@ import pytest
 #: Of the cases that torch is held to; others are asked for by -m exhaustive.
 CASES = 18
 #: Of those out of hidden states: small ones of each type, in one part and in many.
-OF_HIDDEN = (9, 17, 23, 33, 35)
+OF_HIDDEN = (9, 31, 33, 35, 71)
 
 
 def in_small_blocks(run: Callable[..., Any], *arguments: Any) -> Any:
@@ -47,10 +47,12 @@ def against_float64(first: int, last: int) -> list[bytes]:
             assert not launched
         seen |= set(launched)
     assert seen == {"launch_statistics", "launch_gradient"}
+    seen.clear()
     for seed in OF_HIDDEN:
         values, launched = launches(hidden_cases.within_bounds, "cases", seed)
-        assert launched
         found += values
+        seen |= set(launched)
+    assert seen == {"launch_statistics", "launch_gradient"}
     return found
 
 
