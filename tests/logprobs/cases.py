@@ -1,8 +1,8 @@
 """Random calls of `token_logprobs`, and what float64 says of them. Runs on a rank.
 
-A kind of calls is a module with functions `case`, `outputs`, `total` and `truth`: this one of one
-target, `several_targets`, and `divergences`. `within_bounds` holds a call of any kind to its
-bounds.
+A kind of calls is a module with functions `case`, `outputs`, `total` and `truth`: this one, of one
+target, `several_targets`, `sampled` and `divergences`. `within_bounds` holds a call of any kind to
+its bounds.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 #: Of the cases that torch is held to; others are asked for by -m exhaustive.
 CASES = 18
 #: Of those out of hidden states: small ones of each type, in one part and in many.
-OF_HIDDEN = (9, 17, 23, 33, 35)
+OF_HIDDEN = (9, 31, 33, 35, 71)
 
 
 def in_small_blocks(run: Callable[..., Any], *arguments: Any) -> Any:
@@ -47,10 +47,12 @@ def against_float64(first: int, last: int) -> list[bytes]:
             assert not launched
         seen |= set(launched)
     assert seen == {"launch_statistics", "launch_gradient"}
+    seen.clear()
     for seed in OF_HIDDEN:
         values, launched = launches(hidden_cases.within_bounds, "cases", seed)
-        assert launched
         found += values
+        seen |= set(launched)
+    assert seen == {"launch_statistics", "launch_gradient"}
     return found
 
 
@@ -147,11 +149,11 @@ def odd_values() -> None:
     from megatron_idempotent import token_logprobs
 
     torch.manual_seed(0)
-    whole = torch.randn(8, 150)
+    whole = torch.randn(8, 80)
     whole[1, 70] = torch.nan
-    whole[2, 149] = torch.inf
+    whole[2, 79] = torch.inf
     whole[3] = -torch.inf
-    whole[4, :80] = -torch.inf
+    whole[4, :64] = -torch.inf  # a whole segment
     whole[5, 9] = torch.nan  # the target
     whole[6, 9] = -torch.inf
     targets = torch.full((8,), 9)
@@ -246,7 +248,7 @@ def zeros_and_padding(ownership: str) -> None:
     from megatron_idempotent import token_logprobs
 
     torch.manual_seed(0)
-    columns, real = 300, 150  # padding has whole tiles and segments of its own
+    columns, real = 200, 80  # padding has whole tiles and segments of its own
     whole = torch.randn(3, 4, columns)
     dead = torch.zeros(3, 4, dtype=torch.bool)
     dead[0] = dead[1, 2] = dead[2, :3] = True
@@ -274,8 +276,8 @@ def zeros_and_padding(ownership: str) -> None:
         logp = torch.log_softmax(exact, -1)
         targets = torch.arange(12).view(3, 4)[used]
         (logp.gather(1, targets[:, None]).sum() - (logp.exp() * logp).sum()).backward()
-        # p of 150 columns times differences below 16, and float32's roundings of both.
-        bound = {"rtol": 2.0**-23 * 150, "atol": 2.0**-23 * 16}
+        # p of 80 columns times differences below 16, and float32's roundings of both.
+        bound = {"rtol": 2.0**-23 * 80, "atol": 2.0**-23 * 16}
         torch.testing.assert_close(leaf.grad[used][:, :real].double(), exact.grad, **bound)
 
 
@@ -292,10 +294,10 @@ def columns_apart() -> None:
     from megatron_idempotent import token_logprobs
 
     torch.manual_seed(0)
-    plain = torch.randn(5, 150)
-    leaf = torch.zeros(150, 5)
+    plain = torch.randn(5, 80)
+    leaf = torch.zeros(80, 5)
     leaf.copy_(plain.t())
-    apart = torch.zeros(5, 300)
+    apart = torch.zeros(5, 160)
     apart[:, ::2] = plain
     found = []
     for logits in (plain, leaf.t(), apart[:, ::2]):
@@ -358,11 +360,11 @@ def host_reads() -> list[list[str]]:
             return func(*args, **(kwargs or {}))
 
     torch.manual_seed(0)
-    mask = torch.rand(3, 4) < 0.6
-    temperature = torch.rand(3, 4) + 0.5
+    mask = torch.rand(2, 2) < 0.6
+    temperature = torch.rand(2, 2) + 0.5
     found = []
     for of_tokens in ({}, {"token_mask": mask}, {"token_mask": mask, "temperature": temperature}):
-        leaf = torch.randn(3, 4, 150, requires_grad=True)
+        leaf = torch.randn(2, 2, 80, requires_grad=True)
         listed: list[str] = []
         tolist = torch.Tensor.tolist
 
@@ -374,7 +376,7 @@ def host_reads() -> list[list[str]]:
         try:
             with Reads() as reads:
                 stats = token_logprobs(
-                    logits=leaf, targets=torch.arange(12).view(3, 4), entropy="grad", **of_tokens
+                    logits=leaf, targets=torch.arange(4).view(2, 2), entropy="grad", **of_tokens
                 )
                 (stats.logprob.sum() + stats.entropy.sum()).backward()
         finally:
