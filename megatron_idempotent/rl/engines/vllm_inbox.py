@@ -217,6 +217,8 @@ class Inbox:
 
     def began(self) -> None:
         """Note that the layers are being taken apart: until `finished` it must not serve."""
+        if self._updating:
+            self._torn = self._torn or "a commit was begun, and neither ended nor failed"
         self._loaded, self._updating = None, True
 
     def failed(self, error: BaseException) -> None:
@@ -229,7 +231,8 @@ class Inbox:
         self._updating = False
         if self._loaded is None:
             return
-        (update, weights), self._loaded, self._torn = self._loaded, None, ""
+        (update, weights), self._loaded = self._loaded, None
+        self._torn = self._half = ""
         if update is not None:
             self._version, self._committed = update.version, update.id
             self._served = weights if self._keep else None
@@ -255,7 +258,7 @@ class Inbox:
             "received": arrival.received if arrival is not None else 0,
             "failed": _described(arrival.error) if arrival is not None and arrival.error else None,
             "dirty": self.dirty,
-            "half": self._half if self.dirty else "",
+            "half": self._half,
             "updating": self._updating,
         }
 

@@ -380,15 +380,8 @@ def _look_at_error(staging: asyncio.Future[None]) -> None:
         staging.exception()
 
 
-#: The setting that limits a call.
-_LIMITS = {
-    "pause": "pause_timeout_s",
-    "commit": "commit_timeout_s",
-    "rollback": "commit_timeout_s",
-    "resume": "resume_timeout_s",
-    "wake": "resume_timeout_s",
-    "health": "resume_timeout_s",
-}
+#: Calls that have the limit of another.
+_LIMITED_AS = {"rollback": "commit", "wake": "resume", "health": "resume"}
 
 
 async def bounded(
@@ -398,13 +391,14 @@ async def bounded(
 
     Errors: the call's own; `EngineTimeout` naming the engine, the call and its limit.
     """
-    limit_s: float = getattr(settings, _LIMITS[what])
+    limit = f"{_LIMITED_AS.get(what, what)}_timeout_s"
+    limit_s: float = getattr(settings, limit)
     try:
         return await asyncio.wait_for(call, limit_s)
     except asyncio.TimeoutError as error:
         raise EngineTimeout(
             f"engine {engine.name} has not finished {what} in {limit_s:g} s; its health says what "
-            f"it did, and {_LIMITS[what]} is the limit"
+            f"it did, and {limit} is the limit"
         ) from error
 
 

@@ -186,21 +186,6 @@ def test_engines_that_are_quarantined_or_dead_get_nothing_until_they_are_back() 
     run(scenario())
 
 
-def test_requests_are_spread_evenly_over_many_engines() -> None:
-    async def scenario() -> None:
-        engines = [Engine(str(i)) for i in range(100)]
-        out = Out()
-        out.quarantined = {"7": "half", "8": "half"}
-        tasks = sent(pool(engines, sync=out), 300)
-        await asyncio.sleep(0)
-        assert sorted({len(engine.open) for engine in engines}) == [0, 3, 4]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    run(scenario())
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_happens_the_first_of_the_least_busy_engines_is_picked(seed: int) -> None:
     chance = random.Random(seed)

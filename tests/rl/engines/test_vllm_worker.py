@@ -113,6 +113,23 @@ def test_a_worker_is_dirty_from_a_commits_begin_to_its_end(worker: Worker) -> No
     worker.is_at(1, committed="u", holds={"u": 1}, updating=False)
     # The same again, for another worker that has failed.
     assert worker.commit() == ALL_NEW
+    worker.is_at(1, half="")
+    worker.inbox.began()
+    worker.is_at(1, dirty="under way", half="", updating=True)
+    worker.inbox.finished()
+    worker.is_at(1)
+
+
+def test_a_commit_that_was_begun_again_before_it_ended_may_have_loaded_weights(
+    worker: Worker,
+) -> None:
+    worker.stage(FIRST, NEW)
+    worker.inbox.began()
+    worker.inbox.to_load("u", restore=False)
+    worker.inbox.began()
+    worker.inbox.finished()
+    worker.is_at(None, dirty="neither ended nor failed", half="u")
+    assert worker.commit() == ALL_NEW
     worker.is_at(1)
 
 
