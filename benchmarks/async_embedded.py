@@ -94,7 +94,7 @@ async def measure(
     ranks = make_ranks(job)
     await ranks.start()
     tokenizer = make_tokenizer(config, prompts)
-    requests = RequestMaker.of(config, tokenizer)
+    requests = RequestMaker(config, tokenizer)
 
     async def score(group_id: int, prompt: Any, samples: Any) -> list[float]:
         rng = random.Random(group_id)

@@ -11,9 +11,9 @@ pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
-from megatron_idempotent.rl.trainer import launch
+from megatron_idempotent.rl.trainer import main as command
 from megatron_idempotent.rl.trainer.config import load_config
-from megatron_idempotent.rl.trainer.measure import MemoryLedger, MemoryReading, Stopwatch
+from megatron_idempotent.rl.trainer.loop import Stopwatch
 from megatron_idempotent.rl.trainer.output import prepare
 
 SMALL = (
@@ -34,7 +34,7 @@ def trained(out: Path, device: str, *more: str) -> list[dict[str, Any]]:
     """The metrics of a small run, without what the clock decides."""
     config = load_config(overrides=[*SMALL, *more, f"run.out={out}", f"run.device={device}"])
     job = prepare(config, resume=False, quiet=True)
-    launch.start_ranks(job)
+    command.start_ranks(job)
     assert (out / "model" / "model.safetensors").exists()
     return [
         {name: value for name, value in row.items() if not name.startswith("timing/")}
@@ -70,23 +70,17 @@ def test_it_trains_on_a_gpu_again_to_the_bit_with_its_memory_written_down(device
     assert learnt[0] == learnt[1]
 
 
-def test_the_ledger_says_what_a_phase_held_and_what_it_kept():
+def test_the_stopwatch_says_what_a_phase_held_and_what_it_kept():
     gib = 1 << 30
-    states = iter(
-        [
-            MemoryReading(allocated=2 * gib, reserved=3 * gib, peak=2 * gib),
-            MemoryReading(allocated=2 * gib, reserved=8 * gib, peak=7 * gib),
-            MemoryReading(allocated=2 * gib, reserved=8 * gib, peak=2 * gib),
-            MemoryReading(allocated=3 * gib, reserved=8 * gib, peak=4 * gib),
-        ]
-    )
+    readings = [(2, 3, 2), (2, 8, 7), (2, 8, 2), (3, 8, 4)]  # allocated, reserved, peak
+    states = iter([tuple(number * gib for number in each) for each in readings])
     resets = []
-    ledger = MemoryLedger(lambda: next(states), lambda: resets.append(1))
-    watch = Stopwatch(ledger)
+    watch = Stopwatch(lambda: next(states), lambda: resets.append(1))
     for name in ("generation", "policy_training"):
         with watch.phase(name):
             pass
-    assert watch.memory() == {
+    found = watch.metrics(tokens=1.0)
+    assert {name: found[name] for name in found if name.startswith("memory/")} == {
         "memory/train/generation_allocated_gib": 2.0,
         "memory/train/generation_reserved_gib": 8.0,
         "memory/train/generation_peak_gib": 7.0,
@@ -99,11 +93,11 @@ def test_the_ledger_says_what_a_phase_held_and_what_it_kept():
     assert len(resets) == 2, "each phase has a peak of its own"
 
 
-def test_a_cpu_has_no_ledger():
+def test_a_cpus_memory_is_not_measured():
     watch = Stopwatch()
     with watch.phase("generation"):
         pass
-    assert watch.memory() == {}
+    assert all(name.startswith("timing/") for name in watch.metrics(tokens=1.0))
 
 
 def test_a_run_that_asks_for_a_gpu_ends_with_one_line_where_there_is_none(

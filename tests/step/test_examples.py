@@ -182,7 +182,6 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "token_logprobs": token_logprobs,
         },
         "step/packs.py:all_positions": {"stats": SimpleNamespace(logprob=mask_BT)},
-        "rl/trainer/measure.py": {},
         "rl/weights/safetensors_io.py:SafetensorsFile": {
             "path": tmp_path / "model.safetensors",
             "TensorInfo": TensorInfo,

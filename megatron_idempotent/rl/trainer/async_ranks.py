@@ -14,7 +14,7 @@ from megatron_idempotent.rl.controller import LogprobsOf, StepOutcome
 from megatron_idempotent.rl.workers import EmbeddedRanks, Exports, RankGroup, WorkerSpec
 
 from .batch import Batch
-from .checkpoint import load_weights, run_digest, save_weights
+from .checkpoint import load_weights, save_weights
 from .layout import RankLayout
 from .output import Job
 from .policy import start_policy
@@ -119,9 +119,8 @@ class PolicyWorker(Exports):
 
     def __init__(self, job: Job) -> None:
         """Build the model and the optimizer of the run that the job describes."""
-        self._config = job.config
         self._policy = start_policy(job).policy
-        super().__init__(self._policy.source(shared=True))
+        super().__init__(self._policy.source())
 
     def begin(self, step_id: str) -> None:
         """Open an optimizer step."""
@@ -137,7 +136,7 @@ class PolicyWorker(Exports):
 
     def finish(self, step_id: str) -> StepOutcome:
         """Reduce gradients and update the weights; return the outcome over all ranks."""
-        result = self._policy.finish(step_id)
+        result = self._policy.step.finish(step_id)
         metrics: dict[str, float] = dict(result.metrics)
         metrics["learning_rate"] = result.lr
         if result.grad_norm is not None:
@@ -154,23 +153,23 @@ class PolicyWorker(Exports):
         """
         self.begin(step_id)
         try:
-            if self._policy.open_step_id == step_id:  # else it was made, and is asked for again
+            if (
+                self._policy.step.open_step_id == step_id
+            ):  # else it was made, and is asked for again
                 self.microbatch(step_id, f"{step_id}/0", True, batch)
             return self.finish(step_id)
         except Exception:
             # All ranks come here: the others hear of a failure where they would wait for this one.
-            self._policy.abort()
+            self._policy.step.abort()
             raise
 
     def abort(self, step_id: str | None) -> None:
         """Undo the open step, whatever its id: the controller has one at a time."""
-        self._policy.abort()
+        self._policy.step.abort()
 
     def save(self, directory: str, iteration: int) -> str:
         """Write Megatron's checkpoint; return the digest of the weights."""
-        with self._policy.weights() as modules:
-            save_weights(self._policy.stock, Path(directory), iteration=iteration)
-            return run_digest(modules, self._config)
+        return save_weights(self._policy, Path(directory), iteration=iteration)
 
     def load(self, directory: str) -> int:
         """Load Megatron's checkpoint; return the iteration that it was written with."""

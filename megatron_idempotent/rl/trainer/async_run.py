@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -35,16 +36,16 @@ from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusErr
 from megatron_idempotent.rl.metrics.chart import TIMELINE_CHART, draw_timeline
 from megatron_idempotent.rl.metrics.console import LiveTable, keep_showing, make_table
 from megatron_idempotent.rl.metrics.timeline import Timeline
-from megatron_idempotent.rl.sync import SyncSettings
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet
 from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
 from megatron_idempotent.rl.workers import RankGroup, RemoteWeights
 
+from . import ConfigError
 from .async_ranks import RankPolicy, make_ranks
 from .checkpoint import CheckpointStore
-from .config import Config, ConfigError, load_config
-from .engines import MB, make_async_engines
+from .config import Config, load_config
+from .engines import make_async_engines, sync_settings
 from .output import INITIAL, TRAINED, Job
 from .policy import training_positions
 from .report import make_loggers
@@ -83,42 +84,23 @@ def make_settings(config: Config) -> ControllerSettings:
         (True, True): "both",
     }[reference, proximal]
     groups_per_step = config.global_batch_size // config.rollout.group_size
+    # Keys of both names mean the same; 0 groups per call are half of an optimizer step's.
+    both = {field.name for field in dataclasses.fields(ControllerSettings)}
+    given = {key: value for key, value in dataclasses.asdict(controller).items() if key in both}
+    given["groups_per_call"] = controller.groups_per_call or max(groups_per_step // 2, 1)
     try:
         settings = ControllerSettings(
+            **given,
             target_groups=config.rollout.prompts,
             group_size=config.rollout.group_size,
             train_global_batch_size=config.global_batch_size,
             logprobs=asked,  # type: ignore[arg-type] # one of the four
-            groups_per_call=controller.groups_per_call or max(groups_per_step // 2, 1),
-            min_groups_per_call=controller.min_groups_per_call,
-            capacity=controller.capacity,
-            concurrency=controller.concurrency,
-            step_attempts=controller.step_attempts,
-            group_attempts=controller.group_attempts,
-            restarts=controller.restarts,
-            group_timeout_s=controller.group_timeout_s,
-            stall_s=controller.stall_s,
-            drain_s=controller.drain_s,
             checkpoint_every=config.run.checkpoint_every,
         )
         settings.checked_capacity(make_sampler(config))
     except (SettingsError, SamplerError) as error:
         raise ConfigError(f"[controller]: {error}") from error
     return settings
-
-
-def last_version(config: Config) -> int:
-    """Return the version that the run ends with, which is its number of optimizer steps."""
-    return config.run.rollouts * config.optimizer.steps_per_rollout
-
-
-def make_plane(config: Config) -> DataPlane:
-    """Make the data plane that the configuration names."""
-    if config.controller.plane == "memory":
-        return MemoryPlane()
-    from megatron_idempotent.rl.controller.data_plane import TransferQueuePlane
-
-    return TransferQueuePlane()
 
 
 def connect(config: Config) -> None:
@@ -177,17 +159,18 @@ async def _run(job: Job, prompts: PromptSet, pool: RankPool | None) -> bool:
         ranks = make_ranks(job, pool=pool)
         stack.push_async_callback(ranks.close)
         await ranks.start()
-        timeline = (
-            Timeline(tracks=("train", "weights", "rollouts"))
-            if job.config.controller.timeline
-            else None
-        )
-        last = last_version(job.config)
+        timeline = None
+        if job.config.controller.timeline:
+            timeline = Timeline(tracks=("train", "weights", "rollouts"))
+        last = job.config.last_version
         table = None if job.quiet else make_table(sys.stderr, until=last)
         controller = await _controller(job, prompts, ranks, timeline, table, stack)
         if timeline is not None:
             stack.push_async_callback(asyncio.to_thread, _save_timeline, timeline, job.out)
-        await _write_status(controller, job, stack)
+        try:
+            await stack.enter_async_context(StatusFile(controller.ping, job.out / STATUS_FILE))
+        except StatusError as error:
+            print(f"the run goes on without a status file: {error}", file=sys.stderr)
         if job.resume_from is not None:
             await controller.resume()
         if table is not None:
@@ -211,7 +194,7 @@ async def _controller(
 ) -> Controller:
     config = job.config
     tokenizer = make_tokenizer(config, prompts)
-    requests = RequestMaker.of(config, tokenizer)
+    requests = RequestMaker(config, tokenizer)
     scorer = Scorer(load_reward(config.task.reward), tokenizer)
     checkpoint = Path(config.model.path) if config.model.path else job.out / INITIAL
     engines = await make_async_engines(config, checkpoint, job.out)
@@ -226,14 +209,17 @@ async def _controller(
             prompt, stream=group_id, samples=config.rollout.group_size
         ),
         score=scorer,
-        settings=SyncSettings(bucket_bytes=config.sync.bucket_mb * MB),
+        settings=sync_settings(config),
         changed_only=config.sync.changed_only,
     )
     stack.push_async_callback(fleet.close)
     positions = training_positions(config, prompts, tokenizer)
-    plane = make_plane(config)
+    plane: DataPlane = MemoryPlane()
+    if config.controller.plane == "transfer_queue":
+        from megatron_idempotent.rl.controller.data_plane import TransferQueuePlane
+
+        plane = TransferQueuePlane()
     stack.push_async_callback(plane.close)
-    steps = config.optimizer.steps_per_rollout
     loggers = make_loggers(job, *([table] if table is not None else []), threaded=True)
     stack.push_async_callback(asyncio.to_thread, loggers.close)
     return Controller(
@@ -252,22 +238,8 @@ async def _controller(
         store=CheckpointStore(job, ranks),
         loggers=loggers,
         timeline=timeline,
-        evaluate=Evaluation(
-            fleet,
-            requests,
-            scorer,
-            prompts.held_out[: config.evaluation.prompts],
-            every=config.evaluation.every * steps,
-            last=last_version(config),
-        ),
+        evaluate=Evaluation(config, fleet, requests, scorer, prompts.held_out),
     )
-
-
-async def _write_status(controller: Controller, job: Job, stack: AsyncExitStack) -> None:
-    try:
-        await stack.enter_async_context(StatusFile(controller.ping, job.out / STATUS_FILE))
-    except StatusError as error:
-        print(f"the run goes on without a status file: {error}", file=sys.stderr)
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:

@@ -7,10 +7,11 @@ to t.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+from megatron_idempotent.rl.engines import Sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,30 +45,23 @@ class Batch:
 
     def rows(self, index: torch.Tensor) -> Batch:
         """Return a batch of the sequences at `index`, an int64 vector, in its order."""
-        return self._with({name: each[index] for name, each in self._held().items()})
+        return self._each(lambda tensor: tensor[index])
 
     def padded(self, rows: int) -> Batch:
         """Return the batch with rows of zeros after its own, `rows` in all; no zero counts."""
         more = rows - len(self)
         if not more:
             return self
-        wider = {
-            name: torch.cat([each, each.new_zeros(more, *each.shape[1:])])
-            for name, each in self._held().items()
-        }
-        return self._with(wider)
+        return self._each(lambda each: torch.cat([each, each.new_zeros(more, *each.shape[1:])]))
 
     def on_device(self) -> Batch:
         """Return a copy on this rank's device; batches are made, cut and sent on the host."""
-        return self._with({name: each.cuda() for name, each in self._held().items()})
+        return self._each(lambda tensor: tensor.cuda())
 
-    def _held(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that are not None, by name."""
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: each for name, each in held.items() if each is not None}
-
-    def _with(self, tensors: dict[str, torch.Tensor]) -> Batch:
-        return dataclasses.replace(self, **tensors)
+        changed = {name: change(each) for name, each in held.items() if each is not None}
+        return dataclasses.replace(self, **changed)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the batch as `TrainStep.microbatch` takes it, by name.
@@ -115,19 +109,7 @@ class Batch:
         }
 
 
-class Response(Protocol):
-    """Has the fields of a sample that a row needs."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The response's token ids, with the end token."""
-
-    @property
-    def logprobs(self) -> tuple[float, ...]:
-        """The log-prob of each token, under the weights that drew it."""
-
-
-Row = tuple[tuple[int, ...], Response, float]
+Row = tuple[tuple[int, ...], Sample, float]
 """A sequence to train on: the prompt's tokens, a response, and its advantage."""
 
 
@@ -177,25 +159,3 @@ def chunks(batch: Batch, *, size: int, seed: int, index: int) -> Iterator[Batch]
     order = torch.randperm(len(batch), generator=generator)
     for start in range(0, len(batch), size):
         yield batch.rows(order[start : start + size])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepMetrics:
-    """Holds measurements of one rollout's training, over all ranks. Example: `metrics.loss`."""
-
-    loss: float
-    """Mean of the loss over response tokens."""
-    kl: float
-    """Mean of the KL penalty, without its coefficient, over response tokens."""
-    clip_fraction: float
-    """Share of response tokens whose ratio was clipped."""
-    grad_norm: float
-    """Mean of the gradient's norm before clipping, over the optimizer steps that updated."""
-    learning_rate: float
-    """Learning rate of the last optimizer step."""
-    response_tokens: int
-    """Number of response tokens that the loss counts."""
-    positions: int
-    """Number of positions that were computed, prompts and padding included."""
-    optimizer_steps: int
-    """Number of optimizer steps that updated the weights."""

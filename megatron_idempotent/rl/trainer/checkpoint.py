@@ -19,67 +19,70 @@ import torch.distributed as dist
 
 from megatron_idempotent.rl.workers import RankGroup
 
-from . import checkpoint_dir
-from .config import CheckpointError, Config
 from .megatron_setup import MegatronModel
-from .output import Job, seal_checkpoint
+from .output import (
+    Job,
+    complete_checkpoints,
+    make_empty,
+    seal_checkpoint,
+    unfinished_path,
+    verify_checkpoint,
+)
 from .policy import MegatronPolicy
 
+_MEGATRON, _CONTROLLER = "megatron", "controller.json"
 
-class PolicyCheckpoints:
-    """Writes and loads the checkpoints of a synchronous run. Both methods are collective.
+
+def save_checkpoint(job: Job, policy: MegatronPolicy, done: int) -> None:
+    """Write a checkpoint after `done` rollouts, and remove the oldest ones. Collective.
 
     Weights, optimizer, schedule and Megatron's random states are in Megatron's own checkpoint. The
     loop adds only the number of rollouts: prompts, microbatch order and sampling are functions of
     it and of the seed. A digest of the weights shows whether two runs are equal.
-    Example: `first = checkpoints.load(path)`.
     """
-
-    def __init__(self, directory: Path, config: Config, policy: MegatronPolicy) -> None:
-        self._directory = directory
-        self._config = config
-        self._policy = policy
-
-    def save(self, done: int) -> None:
-        """Write the checkpoint after `done` rollouts, then remove the oldest ones."""
-        unfinished = checkpoint_dir.unfinished_path(self._directory, done)
-        if dist.get_rank() == 0:
-            checkpoint_dir.make_empty(unfinished)
-        dist.barrier()  # no rank may write before the directory is empty
-        iteration = done * self._config.optimizer.steps_per_rollout
-        with self._policy.weights() as modules:
-            save_weights(self._policy.stock, unfinished / "megatron", iteration=iteration)
-            digest = run_digest(modules, self._config)
-        dist.barrier()  # rank 0 lists the files of all ranks
-        if dist.get_rank() == 0:
-            seal_checkpoint(self._directory, done, self._config, digest=digest)
-        dist.barrier()
-
-    def load(self, checkpoint: Path) -> int:
-        """Load a checkpoint into the policy; return the number of rollouts before it.
-
-        It does not verify the files: the launching process has done so.
-        """
-        iteration = load_weights(self._policy.stock, checkpoint / "megatron")
-        return iteration // self._config.optimizer.steps_per_rollout
+    directory = job.out / "checkpoints"
+    unfinished = unfinished_path(directory, done)
+    if dist.get_rank() == 0:
+        make_empty(unfinished)
+    dist.barrier()  # no rank may write before the directory is empty
+    iteration = done * job.config.optimizer.steps_per_rollout
+    digest = save_weights(policy, unfinished / _MEGATRON, iteration=iteration)
+    dist.barrier()  # rank 0 lists the files of all ranks
+    if dist.get_rank() == 0:
+        seal_checkpoint(directory, done, job.config, digest=digest)
+    dist.barrier()
 
 
-def save_weights(stock: MegatronModel, directory: Path, *, iteration: int) -> None:
+def save_weights(policy: MegatronPolicy, directory: Path, *, iteration: int) -> str:
     """Write Megatron's checkpoint of weights, optimizer, schedule and random states. Collective.
 
-    Call it within `MegatronPolicy.weights`, so that parameters are up to date.
+    Return a digest of the whole model's weights: that of this rank's chunks if each rank has the
+    whole model, and else of all ranks' parts. Two runs of the same layout have equal digests if and
+    only if their weights are bit-equal.
     """
-    from megatron.training.checkpointing import save_checkpoint
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.training.checkpointing import save_checkpoint as save
 
-    _collect_results_in_this_process()
-    with _argument(stock.args, "save", str(directory)):
-        save_checkpoint(
-            iteration,
-            stock.chunks,
-            stock.optimizer,
-            stock.scheduler,
-            num_floating_point_operations_so_far=0,  # nobody counts them here
-        )
+    stock = policy.stock
+    # A synchronous save writes with threads. Megatron's writer would make a queue for asynchronous
+    # ones in another process, which imports Megatron: it costs the first save some ten seconds.
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+    with policy.weights() as modules:
+        with _argument(stock.args, "save", str(directory)):
+            save(
+                iteration,
+                stock.chunks,
+                stock.optimizer,
+                stock.scheduler,
+                num_floating_point_operations_so_far=0,  # nobody counts them here
+            )
+        digest = weights_digest(modules)
+    if policy.config.parallel.is_whole:
+        return digest
+    parts = [""] * dist.get_world_size()
+    dist.all_gather_object(parts, digest)
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 def load_weights(stock: MegatronModel, directory: Path) -> int:
@@ -106,32 +109,6 @@ def weights_digest(modules: Sequence[torch.nn.Module]) -> str:
     return digest.hexdigest()
 
 
-def run_digest(modules: Sequence[torch.nn.Module], config: Config) -> str:
-    """Return a digest of the whole model's weights. Collective.
-
-    It is that of this rank's chunks if each rank has the whole model, and else of all ranks' parts.
-    Two runs of the same layout have equal digests if and only if their weights are bit-equal.
-    """
-    digest = weights_digest(modules)
-    if config.parallel.is_whole:
-        return digest
-    parts = [""] * dist.get_world_size()
-    dist.all_gather_object(parts, digest)
-    return hashlib.sha256("".join(parts).encode()).hexdigest()
-
-
-def _collect_results_in_this_process() -> None:
-    """Give Megatron's writer a queue in this process, before it makes one in another process.
-
-    A synchronous save writes with threads. The other queue is for asynchronous saves: its process
-    imports Megatron, which costs the first save some ten seconds.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
-
-
 @contextmanager
 def _argument(args: Any, name: str, value: str) -> Iterator[None]:
     """Set one of Megatron's global arguments within a block, and restore it afterwards."""
@@ -141,9 +118,6 @@ def _argument(args: Any, name: str, value: str) -> Iterator[None]:
         yield
     finally:
         setattr(args, name, before)
-
-
-_MEGATRON, _CONTROLLER = "megatron", "controller.json"
 
 
 class CheckpointStore:
@@ -161,18 +135,26 @@ class CheckpointStore:
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
         """Write a checkpoint, hashing its files in a thread; see `controller.Store.save`."""
-        unfinished = checkpoint_dir.unfinished_path(self._directory, version)
-        await asyncio.to_thread(checkpoint_dir.make_empty, unfinished)
-        digests = await self._call("save", str(unfinished / _MEGATRON), version)
-        await asyncio.to_thread(self._seal, unfinished, version, state, digests[0])
+        unfinished = unfinished_path(self._directory, version)
+        await asyncio.to_thread(make_empty, unfinished)
+        digest, *_ = await self._call("save", str(unfinished / _MEGATRON), version)
+
+        def seal() -> None:
+            (unfinished / _CONTROLLER).write_text(json.dumps(state), encoding="utf-8")
+            seal_checkpoint(self._directory, version, self._config, digest=digest)
+
+        await asyncio.to_thread(seal)
 
     async def restore(self) -> Mapping[str, Any] | None:
         """Start fresh ranks and load the newest checkpoint; see `controller.Store.restore`.
 
         Errors: `CheckpointError` for a damaged checkpoint; `RanksLost`.
         """
-        found = checkpoint_dir.complete(self._directory)
-        state = await asyncio.to_thread(_read, found[-1]) if found else None
+        found = complete_checkpoints(self._directory)
+        state: Mapping[str, Any] | None = None
+        if found:
+            await asyncio.to_thread(verify_checkpoint, found[-1])
+            state = json.loads((found[-1] / _CONTROLLER).read_text(encoding="utf-8"))
         if not self._fresh:
             await self._ranks.start()
         self._fresh = False
@@ -184,19 +166,3 @@ class CheckpointStore:
         # Limited: where one rank fails, the others wait for it in a collective.
         limit_s = self._config.controller.call_timeout_s
         return await self._ranks.call(method, *args, timeout_s=limit_s)
-
-    def _seal(self, unfinished: Path, version: int, state: Mapping[str, Any], digest: str) -> None:
-        (unfinished / _CONTROLLER).write_text(json.dumps(state), encoding="utf-8")
-        seal_checkpoint(self._directory, version, self._config, digest=digest)
-
-
-def _read(checkpoint: Path) -> Mapping[str, Any]:
-    checkpoint_dir.verify(checkpoint)
-    path = checkpoint / _CONTROLLER
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path}: missing, so a run with run.mode = sync has written this checkpoint, and this "
-            "run's is async; resume it without --async"
-        )
-    state: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return state

@@ -1,24 +1,22 @@
 """Defines and reads the configuration of a run: its sections, keys, defaults and limits.
 
 The string under a field documents it. The table in docs/trainer.md, the JSON schema and the errors
-are all made from these classes.
+are all made from these classes. `python -m megatron_idempotent.rl.trainer.config docs/trainer.md`
+writes the table again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_idempotent.settings import Field, SettingsReader, settings
+from megatron_idempotent.settings import Field, SettingsReader, allowed, schema, settings
 
-from .errors import CheckpointError as CheckpointError
-from .errors import ConfigError as ConfigError
-from .errors import DataError as DataError
-from .errors import OutputError as OutputError
-from .errors import TrainerError as TrainerError
-from .layout import ParallelConfig, RankLayout, check_layout
+from . import ConfigError
+from .layout import RankLayout, misfit
 
 
 @settings(ConfigError, "run.")
@@ -51,6 +49,53 @@ class RunConfig:
     timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds that the whole run may take; after that all ranks are ended. An asynchronous run has
     the limits in `[controller]` instead."""
+
+
+@settings(ConfigError, "parallel.")
+class ParallelConfig:
+    """Sets how ranks share a replica of the model. Example: `ParallelConfig(tp=2, pp=2)`."""
+
+    tp: int = Field(default=1, ge=1, le=64)
+    """Tensor-parallel ranks; they cut heads, feed-forward blocks and the vocabulary."""
+    pp: int = Field(default=1, ge=1, le=64)
+    """Pipeline stages; they cut the layers."""
+    cp: int = Field(default=1, ge=1, le=64)
+    """Context-parallel ranks; they cut the positions of each sequence."""
+    vpp: int = Field(default=1, ge=1, le=64)
+    """Model chunks on each pipeline stage; above 1 the schedule is interleaved."""
+    ep: int = Field(default=1, ge=1, le=64)
+    """Expert-parallel ranks; they cut the experts. They are ranks of several replicas, or the
+    context-parallel ranks of one."""
+    sequence_parallel: bool = False
+    """True to have tensor-parallel ranks cut the positions too, outside of attention and
+    feed-forward blocks."""
+
+    def __post_init__(self) -> None:
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(
+                f"parallel.vpp is {self.vpp} and parallel.pp is 1; allowed: 2 or more stages, "
+                "between which chunks alternate, or vpp = 1"
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "parallel.sequence_parallel is true and parallel.tp is 1; allowed: 2 or more "
+                "ranks, which cut the positions, or false"
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every rank has the whole model."""
+        return self.tp == self.pp == self.ep == 1
+
+    @property
+    def members(self) -> int:
+        """The number of ranks that share a replica."""
+        return self.tp * self.cp * self.pp
+
+    def rounded(self, positions: int) -> int:
+        """Return the least length from `positions` on into which ranks can cut sequences evenly."""
+        by = (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
+        return -(-positions // by) * by
 
 
 @settings(ConfigError, "task.")
@@ -344,7 +389,7 @@ class Config:
                 f"controller.cluster is {self.controller.cluster!r} and run.mode is 'sync'; "
                 "allowed: run.mode = 'async', which --async is short for"
             )
-        check_layout(self)
+        self._check_layout()
         if self.rollout.prompts % self.replicas:
             replicas = (
                 "run.ranks" if self.replicas == self.run.ranks else "run.ranks / (tp x cp x pp)"
@@ -358,6 +403,33 @@ class Config:
             raise ValueError(
                 f"optimizer.steps_per_rollout x microbatches_per_step is {pieces}; allowed: a "
                 f"divisor of the {self.samples_per_replica} samples each rank holds per rollout"
+            )
+
+    def _check_layout(self) -> None:
+        """Check that ranks, model and microbatches can be divided, but no checkpoint's model."""
+        parallel, model, ranks = self.parallel, self.model, self.run.ranks
+        if ranks % parallel.members:
+            raise ValueError(
+                f"parallel.tp x cp x pp is {parallel.members} and run.ranks is {ranks}; "
+                "allowed: a divisor of run.ranks"
+            )
+        apart = self.replicas * parallel.cp
+        if apart % parallel.ep:
+            raise ValueError(
+                f"parallel.ep is {parallel.ep} and run.ranks / (tp x pp) is {apart}; allowed: a "
+                "divisor of it, because experts are cut over replicas and context-parallel ranks"
+            )
+        if not model.path:
+            width = "expert_ffn" if model.num_experts else "ffn"
+            keys = ("heads", "query_groups", width, "layers", "num_experts")
+            wrong = misfit(parallel, {f"model.{key}": getattr(model, key) for key in keys})
+            if wrong:
+                raise ValueError(wrong)
+        together = self.optimizer.microbatches_per_step // self.chunks
+        if parallel.vpp > 1 and together % parallel.pp:
+            raise ValueError(
+                f"optimizer.microbatches_per_step / chunks_per_step is {together} and parallel.pp "
+                f"is {parallel.pp}; allowed: a multiple of it, which an interleaved schedule takes"
             )
 
     @property
@@ -408,6 +480,11 @@ class Config:
         return self.rank_batch_size * self.replicas
 
     @property
+    def last_version(self) -> int:
+        """The version that a run ends with, which is its number of optimizer steps."""
+        return self.run.rollouts * self.optimizer.steps_per_rollout
+
+    @property
     def chunk_size(self) -> int:
         """The sequences that a replica hands over in one call, in whole microbatches."""
         return self.rank_batch_size // self.chunks
@@ -447,3 +524,57 @@ def as_toml(config: Config) -> str:
     import tomli_w
 
     return tomli_w.dumps(dataclasses.asdict(config))
+
+
+BEGIN = "<!-- settings: python -m megatron_idempotent.rl.trainer.config docs/trainer.md -->"
+END = "<!-- end of settings -->"
+
+
+def settings_table() -> str:
+    """Return a Markdown table per section, with the defaults of both modes."""
+    lines = []
+    for name, section in SECTIONS.items():
+        lines += [
+            f"### `[{name}]`",
+            "",
+            "| key | default | allowed | meaning |",
+            "|---|---|---|---|",
+        ]
+        for key, field in schema(Config)["$defs"][section.__name__]["properties"].items():
+            shown = default(name, key, field["default"])
+            meaning = " ".join(field["description"].split())
+            lines.append(f"| `{key}` | {shown} | {allowed(field)} | {meaning} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def default(section: str, key: str, value: object) -> str:
+    """Return how a default is written: the one of both modes, or of each."""
+    shown = _shown(value)
+    if key in ASYNC.get(section, {}):
+        shown += f"; with `--async` {_shown(ASYNC[section][key])}"
+    return shown
+
+
+def _shown(value: object) -> str:
+    if value == "":
+        return "empty"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def with_current_table(page: str) -> str:
+    """Return the page with the current table between its two markers.
+
+    Errors: `ValueError` for a page without them.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page lacks the markers {BEGIN!r} and {END!r}; put them back")
+    return f"{before}{BEGIN}\n\n{settings_table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    for page in map(Path, sys.argv[1:]):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(with_current_table(text), encoding="utf-8")

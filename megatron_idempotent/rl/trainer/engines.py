@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron_idempotent.rl.engines import EnginePool, Request, RolloutEngine, Sample
 from megatron_idempotent.rl.sync import SyncReport, SyncSettings, WeightSync, follow
-from megatron_idempotent.rl.weights import WeightSource
+from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightSource
 from megatron_idempotent.rl.weights.transports import (
     CudaIpcSender,
     DiskSender,
@@ -37,30 +38,26 @@ class Engines:
         self,
         engines: Sequence[RolloutEngine],
         source: WeightSource,
+        config: Config,
         *,
         shared: bool,
-        settings: SyncSettings,
-        changed_only: bool,
-        request_timeout_s: float,
     ) -> None:
         """
         Args:
             engines: the engines that this rank speaks with; empty on other ranks than 0 if shared.
             source: reads the trainer's weights.
+            config: has the limits of a publish and of a request.
             shared: True if rank 0 samples for all ranks.
-            settings: limits of a publish.
-            changed_only: True to send only the weights that changed since the last publish.
-            request_timeout_s: seconds that one response may take.
         """
         # One loop for the whole run: connections and locks of engines belong to theirs.
         self._runner = asyncio.Runner()
         self._engines = tuple(engines)
         self._source = source
         self._shared = shared
-        self._settings = settings
-        self._changed_only = changed_only
-        self._request_timeout_s = request_timeout_s
-        self._sync = WeightSync(engines, settings=settings) if engines else None
+        self._settings = sync_settings(config)
+        self._changed_only = config.sync.changed_only
+        self._request_timeout_s = config.rollout.request_timeout_s
+        self._sync = WeightSync(engines, settings=self._settings) if engines else None
         self._pool = EnginePool(engines, sync=self._sync) if engines else None
         self._first_version: int | None = None
 
@@ -135,7 +132,67 @@ class Engines:
         return self._runner.run(work)
 
 
-MB = 1 << 20
+class SpreadWeights:
+    """Implements `WeightSource` for all ranks of a group, from a source for its first rank alone.
+
+    So each rank can have an engine of its own. Example: `SpreadWeights(weights, group)`.
+    """
+
+    def __init__(self, source: WeightSource, group: Any) -> None:
+        """Take a source that is collective in `group`; None is the default group."""
+        self._source, self._group = source, group
+
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """Return name, shape and type of all tensors; see `WeightSource.tensors`."""
+        return self._source.tensors()
+
+    def buckets(self, *, bucket_bytes: int) -> SpreadBuckets:
+        """Iterate over buckets with all tensors, on every rank; see `WeightSource.buckets`."""
+        return SpreadBuckets(
+            self._source.buckets(bucket_bytes=bucket_bytes), self.tensors(), self._group
+        )
+
+
+class SpreadBuckets(Iterator[Bucket]):
+    """Broadcasts the buckets of a source to all ranks of a group. Example: `next(buckets)`."""
+
+    def __init__(self, buckets: Iterator[Bucket], infos: Sequence[TensorInfo], group: Any) -> None:
+        self._buckets, self._group = buckets, group
+        self._infos = {info.name: info for info in infos}
+        self._first = 0 if group is None else dist.get_global_rank(group, 0)
+        self._ended = False
+
+    def __next__(self) -> Bucket:
+        if self._ended:
+            raise StopIteration
+        # Until it has come back: a collective that failed is not entered again.
+        self._ended = True
+        bucket = next(self._buckets, None)
+        if bucket is None:
+            raise StopIteration
+        told: list[Any] = [dict(bucket.checksums)]
+        dist.broadcast_object_list(told, self._first, group=self._group)
+        checksums: dict[str, int] = told[0]
+        tensors = dict(bucket.tensors)
+        for name in checksums:
+            if name not in tensors:
+                info = self._infos[name]
+                tensors[name] = torch.empty(info.shape, dtype=info.dtype, device="cuda")
+            # As bytes: backends do not take all types.
+            bytes_N = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+            dist.broadcast(bytes_N, self._first, group=self._group)
+        self._ended = False
+        return Bucket(index=bucket.index, tensors=tensors, checksums=checksums)
+
+    def close(self) -> None:
+        """Receive the buckets that are left, so that other ranks can end; may be called twice."""
+        for _ in self:
+            pass
+
+
+def sync_settings(config: Config) -> SyncSettings:
+    """Return the limits of a publish."""
+    return SyncSettings(bucket_bytes=config.sync.bucket_mb << 20)
 
 
 def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: Path) -> Engines:
@@ -151,12 +208,20 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
         engines = server_engines(config, out)
     return Engines(
         engines,
-        policy.source(shared=shared),
+        policy.source() if shared else _own_weights(policy),
+        config,
         shared=shared,
-        settings=SyncSettings(bucket_bytes=config.sync.bucket_mb * MB),
-        changed_only=config.sync.changed_only,
-        request_timeout_s=config.rollout.request_timeout_s,
     )
+
+
+def _own_weights(policy: MegatronPolicy) -> WeightSource:
+    """Return a source of all tensors on every rank.
+
+    They come from the ranks of its replica or, if experts are spread over replicas, from all ranks.
+    """
+    group = None if policy.config.parallel.ep > 1 else policy.replica.group
+    weights = policy.source(group)
+    return weights if dist.get_world_size(group) == 1 else SpreadWeights(weights, group)
 
 
 def _transformers(config: Config, checkpoint: Path, *, name: str) -> RolloutEngine:

@@ -3,186 +3,240 @@
 Each rank samples and scores its share of the prompts, in whole groups; the ranks of a replica then
 train on the groups of all of them. All ranks meet in the policy's `train` and in the metrics. The
 asynchronous run (`async_run`) uses the same requests, scorer, recipe and policy.
+
+Metrics under `train/` and `evaluation/` are the same, bit for bit, when a run is repeated. Those
+under `timing/train/` depend on the clock, and those under `memory/train/` on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO
 
-from torch.distributed import barrier, get_rank
+import torch
+import torch.distributed as dist
 
+from megatron_idempotent.proof import cpu
 from megatron_idempotent.rl.controller import RolloutGroup
-from megatron_idempotent.rl.engines import Request, Sample
-from megatron_idempotent.rl.metrics.loggers import Logger, Loggers
-from megatron_idempotent.rl.trainer.task.prompts import Prompt, PromptSet, rollout_prompts
+from megatron_idempotent.rl.engines import Sample
+from megatron_idempotent.rl.metrics.loggers import Loggers
+from megatron_idempotent.rl.metrics.names import RESPONSE_TOKENS, TOKENS_PER_S, TOTAL_S
+from megatron_idempotent.rl.trainer.task.prompts import Prompt, rollout_prompts
 from megatron_idempotent.rl.trainer.task.reward import load_reward
 
-from .checkpoint import PolicyCheckpoints
-from .config import Config
-from .engines import make_engines
-from .measure import Stopwatch, evaluation_metrics, rollout_metrics
+from .checkpoint import load_weights, save_checkpoint
+from .engines import Engines, make_engines
 from .output import TRAINED, Job, output_to
-from .policy import MegatronPolicy, start_policy
-from .report import make_loggers, make_progress
-from .rewards import EVALUATION_STREAM, GrpoRecipe, RequestMaker, Scorer
+from .policy import Started, start_policy
+from .report import RolloutProgress, make_loggers
+from .rewards import (
+    EVALUATION_STREAM,
+    GrpoRecipe,
+    RequestMaker,
+    Scorer,
+    due,
+    evaluation_means,
+    group_means,
+    group_sums,
+)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerParts:
-    """Holds the parts of the loop. Example: `train(config, prompts, parts, first_rollout=0)`."""
-
-    requests: RequestMaker
-    """Makes the requests of a prompt."""
-    generate: Callable[[Sequence[Request]], Sequence[Sample]]
-    """Draws a sample for each of this rank's requests. Collective if engines are shared."""
-    scorer: Scorer
-    """Gives each sample its reward."""
-    recipe: GrpoRecipe
-    """Turns groups into a batch."""
-    policy: MegatronPolicy
-    """The model that is trained, and its optimizer."""
-    publish: Callable[[int], None]
-    """Brings the weights after a number of rollouts to the engines. Collective."""
-    save: Callable[[int], None]
-    """Writes the checkpoint after a number of rollouts. Collective."""
-    logger: Logger
-    """Records the metrics of each rollout."""
-
-
-def train(config: Config, prompts: PromptSet, parts: TrainerParts, *, first_rollout: int) -> None:
-    """Run all rollouts from index `first_rollout` on: sample, score, train, publish. Collective.
-
-    If it is 0, the initial weights are evaluated first.
-    """
-    count, last = config.rollout.prompts, config.run.rollouts
-    replica = parts.policy.replica
-    parts.publish(first_rollout)
-    if first_rollout == 0:
-        parts.logger.log(evaluate(config, prompts, parts, done=0), step=0)
-    for index in range(first_rollout, config.run.rollouts):
-        watch = Stopwatch()
-        asked = rollout_prompts(prompts.train, index=index, count=count, seed=config.run.seed)
-        with watch.phase("generation"):
-            mine = replica.share(asked)
-            drawn = draw(parts, mine, samples=config.rollout.group_size, stream=index)
-        with watch.phase("advantages"):
-            groups = score(parts.scorer, drawn)
-            batch = parts.recipe.inputs(replica.gather(groups))
-        with watch.phase("policy_training"):
-            step = parts.policy.train(batch, index=index)
-
-        done = index + 1
-        with watch.phase("sync_weights"):
-            parts.publish(done)
-        metrics = rollout_metrics(groups, step)
-        if _due(done, config.evaluation.every, last):
-            with watch.phase("evaluation"):
-                metrics |= evaluate(config, prompts, parts, done=done)
-        if config.run.checkpoint_every and _due(done, config.run.checkpoint_every, last):
-            with watch.phase("checkpoint"):
-                parts.save(done)
-        measured = watch.timings(step.response_tokens) | watch.memory()
-        parts.logger.log(metrics | measured, step=done)
-
-
-def evaluate(
-    config: Config, prompts: PromptSet, parts: TrainerParts, *, done: int
-) -> Mapping[str, float]:
-    """Measure the mean reward on held-out prompts after `done` rollouts; return metrics.
-
-    Each prompt has one sample, at the training temperature. Collective.
-    """
-    held_out = parts.policy.replica.share(prompts.held_out[: config.evaluation.prompts])
-    started = time.perf_counter()
-    drawn = draw(parts, held_out, samples=1, stream=EVALUATION_STREAM + done)
-    groups = score(parts.scorer, drawn)
-    return evaluation_metrics(groups, seconds=time.perf_counter() - started)
-
-
-def draw(
-    parts: TrainerParts, prompts: Sequence[Prompt], *, samples: int, stream: int
-) -> list[tuple[Prompt, tuple[Sample, ...]]]:
-    """Draw `samples` responses to each of this rank's prompts; collective if engines are shared.
-
-    A sample depends on the seed, `stream`, the prompt's row, its own index and the weights. It does
-    not depend on the number of ranks nor, up to the rounding of logits, on other samples.
-    """
-    requests = [
-        request
-        for prompt in prompts
-        for request in parts.requests.make(prompt, stream=stream, samples=samples)
-    ]
-    found = parts.generate(requests)
-    return [
-        (prompt, tuple(found[place * samples : (place + 1) * samples]))
-        for place, prompt in enumerate(prompts)
-    ]
-
-
-def score(scorer: Scorer, drawn: Sequence[tuple[Prompt, tuple[Sample, ...]]]) -> list[RolloutGroup]:
-    """Have the verifier score samples; return each prompt's samples and rewards as a group.
-
-    It is local to the rank.
-    """
-    return [
-        RolloutGroup(
-            id=prompt.row, prompt=prompt, samples=samples, rewards=scorer.rewards(prompt, samples)
-        )
-        for prompt, samples in drawn
-    ]
-
-
-def _due(done: int, every: int, last: int) -> bool:
-    return done == last or (every > 0 and done % every == 0)
+_GIB = 1 << 30
 
 
 def work(job: Job) -> None:
     """Train as one rank until the job is done. Collective over the default process group."""
-    rank = get_rank()
-    config = job.config
+    rank, steps = dist.get_rank(), job.config.optimizer.steps_per_rollout
     with output_to(job.out / "logs" / f"rank-{rank}.log") as terminal, ExitStack() as stack:
         started = start_policy(job)
-        policy, tokenizer = started.policy, started.tokenizer
-        checkpoints = PolicyCheckpoints(job.out / "checkpoints", config, policy)
-        first_rollout = checkpoints.load(job.resume_from) if job.resume_from else 0
-        logger = stack.enter_context(
-            contextlib.closing(_loggers(job, rank, first_rollout, terminal))
-        )
-        engines = stack.enter_context(
-            contextlib.closing(make_engines(config, policy, started.checkpoint, job.out))
-        )
-
-        def publish(done: int) -> None:
-            with policy.weights():
-                engines.publish(done)
-
-        parts = TrainerParts(
-            requests=RequestMaker.of(config, tokenizer),
-            generate=engines.generate,
-            scorer=Scorer(load_reward(config.task.reward), tokenizer),
-            recipe=GrpoRecipe(config, tokenizer, positions=started.positions),
-            policy=policy,
-            publish=publish,
-            save=checkpoints.save,
-            logger=logger,
-        )
-        train(config, started.prompts, parts, first_rollout=first_rollout)
-        policy.save_hf(job.out / TRAINED)
+        stock, first = started.policy.stock, 0
+        if job.resume_from:
+            first = load_weights(stock, job.resume_from / "megatron") // steps
+        shown = []
+        if rank == 0 and not job.quiet:
+            shown = [RolloutProgress(job.config, first_rollout=first, terminal=terminal)]
+        # The other ranks log nothing. No event loop waits here, and a thread that draws the bar
+        # would take a core from the ranks.
+        loggers = make_loggers(job, *shown, threaded=False) if rank == 0 else Loggers([])
+        stack.callback(loggers.close)
+        engines = make_engines(job.config, started.policy, started.checkpoint, job.out)
+        stack.enter_context(contextlib.closing(engines))
+        Loop(job, started, engines, loggers).run(first)
+        started.policy.save_hf(job.out / TRAINED)
         # Rank 0 may not leave first: it hosts the store that the others still talk to.
-        barrier()
+        dist.barrier()
 
 
-def _loggers(job: Job, rank: int, first_rollout: int, terminal: IO[str]) -> Loggers:
-    # Built where they run: they hold locks and threads. The other ranks log nothing.
-    if rank != 0:
-        return Loggers([])
-    shown = []
-    if not job.quiet:
-        shown = [make_progress(job.config, first_rollout=first_rollout, terminal=terminal)]
-    # No event loop waits here, and a thread that draws the bar would take a core from the ranks.
-    return make_loggers(job, *shown, threaded=False)
+class Loop:
+    """Holds the algorithm, on one rank. Example: `Loop(job, started, engines, loggers).run(0)`."""
+
+    def __init__(self, job: Job, started: Started, engines: Engines, loggers: Loggers) -> None:
+        self._job, self._config, self._prompts = job, job.config, started.prompts
+        self._policy, self._engines, self._loggers = started.policy, engines, loggers
+        self._requests = RequestMaker(job.config, started.tokenizer)
+        self._scorer = Scorer(load_reward(job.config.task.reward), started.tokenizer)
+        self._recipe = GrpoRecipe(job.config, started.tokenizer, positions=started.positions)
+
+    def run(self, first_rollout: int) -> None:
+        """Run all rollouts from an index on: sample, score, train, publish. Collective.
+
+        If it is 0, the initial weights are evaluated first.
+        """
+        config, policy = self._config, self._policy
+        last, every = config.run.rollouts, config.run.checkpoint_every
+        count, samples = config.rollout.prompts, config.rollout.group_size
+        self._publish(first_rollout)
+        if first_rollout == 0:
+            self._loggers.log(self._evaluate(0), step=0)
+        for index in range(first_rollout, last):
+            watch = Stopwatch()
+            asked = rollout_prompts(
+                self._prompts.train, index=index, count=count, seed=config.run.seed
+            )
+            with watch.phase("generation"):
+                drawn = self._draw(policy.replica.share(asked), samples=samples, stream=index)
+            with watch.phase("advantages"):
+                groups = self._score(drawn)
+                batch = self._recipe.inputs(policy.replica.gather(groups))
+            with watch.phase("policy_training"):
+                step = policy.train(batch, index=index)
+
+            done = index + 1
+            with watch.phase("sync_weights"):
+                self._publish(done)
+            metrics = {**rollout_metrics(groups, step), **step}
+            if due(done, config.evaluation.every, last):
+                with watch.phase("evaluation"):
+                    metrics |= self._evaluate(done)
+            if every and due(done, every, last):
+                with watch.phase("checkpoint"):
+                    save_checkpoint(self._job, policy, done)
+            self._loggers.log(metrics | watch.metrics(step[RESPONSE_TOKENS]), step=done)
+
+    def _publish(self, done: int) -> None:
+        """Bring the weights after a number of rollouts to the engines. Collective."""
+        with self._policy.weights():
+            self._engines.publish(done)
+
+    def _evaluate(self, done: int) -> Mapping[str, float]:
+        """Measure the mean reward on held-out prompts after `done` rollouts. Collective.
+
+        Each prompt has one sample, at the training temperature.
+        """
+        held_out = self._prompts.held_out[: self._config.evaluation.prompts]
+        started = time.perf_counter()
+        mine = self._policy.replica.share(held_out)
+        groups = self._score(self._draw(mine, samples=1, stream=EVALUATION_STREAM + done))
+        seconds = time.perf_counter() - started
+        means = evaluation_means(summed(group_sums(groups)))
+        return {**means, "timing/train/evaluation_s": seconds}
+
+    def _draw(
+        self, prompts: Sequence[Prompt], *, samples: int, stream: int
+    ) -> list[tuple[Prompt, tuple[Sample, ...]]]:
+        """Draw responses to each of this rank's prompts; collective if engines are shared.
+
+        A sample depends on the seed, `stream`, the prompt's row, its own index and the weights. It
+        does not depend on the number of ranks nor, up to the rounding of logits, on other samples.
+        """
+        requests = [
+            request
+            for prompt in prompts
+            for request in self._requests.make(prompt, stream=stream, samples=samples)
+        ]
+        found = iter(self._engines.generate(requests))
+        return [(prompt, tuple(itertools.islice(found, samples))) for prompt in prompts]
+
+    def _score(self, drawn: Sequence[tuple[Prompt, tuple[Sample, ...]]]) -> list[RolloutGroup]:
+        """Have the verifier score this rank's samples; each prompt's are a group."""
+        return [
+            RolloutGroup(
+                id=prompt.row,
+                prompt=prompt,
+                samples=samples,
+                rewards=self._scorer.rewards(prompt, samples),
+            )
+            for prompt, samples in drawn
+        ]
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], step: Mapping[str, float]) -> dict[str, float]:
+    """Return means over the samples or groups of all ranks. Collective.
+
+    `groups` are those that this rank sampled, and `step` has the measurements of training.
+    """
+    total = summed(group_sums(groups))
+    means = {f"train/{name}": value for name, value in group_means(total).items()}
+    return {**means, "train/response_length": step[RESPONSE_TOKENS] / total["samples"]}
+
+
+def summed(values: Mapping[str, float]) -> dict[str, float]:
+    """Return each value summed over all ranks, in float64.
+
+    Collective: all ranks give the same names, in the same order.
+    """
+    total = torch.tensor(
+        list(values.values()), dtype=torch.float64, device=torch.cuda.current_device()
+    )
+    dist.all_reduce(total)
+    return dict(zip(values, total.tolist(), strict=True))
+
+
+def device_memory() -> tuple[int, int, int]:
+    """Return bytes that tensors have, that torch holds, and the most that tensors had at once.
+
+    They are those of this process's device; torch does not wait for its work.
+    """
+    return (
+        torch.cuda.memory_allocated(),
+        torch.cuda.memory_reserved(),
+        torch.cuda.max_memory_allocated(),
+    )
+
+
+class Stopwatch:
+    """Measures seconds and device memory of each phase of one rollout, on this rank.
+
+    On a CPU no memory is measured: a rank's resident set has pages that it shares with its
+    launcher, and does not shrink when a tensor is freed, so that it would not show what a phase
+    took. Example: `with watch.phase("generation"): …`
+    """
+
+    def __init__(
+        self,
+        memory: Callable[[], tuple[int, int, int]] | None = None,
+        reset_peak: Callable[[], None] | None = None,
+    ) -> None:
+        """Take `device_memory`, and what makes its peak begin again; None for this device's."""
+        self._started = time.perf_counter()
+        self._found: dict[str, float] = {}
+        if memory is None and torch.cuda.is_available() and not cpu.is_enabled():
+            memory = device_memory
+        self._memory = memory
+        self._reset_peak = reset_peak or torch.cuda.reset_peak_memory_stats
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the seconds and the memory of a block; leave out a block that raises.
+
+        GiB are those allocated and reserved at its end, the peak, and those kept: what is allocated
+        after it minus what was before. They are 0 for a phase that frees what it allocates.
+        """
+        started, before = time.perf_counter(), 0
+        if self._memory is not None:
+            self._reset_peak()
+            before = self._memory()[0]
+        yield
+        self._found[f"timing/train/{name}_s"] = time.perf_counter() - started
+        if self._memory is not None:
+            allocated, reserved, peak = self._memory()
+            held = {"allocated": allocated, "reserved": reserved, "peak": peak}
+            for number, size in (held | {"kept": allocated - before}).items():
+                self._found[f"memory/train/{name}_{number}_gib"] = size / _GIB
+
+    def metrics(self, tokens: float) -> dict[str, float]:
+        """Return what was measured, seconds in all, and all ranks' `tokens` per second."""
+        total = time.perf_counter() - self._started
+        return {**self._found, TOTAL_S: total, TOKENS_PER_S: tokens / total}

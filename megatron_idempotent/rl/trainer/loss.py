@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -152,10 +152,8 @@ def importance_correction(
     with level "sequence" their whole sequence: they cannot give a gradient.
 
     `loss_mask_BT` is above 0 on response tokens; values of the others elsewhere have no influence,
-    even NaN. Errors: `ValueError` for an unknown mode or level, or bounds that are not
-    0 <= low <= high.
+    even NaN. The configuration has checked the bounds: 0 <= low <= high.
     """
-    _check(mode, level, low, high)
     response_BT = loss_mask_BT > 0
     gap_BT = torch.where(response_BT, proximal_BT.double() - behaviour_BT.double(), 0.0)
     finite_BT = gap_BT.isfinite()
@@ -231,14 +229,6 @@ def _measured(
     # One copy from the device, not seven.
     numbers = torch.stack([value.double() for value in values.values()]).tolist()
     return dict(zip(values, numbers, strict=True))
-
-
-def _check(mode: str, level: str, low: float, high: float) -> None:
-    for name, value, allowed in (("mode", mode, Mode), ("level", level, Level)):
-        if value not in get_args(allowed):
-            raise ValueError(f"{name} is {value!r}; allowed: {', '.join(get_args(allowed))}")
-    if not 0 <= low <= high:  # NaN compares false
-        raise ValueError(f"low is {low} and high is {high}; allowed: 0 <= low <= high")
 
 
 def causal_mask(positions: int) -> torch.Tensor:
@@ -339,11 +329,6 @@ class PolicyLoss:
         self._config = config
         self._of = of
 
-    @property
-    def needs_recomputed_logprobs(self) -> bool:
-        """True if batches need old log-probs that are recomputed before the step."""
-        return self._config.old_logprobs == "recomputed"
-
     def __call__(
         self, logits_BTV: torch.Tensor, microbatch: Mapping[str, Any]
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
@@ -358,7 +343,7 @@ class PolicyLoss:
             # Shifting the token mask here would give a sequence's last place the next one's first.
             loss_mask_BT = microbatch["response_mask"]
             advantages = pack.expand(advantages)[None]
-        if self.needs_recomputed_logprobs and "weights" not in microbatch:
+        if self._config.old_logprobs == "recomputed" and "weights" not in microbatch:
             raise ValueError(
                 f"loss.old_logprobs is 'recomputed', loss.correction is "
                 f"{self._config.correction!r}, and the batch has no weights_BT; recompute the "

@@ -1,6 +1,6 @@
-"""Implements `megatron-idempotent train`: reads the command line, runs the job, explains failures.
+"""Implements `megatron-idempotent train`: reads the command line, checks and runs the job.
 
-The module does not import torch and Megatron; the ranks do.
+Importing the module imports neither torch nor Megatron; the ranks do.
 """
 
 from __future__ import annotations
@@ -8,30 +8,38 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .errors import TrainerError
+from . import CheckpointError, ConfigError, TrainerError
 
-_NAMED = {
-    "rollouts": "run.rollouts",
-    "seed": "run.seed",
-    "ranks": "run.ranks",
-    "device": "run.device",
-    "tp": "parallel.tp",
-    "pp": "parallel.pp",
-    "vpp": "parallel.vpp",
-    "cp": "parallel.cp",
-    "ep": "parallel.ep",
-    "out": "run.out",
-    "data": "task.data",
-    "model": "model.path",
-    "engine": "rollout.engine",
-    "engine_url": "rollout.engine_url",
-    "cluster": "controller.cluster",
-}
+if TYPE_CHECKING:
+    from .config import Config
+    from .output import Job
+    from .task.prompts import PromptSet
+
+#: Options that set one setting: flag, setting, name of its value, meaning, an empty default's.
+_NAMED = (
+    ("--rollouts", "run.rollouts", "N", "rollouts in the whole run", ""),
+    ("--seed", "run.seed", "N", "seed of everything random", ""),
+    ("--ranks", "run.ranks", "N", "processes, over all replicas", ""),
+    ("--tp", "parallel.tp", "N", "tensor-parallel ranks of a replica", ""),
+    ("--pp", "parallel.pp", "N", "pipeline stages of a replica", ""),
+    ("--vpp", "parallel.vpp", "N", "chunks of layers on each pipeline stage", ""),
+    ("--cp", "parallel.cp", "N", "context-parallel ranks of a replica", ""),
+    ("--ep", "parallel.ep", "N", "expert-parallel ranks", ""),
+    ("--device", "run.device", "NAME", "cpu, or cuda for this machine's GPUs", ""),
+    ("--out", "run.out", "DIR", "output directory, empty or new", "the next free runs/train-NNN"),
+    ("--data", "task.data", "FILE", "prompts in JSONL", "those that ship"),
+    ("--model", "model.path", "DIR", "Hugging Face checkpoint to start from", "random weights"),
+    ("--engine", "rollout.engine", "NAME", "transformers or vllm", ""),
+    ("--engine-url", "rollout.engine_url", "URL", "servers of vllm: URL[,URL]", "none"),
+    ("--cluster", "controller.cluster", "NAME", "of --async: embedded or ray", ""),
+)
 _NEEDED = ("pydantic", "torch", "megatron", "tokenizers", "transformers", "rich", "tomli_w")
 
 
@@ -76,26 +84,23 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_idempotent.proof import cpu
     from megatron_idempotent.rl.controller.protocol import ControllerError
     from megatron_idempotent.rl.trainer.task.prompts import read_prompts
-    from megatron_idempotent.rl.trainer.task.reward import FieldsOf, load_reward
     from megatron_idempotent.rl.workers import under_torchrun
     from megatron_idempotent.rl.workers.protocol import RankFailed, RanksLost
 
     from .async_run import serve_rank, torchrun_overrides
     from .config import load_config
-    from .launch import check, explain_failure, launch
     from .output import CONFIG_FILE, data_path, prepare, run_to_resume
 
     overrides = list(options.set)
-    for name, path in _NAMED.items():
-        value = getattr(options, name)
-        if value is not None:
-            overrides.append(f"{path}={value}")
+    named = {path: getattr(options, path) for _, path, *_ in _NAMED}
+    overrides += [f"{path}={value}" for path, value in named.items() if value is not None]
     if options.run_async:
         overrides.append("run.mode=async")
     config_file: Path | None = options.config
     if options.resume:
         # A run is continued with the settings that it left, wherever it is started from.
-        out = run_to_resume(_setting(overrides, "run.out"))
+        given = [text.partition("=")[2] for text in overrides if text.startswith("run.out=")]
+        out = run_to_resume(given[-1].strip() if given else "")
         overrides.append(f"run.out={out}")
         if config_file is None and (out / CONFIG_FILE).is_file():
             config_file = out / CONFIG_FILE
@@ -106,69 +111,147 @@ def _run(options: argparse.Namespace) -> int:
     config = load_config(config_file, overrides)
     prompts = read_prompts(data_path(config), words=not config.model.path)
     check(config, prompts)
-    # The ranks load it again; a mistake is told here.
-    FieldsOf(load_reward(config.task.reward)).check(prompts)
     job = prepare(
         config, resume=options.resume, quiet=options.quiet, started_anew=options.controller
     )
+    again = f"continue with --resume --out {job.out}"
     try:
-        if not launch(job, prompts):
-            print(f"stopped; continue with --resume --out {job.out}", file=sys.stderr)
-            return 143
+        if launch(job, prompts):
+            return 0
+        code, told = 143, f"stopped; {again}"
     except KeyboardInterrupt:
-        _restore_cursor()
-        print(f"\ninterrupted; continue with --resume --out {job.out}", file=sys.stderr)
-        return 130
+        code, told = 130, f"\ninterrupted; {again}"
     except cpu.NoDeviceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        code, told = 2, f"error: {error}"
     except cpu.RankError as error:
-        _restore_cursor()
-        print(explain_failure(error, job), file=sys.stderr)
-        return 1
+        log = job.out / "logs" / f"rank-{error.rank}.log"
+        code, told = 1, f"{error}\n\nrank {error.rank} failed; what it printed is in {log}"
     except (ControllerError, RanksLost, RankFailed) as error:
-        _restore_cursor()
-        print(f"{error}\ncontinue with --resume --out {job.out}", file=sys.stderr)
-        return 1
+        code, told = 1, f"{error}\n{again}"
     except cpu.RankTimeout:
-        _restore_cursor()
-        traceback.print_exc()
-        print(
-            f"run.timeout_s is {config.run.timeout_s:g} s; raise it with --set run.timeout_s=…, "
-            f"and continue with --resume --out {job.out}",
-            file=sys.stderr,
-        )
-        return 1
-    return 0
-
-
-def _setting(overrides: Sequence[str], path: str) -> str:
-    """Return the value of the last override of a setting, or "" if there is none."""
-    values = [text.partition("=")[2] for text in overrides if text.startswith(f"{path}=")]
-    return values[-1].strip() if values else ""
-
-
-def _restore_cursor() -> None:
-    """Show the terminal's cursor, which rank 0 hid for its bar and did not live to show again."""
+        limit = f"run.timeout_s is {config.run.timeout_s:g} s; raise it with --set run.timeout_s=…"
+        code, told = 1, f"{traceback.format_exc()}{limit}, and {again}"
     if sys.stderr.isatty():
-        print("\x1b[?25h", end="", file=sys.stderr, flush=True)
+        # The terminal's cursor: rank 0 hid it for its bar, and may not have lived to show it again.
+        print("\x1b[?25h", end="", file=sys.stderr)
+    print(told, file=sys.stderr)
+    return code
+
+
+def check(config: Config, prompts: PromptSet) -> None:
+    """Check settings, model, tokenizer and data against each other, before anything is written.
+
+    Errors: `DataError` for words that the tokenizer reserves or fields that the verifier lacks;
+    `CheckpointError` for a checkpoint without a tokenizer or with a damaged file; `ConfigError` if
+    answers do not fit into a response or sequences into a pack, if ranks cannot cut the model as
+    `[parallel]` asks, or for an unknown verifier, sampler or logger.
+    """
+    from .async_run import make_sampler, make_settings
+    from .policy import check_budget
+    from .report import named_loggers
+    from .task.prompts import check_answers_fit
+    from .task.reward import FieldsOf, load_reward
+    from .task.tokenizer import make_tokenizer
+
+    make_sampler(config)
+    named_loggers(config, Path(config.run.out))
+    if config.run.mode == "async":
+        make_settings(config)
+    tokenizer = make_tokenizer(config, prompts)
+    if config.model.path:
+        _check_checkpoint(config)
+    longest = config.rollout.max_response_tokens
+    check_answers_fit(prompts, tokenizer.encode_answer, max_response_tokens=longest)
+    check_budget(config, prompts, tokenizer)
+    # The ranks load it again; a mistake is told here.
+    FieldsOf(load_reward(config.task.reward)).check(prompts)
+
+
+def _check_checkpoint(config: Config) -> None:
+    """Check that a checkpoint is whole, and that ranks can cut its model."""
+    from megatron_idempotent.rl.hf import Architecture
+    from megatron_idempotent.rl.weights.safetensors_io import Checkpoint
+
+    from .layout import misfit
+    from .output import SUMS, check_sums
+
+    folder = Path(config.model.path)
+    check_sums(folder, f"fetch it again, or write {SUMS} again if you have changed it")
+    try:
+        arch = Architecture.read(folder)
+        Checkpoint(folder).close()
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    width = "moe_intermediate_size" if arch.experts else "intermediate_size"
+    sizes = {
+        "num_attention_heads": arch.heads,
+        "num_key_value_heads": arch.query_groups,
+        width: arch.expert_ffn if arch.experts else arch.ffn,
+        "num_hidden_layers": arch.layers,
+        "num_experts": arch.experts,
+    }
+    wrong = misfit(config.parallel, sizes)
+    if wrong:
+        raise ConfigError(f"{folder / 'config.json'}: {wrong}")
+
+
+def launch(job: Job, prompts: PromptSet) -> bool:
+    """Run the job, draw its curves and print its table; return whether the run came to its end.
+
+    It returns False if SIGTERM stopped an asynchronous run, which can be continued.
+    Errors: those of `cpu.RankPool.run` or, for an asynchronous run, of `run_controller`.
+    """
+    from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
+
+    from .report import CURVES_FILE, draw_curves, print_summary, summarize
+
+    # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    ended, step = True, "rollout"
+    if job.config.run.mode == "async":
+        from .async_run import run_controller
+
+        ended, step = run_controller(job, prompts), "optimizer step"
+    else:
+        start_ranks(job)
+    rows = read_metrics(job.out / METRICS_FILE)
+    draw_curves(rows, job.out / CURVES_FILE, step=step)
+    if not job.quiet:
+        print_summary(summarize(rows), job.out)
+    return ended
+
+
+def start_ranks(job: Job) -> None:
+    """Run `run_rank` on all ranks. Errors: those of `cpu.RankPool.run`."""
+    from megatron_idempotent.proof import cpu
+
+    # The launcher imports them once for all ranks; other models than Llama are not among them.
+    preload = (
+        *cpu.PROGRAM_PRELOAD,
+        "megatron_idempotent.rl.trainer.loop",
+        "megatron_idempotent.rl.engines.transformers",
+        "transformers.models.llama.modeling_llama",
+    )
+    run = job.config.run
+    with cpu.RankPool(run.ranks, preload=preload, device=run.device) as pool:
+        pool.run(run.ranks, run_rank, job, timeout_s=run.timeout_s)
+
+
+def run_rank(job: Job) -> None:
+    """Train as one rank; import the worker only here, in a process that may import torch."""
+    from .loop import work
+
+    work(job)
 
 
 def _parser() -> argparse.ArgumentParser:
-    from .config import SECTIONS
-    from .reference import default
+    from .config import SECTIONS, default
 
     parser = argparse.ArgumentParser(
         prog="megatron-idempotent train",
         description="Train a decoder by GRPO on a verifiable task: real Megatron on CPU ranks, "
         "each optimizer step taken in chunks, and engines that are given the new weights.",
     )
-
-    def named(flag: str, metavar: str, text: str, empty: str = "") -> None:
-        """Add the option of a setting, with its default; `empty` says what the empty one means."""
-        section, _, key = _NAMED[flag[2:].replace("-", "_")].partition(".")
-        shown = empty or default(section, key, getattr(SECTIONS[section](), key)).replace("`", "")
-        parser.add_argument(flag, metavar=metavar, help=f"{text} (default: {shown})")
 
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="settings in TOML; others keep their defaults"
@@ -187,21 +270,10 @@ def _parser() -> argparse.ArgumentParser:
         help="sample and train at the same time, whatever FILE says; other defaults where it is "
         "silent",
     )
-    named("--rollouts", "N", "rollouts in the whole run")
-    named("--seed", "N", "seed of everything random")
-    named("--ranks", "N", "processes, over all replicas")
-    named("--tp", "N", "tensor-parallel ranks of a replica")
-    named("--pp", "N", "pipeline stages of a replica")
-    named("--vpp", "N", "chunks of layers on each pipeline stage")
-    named("--cp", "N", "context-parallel ranks of a replica")
-    named("--ep", "N", "expert-parallel ranks")
-    named("--device", "NAME", "cpu, or cuda for this machine's GPUs")
-    named("--out", "DIR", "output directory, empty or new", "the next free runs/train-NNN")
-    named("--data", "FILE", "prompts in JSONL", "those that ship")
-    named("--model", "DIR", "Hugging Face checkpoint to start from", "random weights")
-    named("--engine", "NAME", "transformers or vllm")
-    named("--engine-url", "URL", "servers of vllm: URL[,URL]", "none")
-    named("--cluster", "NAME", "of --async: embedded or ray")
+    for flag, path, metavar, text, empty in _NAMED:
+        section, _, key = path.partition(".")
+        shown = empty or default(section, key, getattr(SECTIONS[section](), key)).replace("`", "")
+        parser.add_argument(flag, dest=path, metavar=metavar, help=f"{text} (default: {shown})")
     parser.add_argument(
         "--schema", action="store_true", help="print the JSON schema of FILE, for editors, and end"
     )

@@ -1,21 +1,27 @@
 """Builds a model and its optimizer the way every `megatron.training` program does.
 
-The configuration becomes the argument list that Megatron's stock parser reads.
+The configuration becomes the argument list that Megatron's stock parser reads. A run that is given
+no checkpoint begins from a random one, which is written here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_idempotent.rl.hf import Architecture, build_gpt
+from megatron_idempotent.rl.trainer.task.tokenizer import TOKENIZER_FILE, TextTokenizer
 
-from .config import Config
+from .config import Config, ModelConfig
+from .output import write_sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +51,8 @@ def build_megatron_model(
 ) -> MegatronModel:
     """Initialise Megatron, and build the model and its optimizer. Collective over all ranks.
 
+    Weights are random, and logits have this rank's columns of the vocabulary.
+
     Args:
         arguments: Megatron's arguments; see `megatron_arguments`.
         arch: the shape of the model.
@@ -53,42 +61,9 @@ def build_megatron_model(
     """
     from megatron.core.enums import ModelType
     from megatron.training import get_args, training
-
-    _initialize(arguments)
-
-    def provide_model(
-        pre_process: bool = True,
-        post_process: bool = True,
-        vp_stage: int | None = None,
-        **newer: Any,
-    ) -> torch.nn.Module:
-        return gpt_model(
-            arch, pre_process, post_process, vp_stage=vp_stage, positions=positions, packs=packs
-        )
-
-    chunks, optimizer, scheduler = training.setup_model_and_optimizer(
-        model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
-    )
-    return MegatronModel(args=get_args(), chunks=chunks, optimizer=optimizer, scheduler=scheduler)
-
-
-def gpt_model(
-    arch: Architecture,
-    pre_process: bool,
-    post_process: bool,
-    *,
-    vp_stage: int | None = None,
-    positions: int,
-    packs: bool = False,
-) -> torch.nn.Module:
-    """Build a pipeline stage of a decoder, configured by Megatron's global arguments.
-
-    Its weights are random, and its logits have this rank's columns of the vocabulary. `pre_process`
-    and `post_process` are true for the first and the last stage.
-    """
-    from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
 
+    _initialize(arguments)
     change: Callable[[Any], Any] | None = None
     alone = importlib.util.find_spec("transformer_engine") is None
     if alone and (packs or get_args().context_parallel_size > 1):
@@ -96,17 +71,28 @@ def gpt_model(
         from megatron_idempotent.proof.cpu.attention import with_exact_attention
 
         change = with_exact_attention
-    model: torch.nn.Module = build_gpt(
-        arch,
-        core_transformer_config_from_args(get_args()),
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        max_positions=positions,
-        change_spec=change,
-        parallel_output=True,
+
+    def provide_model(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        **newer: Any,
+    ) -> Any:
+        return build_gpt(
+            arch,
+            core_transformer_config_from_args(get_args()),
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            max_positions=positions,
+            change_spec=change,
+            parallel_output=True,
+        )
+
+    chunks, optimizer, scheduler = training.setup_model_and_optimizer(
+        model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
     )
-    return model
+    return MegatronModel(args=get_args(), chunks=chunks, optimizer=optimizer, scheduler=scheduler)
 
 
 def _initialize(arguments: Sequence[str]) -> None:
@@ -210,3 +196,81 @@ def _optimizer(config: Config) -> list[str]:
         f"--weight-decay={optimizer.weight_decay}",
         f"--clip-grad={optimizer.clip_grad}",
     ]
+
+
+def ensure_checkpoint(
+    directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
+) -> Path:
+    """Have rank 0 write a random checkpoint unless it is there; return its folder. Collective.
+
+    The sizes and the seed alone decide its weights. The model has RMSNorm, rotary positions,
+    SwiGLU, grouped queries and no biases; `positions` is the longest sequence. It is written under
+    another name and renamed.
+    """
+    if dist.get_rank() == 0 and not directory.is_dir():
+        unfinished = directory.with_name(directory.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write_checkpoint(unfinished, model, tokenizer, seed=seed, positions=positions)
+        write_sums(unfinished)
+        unfinished.rename(directory)
+    dist.barrier()
+    return directory
+
+
+def write_checkpoint(
+    directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
+) -> None:
+    """Write a checkpoint with random weights, in this process alone; see `ensure_checkpoint`.
+
+    Torch's random state does not change.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        decoder = _random_decoder(model, tokenizer, positions)
+    with torch.no_grad():
+        # As Megatron begins: what adds to the residual stream is smaller in a deeper model.
+        for name, parameter in decoder.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+                parameter.mul_((2 * model.layers) ** -0.5)
+    decoder.save_pretrained(directory)
+    tokenizer.save(directory / TOKENIZER_FILE)
+
+
+def _random_decoder(model: ModelConfig, tokenizer: TextTokenizer, positions: int) -> Any:
+    """Make a Llama or, if the model has experts, a Qwen3-MoE."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": tokenizer.vocabulary_size,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.query_groups,
+        "max_position_embeddings": positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_base)},
+        "initializer_range": model.init_std,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.end_ids[0],
+        "pad_token_id": tokenizer.pad_id,
+    }
+    if not model.num_experts:
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    experts: dict[str, Any] = {
+        "head_dim": model.hidden // model.heads,
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_ffn,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+    # Named after it is made: transformers makes the embedding of padding zero, and a policy that
+    # samples padding would have a gradient of 1 / epsilon there, through the norms of queries and
+    # keys.
+    pad_token_id = sizes.pop("pad_token_id")
+    decoder = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    decoder.config.pad_token_id = pad_token_id
+    return decoder

@@ -1,11 +1,19 @@
-"""Chooses, checks and makes the output directory of a run before anything else starts."""
+"""Chooses, checks and makes the output directory of a run, and completes checkpoints in it.
+
+Neither torch nor Megatron is imported. A checkpoint is written under another name, its files are
+listed in `COMPLETE.json`, and it is renamed. A directory without that list, or that differs from
+it, is not a checkpoint. Folders of Hugging Face checkpoints have their hashes in `SHA256SUMS`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import hashlib
+import itertools
+import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,8 +23,8 @@ from typing import IO, Any
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
 from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE
 
-from . import checkpoint_dir
-from .config import SECTIONS, CheckpointError, Config, OutputError, as_toml
+from . import CheckpointError, OutputError
+from .config import SECTIONS, Config, as_toml
 
 #: Folders of Hugging Face checkpoints in the output directory: the random one that a run without
 #: `model.path` began from, and the trained one.
@@ -43,42 +51,19 @@ def data_path(config: Config) -> Path:
 
 
 RUNS = Path("runs")
-CONFIG_FILE = "config.toml"
+CONFIG_FILE, MARKER, SUMS = "config.toml", "COMPLETE.json", "SHA256SUMS"
 
 # Keys that may differ between a run and its continuation, since they change none of its numbers.
-_FREE = frozenset(
-    {
-        "run.rollouts",
-        "run.out",
-        "run.checkpoint_every",
-        "run.keep_checkpoints",
-        "run.timeout_s",
-        "optimizer.chunks_per_step",
-        "evaluation.every",
-        "task.data",  # its content counts, not its path
-        "rollout.engine_url",
-        "rollout.request_timeout_s",
-        "sync.transport",
-        "sync.directory",
-        "sync.address",
-        "sync.workers",
-        "sync.bucket_mb",
-        "sync.changed_only",
-        "controller.cluster",
-        "controller.engines",
-        "controller.ray_address",
-        "controller.plane",
-        "controller.step_attempts",
-        "controller.group_attempts",
-        "controller.restarts",
-        "controller.group_timeout_s",
-        "controller.call_timeout_s",
-        "controller.stall_s",
-        "controller.drain_s",
-        "controller.loggers",
-        "controller.timeline",
-    }
-)
+_FREE = {
+    "run": "rollouts out checkpoint_every keep_checkpoints timeout_s",
+    "task": "data",  # its content counts, not its path
+    "rollout": "engine_url request_timeout_s",
+    "sync": "transport directory address workers bucket_mb changed_only",
+    "optimizer": "chunks_per_step",
+    "controller": "cluster engines ray_address plane step_attempts group_attempts restarts "
+    "group_timeout_s call_timeout_s stall_s drain_s loggers timeline",
+    "evaluation": "every",
+}
 
 
 def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = False) -> Job:
@@ -91,10 +76,8 @@ def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = F
     if there is no checkpoint to resume from, or it is damaged or was written with other settings.
     """
     if started_anew:
-        out = Path(config.run.out)
-        resume = bool(checkpoint_dir.complete(out / "checkpoints"))
-    else:
-        out = run_to_resume(config.run.out) if resume else _fresh(config)
+        resume = bool(complete_checkpoints(Path(config.run.out) / "checkpoints"))
+    out = run_to_resume(config.run.out) if resume else _fresh(config, started_anew)
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -106,12 +89,17 @@ def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = F
         ) from error
     checkpoint = None
     if resume:
-        checkpoint = newest_checkpoint(out)
-        _same_settings(
-            checkpoint_dir.verify(checkpoint)["config"], resume_state(config), checkpoint
-        )
+        found = complete_checkpoints(out / "checkpoints")
+        if not found:
+            raise CheckpointError(
+                f"{out / 'checkpoints'}: no complete checkpoint to resume from; start without "
+                "--resume"
+            )
+        checkpoint = found[-1]
+        written = verify_checkpoint(checkpoint)["config"]
+        _same_settings(written, resume_state(config), checkpoint)
         initial = out / INITIAL
-        checkpoint_dir.check_sums(initial, f"remove {initial}, and an equal one is made")
+        check_sums(initial, f"remove {initial}, and an equal one is made")
         try:
             read_metrics(out / METRICS_FILE)
         except ValueError as error:
@@ -120,23 +108,13 @@ def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = F
     return Job(config=config, out=out, resume_from=checkpoint, quiet=quiet)
 
 
-def newest_checkpoint(out: Path) -> Path:
-    """Return the newest complete checkpoint of a run. Errors: `CheckpointError` without one."""
-    found = checkpoint_dir.complete(out / "checkpoints")
-    if not found:
-        raise CheckpointError(
-            f"{out / 'checkpoints'}: no complete checkpoint to resume from; start without --resume"
-        )
-    return found[-1]
-
-
 def resume_state(config: Config) -> dict[str, Any]:
     """Return the settings that a continuation must share, and a hash of the prompts."""
     state = {
         f"{section}.{key}": value
         for section in SECTIONS
         for key, value in dataclasses.asdict(getattr(config, section)).items()
-        if f"{section}.{key}" not in _FREE
+        if key not in _FREE.get(section, "").split()
     }
     if config.packs:
         # Other chunks are other packs, whose sums are rounded otherwise.
@@ -148,12 +126,141 @@ def resume_state(config: Config) -> dict[str, Any]:
 def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) -> None:
     """Complete the checkpoint after `done` rollouts, and remove the oldest ones.
 
-    `digest` is that of the weights. `run.keep_checkpoints` of them stay.
+    Its files are listed with sizes and hashes, and `digest`, that of the weights; then it is
+    renamed. The data is on disk before the list is, and the list before the rename, so that a power
+    cut leaves a complete checkpoint or none under the final name. `run.keep_checkpoints` of them
+    stay.
     """
+    unfinished, final = unfinished_path(directory, done), checkpoint_path(directory, done)
+    files = {}
+    for path in sorted(path for path in unfinished.rglob("*") if path.is_file()):
+        _flush_to_disk(path)
+        files[path.relative_to(unfinished).as_posix()] = {
+            "bytes": path.stat().st_size,
+            "sha256": _sha256(path),
+        }
     state = {"rollouts": done, "config": resume_state(config), "weights sha256": digest}
-    unfinished = checkpoint_dir.unfinished_path(directory, done)
-    checkpoint_dir.seal(unfinished, checkpoint_dir.path_for(directory, done), state)
-    checkpoint_dir.keep_newest(directory, config.run.keep_checkpoints)
+    listed = {"sha256": _of_list(state, files), "state": state, "files": files}
+    (unfinished / MARKER).write_text(json.dumps(listed, indent=1), encoding="utf-8")
+    _flush_to_disk(unfinished / MARKER)
+    if final.exists():  # written by an interrupted run after the checkpoint this one resumed from
+        shutil.rmtree(final)
+    unfinished.rename(final)
+    _flush_to_disk(directory)
+    for old in complete_checkpoints(directory)[: -config.run.keep_checkpoints]:
+        (old / MARKER).unlink()  # the list first, so that no half of a checkpoint counts
+        shutil.rmtree(old)
+
+
+def checkpoint_path(directory: Path, rollouts: int) -> Path:
+    """Return the directory of the checkpoint after `rollouts` rollouts, whether it exists or not.
+
+    An asynchronous run counts optimizer steps, here and below.
+    """
+    return directory / f"rollout-{rollouts:06d}"
+
+
+def rollouts_of(checkpoint: Path) -> int:
+    """Return the number of rollouts before a checkpoint, from its name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def unfinished_path(directory: Path, rollouts: int) -> Path:
+    """Return the folder in which a checkpoint is written; a run that died may have left files."""
+    path = checkpoint_path(directory, rollouts)
+    return path.with_name(f"{path.name}.unfinished")
+
+
+def make_empty(unfinished: Path) -> None:
+    """Make an empty directory, removing what a run that died has left there."""
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Return the complete checkpoints in a directory, the oldest first."""
+    return sorted(path.parent for path in directory.glob(f"rollout-*[0-9]/{MARKER}"))
+
+
+def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
+    """Compare every file of a checkpoint with its list; return its state.
+
+    Errors: `CheckpointError`, which names the file that is missing, cut short or changed.
+    """
+    marker = checkpoint / MARKER
+    remedy = _remedy(checkpoint)
+    try:
+        listed = json.loads(marker.read_text(encoding="utf-8"))
+        files, state = dict(listed["files"]), dict(listed["state"])
+        if listed["sha256"] != _of_list(state, files):
+            raise ValueError("its content has changed")
+    except OSError as error:
+        raise CheckpointError(f"{marker}: {error.strerror}; {remedy}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{marker}: damaged ({error}); {remedy}") from error
+    for name, expected in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing; {remedy}")
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            raise CheckpointError(
+                f"{path}: {size} bytes, {expected['bytes']} were written; {remedy}"
+            )
+        if _sha256(path) != expected["sha256"]:
+            raise CheckpointError(f"{path}: its content has changed (sha256 differs); {remedy}")
+    return state
+
+
+def write_sums(folder: Path) -> None:
+    """Write the hashes of a folder's files into it, as `sha256sum * > SHA256SUMS` does."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
+    text = "".join(f"{_sha256(path)}  {path.name}\n" for path in files)
+    (folder / SUMS).write_text(text, encoding="utf-8")
+
+
+def check_sums(folder: Path, remedy: str) -> None:
+    """Compare a folder's files with its SHA256SUMS; do nothing if it has none.
+
+    Errors: `CheckpointError`, which names the file that is missing or changed, and `remedy`.
+    """
+    sums = folder / SUMS
+    if not sums.is_file():
+        return
+    for line in sums.read_text(encoding="utf-8", errors="replace").splitlines():
+        expected, _, name = line.partition(" ")
+        path = folder / name.lstrip(" *")
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing, and {SUMS} lists it; {remedy}")
+        if _sha256(path) != expected:
+            raise CheckpointError(f"{path}: its content is not that of {SUMS}; {remedy}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _of_list(state: Mapping[str, Any], files: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([state, files], sort_keys=True).encode()).hexdigest()
+
+
+def _remedy(checkpoint: Path) -> str:
+    older = [
+        path for path in complete_checkpoints(checkpoint.parent) if path.name < checkpoint.name
+    ]
+    remove = f"remove the directory {checkpoint}"
+    if older:
+        return f"{remove} to resume from {older[-1].name}"
+    return f"{remove} and start again without --resume: there is no older checkpoint"
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _same_settings(written: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
@@ -169,14 +276,12 @@ def _same_settings(written: Mapping[str, Any], now: Mapping[str, Any], checkpoin
             )
 
 
-def _fresh(config: Config) -> Path:
+def _fresh(config: Config, started_anew: bool) -> Path:
     if not config.run.out:
-        number = 1
-        while (RUNS / f"train-{number:03d}").exists():
-            number += 1
-        return RUNS / f"train-{number:03d}"
+        numbered = (RUNS / f"train-{number:03d}" for number in itertools.count(1))
+        return next(path for path in numbered if not path.exists())
     out = Path(config.run.out)
-    if out.is_dir() and any(out.iterdir()):
+    if out.is_dir() and any(out.iterdir()) and not started_anew:
         raise OutputError(
             f"{out}: not empty; continue that run with --resume, or choose another directory with "
             "--out"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,23 +15,27 @@ import torch.distributed as dist
 import megatron_idempotent
 from megatron_idempotent.fp8.packing import token_alignment
 from megatron_idempotent.rl.hf import Architecture, MegatronWeights, load_hf, save_hf
+from megatron_idempotent.rl.metrics.names import GRAD_NORM, LOSS, POSITIONS, RESPONSE_TOKENS
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, read_prompts
 from megatron_idempotent.rl.trainer.task.tokenizer import (
-    TOKENIZER_FILE,
     TextTokenizer,
     make_tokenizer,
     sequence_positions,
 )
 from megatron_idempotent.rl.weights import WeightSource
 
-from . import checkpoint_dir
-from .batch import Batch, StepMetrics, chunks
-from .config import Config, ConfigError, ModelConfig
-from .forward_only import LogprobForward
-from .loss import LogitsOf, PolicyLoss, corrected, forward
-from .megatron_setup import MegatronModel, build_megatron_model, megatron_arguments
-from .output import INITIAL, Job, data_path
-from .replica import Replica, SpreadWeights
+from . import ConfigError
+from .batch import Batch, chunks
+from .config import Config
+from .layout import Replica
+from .loss import LogitsOf, PolicyLoss, corrected, decoder_logits, forward
+from .megatron_setup import (
+    MegatronModel,
+    build_megatron_model,
+    ensure_checkpoint,
+    megatron_arguments,
+)
+from .output import INITIAL, Job, data_path, write_sums
 
 
 class MegatronPolicy:
@@ -49,7 +52,7 @@ class MegatronPolicy:
         """
         from megatron.core import parallel_state
 
-        self._config = config
+        self.config = config
         self._checkpoint = checkpoint
         self.architecture = Architecture.read(checkpoint)
         self.stock: MegatronModel = build_megatron_model(
@@ -71,7 +74,8 @@ class MegatronPolicy:
             for module in self.stock.modules
         ]
         megatron_idempotent.wire_train_config(self.stock.chunks, self.stock.optimizer)
-        self._step = megatron_idempotent.TrainStep(
+        #: Finishes and aborts what `begin` has opened.
+        self.step = megatron_idempotent.TrainStep(
             self.stock.chunks,
             self.stock.optimizer,
             self.stock.scheduler,
@@ -80,16 +84,13 @@ class MegatronPolicy:
             deadline_s=config.run.timeout_s,
         )
         tp = config.parallel.tp > 1
-        of = LogitsOf(
+        self._logits = LogitsOf(
             temperature=config.rollout.temperature,
             tp_group=parallel_state.get_tensor_model_parallel_group() if tp else None,
             vocab_size=self.architecture.vocab_size if tp else None,
             cuts_positions=config.parallel.cp > 1,
         )
-        self._loss = PolicyLoss(config.loss, of=of)
-        self._logprobs = LogprobForward(
-            self.stock.modules, of=of, microbatch_size=config.microbatch_size
-        )
+        self._loss = PolicyLoss(config.loss, of=self._logits)
         self.replica = Replica(config.layout)
 
     @contextmanager
@@ -99,20 +100,16 @@ class MegatronPolicy:
         Within the block their parameters are up to date, they are in eval mode, and no gradients
         are recorded.
         """
-        with self._step.reading() as chunks:
+        with self.step.reading() as chunks:
             yield tuple(chunk.module for chunk in chunks)
 
-    def source(self, *, shared: bool) -> WeightSource:
+    def source(self, group: Any = None) -> WeightSource:
         """Return a source of the weights under Hugging Face names; read it within `weights()`.
 
-        If `shared`, rank 0 alone gets tensors. Otherwise every rank gets all tensors, from the
-        ranks of its replica or, if experts are spread over replicas, from all ranks.
+        The first rank of the group alone gets tensors; the group's ranks have the whole model
+        between them. None is all ranks.
         """
-        if shared:
-            return MegatronWeights(self.stock.chunks, self.architecture)
-        group = None if self._config.parallel.ep > 1 else self.replica.group
-        weights = MegatronWeights(self.stock.chunks, self.architecture, group=group)
-        return weights if dist.get_world_size(group) == 1 else SpreadWeights(weights, group)
+        return MegatronWeights(self.stock.chunks, self.architecture, group=group)
 
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint, with its files' hashes in SHA256SUMS.
@@ -121,44 +118,37 @@ class MegatronPolicy:
         replaces an older one in `directory` once it is complete.
         """
         with self.weights():
-            save_hf(self.source(shared=True), directory, like=self._checkpoint, replace=True)
+            save_hf(self.source(), directory, like=self._checkpoint, replace=True)
         if dist.get_rank() == 0:
-            checkpoint_dir.write_sums(directory)
+            write_sums(directory)
 
-    def train(self, batch: Batch, *, index: int) -> StepMetrics:
+    def train(self, batch: Batch, *, index: int) -> dict[str, float]:
         """Take `steps_per_rollout` optimizer steps over the batch, using each sequence once.
 
         The rollout's `index` decides the order of the sequences. Every rank passes a batch of the
         same size. Returns measurements over all ranks. An error on any rank is raised on all of
         them, after the step in which it happened is undone.
         """
-        optimizer = self._config.optimizer
+        optimizer = self.config.optimizer
         batch = dataclasses.replace(batch, reference_logprobs_BT=self._reference_logprobs(batch))
-        if self._loss.needs_recomputed_logprobs:
+        if self.config.loss.old_logprobs == "recomputed":
             proximal_BT = self.logprobs(batch, "policy")
-            batch, _ = corrected(batch, proximal_BT, self._config.loss)
-        stream = chunks(
-            batch, size=self._config.chunk_size, seed=self._config.run.seed, index=index
-        )
+            batch, _ = corrected(batch, proximal_BT, self.config.loss)
+        stream = chunks(batch, size=self.config.chunk_size, seed=self.config.run.seed, index=index)
         return training_metrics(
             [
-                self._optimizer_step(itertools.islice(stream, self._config.chunks))
+                self._optimizer_step(itertools.islice(stream, self.config.chunks))
                 for _ in range(optimizer.steps_per_rollout)
             ]
         )
-
-    @property
-    def open_step_id(self) -> str | None:
-        """The id of the open step; None if no step is open."""
-        return self._step.open_step_id
 
     def begin(self, step_id: str | None = None, *, rank_batch_size: int | None = None) -> str:
         """Open an optimizer step, and return its id; see `TrainStep.begin`.
 
         `rank_batch_size` is the number of sequences that this replica will give it, if it is known.
         """
-        config = self._config
-        return self._step.begin(
+        config = self.config
+        return self.step.begin(
             self._loss,
             global_batch_size=config.global_batch_size,
             micro_batch_size=None if config.packs else config.microbatch_size,
@@ -171,23 +161,15 @@ class MegatronPolicy:
         self, step_id: str, batch: Batch, *, microbatch_id: str | None = None, last: bool = False
     ) -> None:
         """Run forward and backward of this replica's rows; see `TrainStep.microbatch`."""
-        if self._config.packs:
+        if self.config.packs:
             tensors = batch.on_device().sequences()
         else:
-            if self._config.parallel.vpp > 1:
+            if self.config.parallel.vpp > 1:
                 # An interleaved schedule takes as many microbatches as stages, or a multiple.
-                whole = self._config.microbatch_size * self._config.parallel.pp
+                whole = self.config.microbatch_size * self.config.parallel.pp
                 batch = batch.padded(-(-len(batch) // whole) * whole)
             tensors = batch.on_device().tensors()
-        self._step.microbatch(step_id, tensors, microbatch_id=microbatch_id, last=last)
-
-    def finish(self, step_id: str) -> megatron_idempotent.StepResult:
-        """Reduce gradients and update the weights; see `TrainStep.finish`."""
-        return self._step.finish(step_id)
-
-    def abort(self, step_id: str | None = None) -> None:
-        """Undo the open step; do nothing if none is open. See `TrainStep.abort`."""
-        self._step.abort(step_id)
+        self.step.microbatch(step_id, tensors, microbatch_id=microbatch_id, last=last)
 
     def logprobs(self, batch: Batch, which: Literal["policy", "reference"]) -> torch.Tensor:
         """Compute log-probs [B, T] of this rank's rows, 0 where the loss mask is 0.
@@ -198,31 +180,111 @@ class MegatronPolicy:
         with self.weights():
             if not len(batch):  # attention refuses to be of nothing
                 return torch.empty_like(batch.old_logprobs_BT)
-            return self._logprobs(batch, self._initial if which == "reference" else None)
+            return self._forward_only(batch, self._initial if which == "reference" else None)
+
+    def _forward_only(
+        self, batch: Batch, weights: Sequence[Mapping[str, torch.Tensor]] | None
+    ) -> torch.Tensor:
+        """Compute log-probs [B, T] of the targets, of all rows at once or in microbatches.
+
+        `weights` stand in for the parameters of each chunk, by name. Every rank of the replica gets
+        the whole result. Collective over its ranks, or over all ranks if experts are spread over
+        replicas.
+        """
+        modules = self.stock.modules
+        forwards: list[Callable[..., Any]] = list(modules)
+        if weights is not None:
+            forwards = [_with(*each) for each in zip(modules, weights, strict=True)]
+        if self.config.parallel.pp > 1:
+            by_module = dict(zip(map(id, modules), forwards, strict=True))
+            return self._piped(batch, by_module)
+        batch = batch.on_device()
+        return self._of_logits(decoder_logits(forwards[0], batch.tokens_BT), batch).cpu()
+
+    def _of_logits(self, logits_BTV: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self._logits.logprobs(logits_BTV, batch.targets_BT, batch.loss_mask_BT > 0)
+
+    def _piped(self, batch: Batch, forwards: Mapping[int, Callable[..., Any]]) -> torch.Tensor:
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        # An interleaved schedule takes as many microbatches as stages, or a multiple of them.
+        rows, size, modules = len(batch), self.config.microbatch_size, list(self.stock.modules)
+        whole = size * self.config.parallel.pp
+        padded = batch.padded(-(-rows // whole) * whole).on_device()
+        pieces = [
+            padded.rows(torch.arange(start, start + size, device=padded.tokens_BT.device))
+            for start in range(0, len(padded), size)
+        ]
+
+        def forward_step(waiting: Iterator[Batch], module: Any) -> tuple[Any, Any]:
+            piece = next(waiting)
+            logits = decoder_logits(forwards[id(module)], piece.tokens_BT)
+            return logits, lambda output, **_: self._of_logits(output, piece)
+
+        iterators = [iter(pieces) for _ in modules]
+        with ExitStack() as stack:
+            _starting_nothing(stack, modules)
+            parts = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=modules,
+                num_microbatches=len(pieces),
+                seq_length=batch.tokens_BT.shape[1],
+                micro_batch_size=size,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        found_BT = torch.empty_like(padded.old_logprobs_BT)
+        if parts:
+            found_BT = torch.cat(parts).to(found_BT.dtype).contiguous()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(found_BT, parallel_state.get_pipeline_model_parallel_last_rank(), group)
+        return found_BT[:rows].cpu()
 
     def _optimizer_step(self, stream: Iterable[Batch]) -> megatron_idempotent.StepResult:
         # Known here, so that the last chunk's backward overlaps the reductions.
-        step_id = self.begin(rank_batch_size=self._config.rank_batch_size)
+        step_id = self.begin(rank_batch_size=self.config.rank_batch_size)
         try:
             for chunk in stream:
                 self.microbatch(step_id, chunk)
-            return self.finish(step_id)
+            return self.step.finish(step_id)
         except Exception:
             # All ranks come here: the others hear of a failure where they would wait for this one.
-            self.abort(step_id)
+            self.step.abort(step_id)
             raise
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
         """Return log-probs [B, T] under the reference of the KL penalty; None without a penalty."""
-        if not self._config.loss.kl_coefficient:
+        if not self.config.loss.kl_coefficient:
             return None
-        if self._config.loss.kl_reference == "old":
+        if self.config.loss.kl_reference == "old":
             return batch.old_logprobs_BT
         return self.logprobs(batch, "reference")
 
 
-def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepMetrics:
-    """Combine the results of a rollout's steps.
+def _starting_nothing(stack: ExitStack, modules: Sequence[torch.nn.Module]) -> None:
+    """Keep a schedule, within the stack, from starting the gathers and reductions of training.
+
+    It is a function of its own because one that uses both torch.distributed and the name `config`
+    does not pickle by value.
+    """
+    from megatron_idempotent.window.accumulation import set_for
+
+    for module in modules:
+        for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
+            set_for(stack, module.config, name, None)
+
+
+def _with(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
+    def call(*inputs: torch.Tensor) -> Any:
+        return torch.func.functional_call(module, dict(weights), inputs)
+
+    return call
+
+
+def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> dict[str, float]:
+    """Return the metrics of a rollout's steps.
 
     `loss`, `kl` and `clip_fraction` are means over response tokens, `grad_norm` over updates.
     """
@@ -235,94 +297,16 @@ def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepM
         total = sum(result.metrics[name] * result.global_valid_tokens for result in results)
         return total / (tokens or 1.0)
 
-    return StepMetrics(
-        loss=mean("loss"),
-        kl=mean("kl"),
-        clip_fraction=mean("clip_fraction"),
-        grad_norm=sum(norms) / (len(norms) or 1),
-        learning_rate=results[-1].lr,
-        response_tokens=int(tokens),
-        positions=int(sum(result.metrics["positions"] for result in results)),
-        optimizer_steps=len(updates),
-    )
-
-
-def ensure_checkpoint(
-    directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
-) -> Path:
-    """Have rank 0 write a random checkpoint unless it is there; return its folder. Collective.
-
-    The sizes and the seed alone decide its weights. The model has RMSNorm, rotary positions,
-    SwiGLU, grouped queries and no biases; `positions` is the longest sequence. It is written under
-    another name and renamed.
-    """
-    if dist.get_rank() == 0 and not directory.is_dir():
-        unfinished = directory.with_name(directory.name + ".unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        write_checkpoint(unfinished, model, tokenizer, seed=seed, positions=positions)
-        checkpoint_dir.write_sums(unfinished)
-        unfinished.rename(directory)
-    dist.barrier()
-    return directory
-
-
-def write_checkpoint(
-    directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
-) -> None:
-    """Write a checkpoint with random weights, in this process alone; see `ensure_checkpoint`.
-
-    Torch's random state does not change.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        decoder = _random_decoder(model, tokenizer, positions)
-    with torch.no_grad():
-        # As Megatron begins: what adds to the residual stream is smaller in a deeper model.
-        for name, parameter in decoder.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
-                parameter.mul_((2 * model.layers) ** -0.5)
-    decoder.save_pretrained(directory)
-    tokenizer.save(directory / TOKENIZER_FILE)
-
-
-def _random_decoder(model: ModelConfig, tokenizer: TextTokenizer, positions: int) -> Any:
-    """Make a Llama or, if the model has experts, a Qwen3-MoE."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes: dict[str, Any] = {
-        "vocab_size": tokenizer.vocabulary_size,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.query_groups,
-        "max_position_embeddings": positions,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_base)},
-        "initializer_range": model.init_std,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.end_ids[0],
-        "pad_token_id": tokenizer.pad_id,
+    return {
+        RESPONSE_TOKENS: float(int(tokens)),
+        POSITIONS: float(int(sum(result.metrics["positions"] for result in results))),
+        LOSS: mean("loss"),
+        "train/kl": mean("kl"),
+        "train/clip_fraction": mean("clip_fraction"),
+        GRAD_NORM: sum(norms) / (len(norms) or 1),
+        "train/learning_rate": results[-1].lr,
+        "train/optimizer_steps": float(len(updates)),
     }
-    if not model.num_experts:
-        return LlamaForCausalLM(LlamaConfig(**sizes))
-    experts: dict[str, Any] = {
-        "head_dim": model.hidden // model.heads,
-        "num_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "moe_intermediate_size": model.expert_ffn,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "router_aux_loss_coef": 0.0,
-    }
-    # Named after it is made: transformers makes the embedding of padding zero, and a policy that
-    # samples padding would have a gradient of 1 / epsilon there, through the norms of queries and
-    # keys.
-    pad_token_id = sizes.pop("pad_token_id")
-    decoder = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
-    decoder.config.pad_token_id = pad_token_id
-    return decoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

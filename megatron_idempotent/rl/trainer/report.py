@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from megatron_idempotent.rl.metrics.loggers import (
     METRICS_FILE,
@@ -31,72 +31,39 @@ from megatron_idempotent.rl.metrics.names import (
     TOTAL_S,
 )
 
-from . import checkpoint_dir
-from .config import Config, ConfigError
-from .output import Job
+from . import ConfigError
+from .config import Config
+from .output import Job, rollouts_of
 
 CURVES_FILE = "curves.png"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
-    """Describes a run in seven numbers.
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Describe a metrics file, at least one row of which has an evaluation, in seven numbers.
 
-    Example: `Summary(rollouts=110, first_held_out=0.04, last_held_out=0.96, ...)`.
-    """
-
-    rollouts: int
-    """Number of rollouts; of optimizer steps in an asynchronous run."""
-    first_held_out: float
-    """Mean reward on held-out prompts in the first evaluation, from 0 to 1."""
-    last_held_out: float
-    """Mean reward on held-out prompts in the last evaluation."""
-    best_held_out: float
-    """Highest mean reward on held-out prompts of all evaluations."""
-    seconds: float
-    """Seconds of all rollouts, without the set-up."""
-    tokens_per_s: float
-    """Response tokens per second."""
-    positions_per_token: float
-    """Positions computed in training for each response token that counts; 0 if unknown."""
-
-
-def summarize(rows: Sequence[dict[str, Any]]) -> Summary:
-    """Summarize the rows of a metrics file, at least one of which has an evaluation.
-
-    A resumed run counts as a whole.
+    A resumed run counts as a whole, and its set-up does not.
     """
     held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row]
     trained = [row for row in rows if REWARD in row]
     seconds = sum(row[TOTAL_S] for row in trained)
     tokens = sum(row[TOKENS_PER_S] * row[TOTAL_S] for row in trained)
-    return Summary(
-        rollouts=len(trained),
-        first_held_out=held_out[0],
-        last_held_out=held_out[-1],
-        best_held_out=max(held_out),
-        seconds=seconds,
-        tokens_per_s=tokens / seconds if seconds else 0.0,
-        positions_per_token=sum(row.get(POSITIONS, 0.0) for row in trained) / (tokens or 1.0),
-    )
+    return {
+        "rollouts": len(trained),
+        "held-out reward at the start": held_out[0],
+        "held-out reward at the end": held_out[-1],
+        "best held-out reward": max(held_out),
+        "seconds, set-up aside": seconds,
+        "response tokens per second": tokens / (seconds or 1.0),
+        "positions computed per token": sum(row.get(POSITIONS, 0.0) for row in trained)
+        / (tokens or 1.0),
+    }
 
 
-def print_summary(summary: Summary, out: Path) -> None:
+def print_summary(summary: Mapping[str, float], out: Path) -> None:
     """Print the table at the end of a run, on standard output."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(show_header=False, title=str(out))
-    for name, value in (
-        ("rollouts", str(summary.rollouts)),
-        ("held-out reward at the start", f"{summary.first_held_out:.3f}"),
-        ("held-out reward at the end", f"{summary.last_held_out:.3f}"),
-        ("best held-out reward", f"{summary.best_held_out:.3f}"),
-        ("time, set-up aside", f"{summary.seconds:.1f} s"),
-        ("response tokens per second", f"{summary.tokens_per_s:.0f}"),
-        ("positions computed per token", f"{summary.positions_per_token:.2f}"),
-    ):
-        table.add_row(name, value)
+    for name, value in summary.items():
+        table.add_row(name, f"{value:.3f}".removesuffix(".000"))
     Console().print(table)
 
 
@@ -151,7 +118,7 @@ def make_loggers(job: Job, *shown: Logger, threaded: bool) -> Loggers:
 
     TensorBoard is left out, with a warning, if it is not installed.
     """
-    first = checkpoint_dir.rollouts_of(job.resume_from) if job.resume_from is not None else 0
+    first = rollouts_of(job.resume_from) if job.resume_from is not None else 0
     events = job.out / TENSORBOARD_DIRECTORY
     made: list[Logger | Callable[[], Logger]] = [
         functools.partial(JsonlLogger, job.out / METRICS_FILE, first_step=first),
@@ -171,27 +138,19 @@ def named_loggers(config: Config, out: Path, *, first_step: int = 0) -> list[Cal
         raise ConfigError(f"controller.loggers: {error}") from error
 
 
-def make_progress(config: Config, *, first_rollout: int, terminal: IO[str]) -> Logger:
-    """Return a progress bar if `terminal` is a terminal, else a printer of lines."""
-    if terminal.isatty():
-        return ProgressBar(config.run.rollouts, first_rollout, terminal)
-    return ProgressLines(config.run.rollouts, config.evaluation.every, terminal)
+class RolloutProgress:
+    """Shows a synchronous run on rank 0: as a bar on a terminal, else as a line per evaluation.
 
+    Example: `RolloutProgress(config, first_rollout=0, terminal=sys.stderr)`.
+    """
 
-def describe(metrics: Mapping[str, float], held_out: float) -> str:
-    """Return the main numbers of one rollout in one line."""
-    return (
-        f"reward {metrics[REWARD]:.3f}  held-out {held_out:.3f}  loss {metrics[LOSS]:+.4f}  "
-        f"grad norm {metrics[GRAD_NORM]:.2f}  {metrics[TOKENS_PER_S]:.0f} tokens/s"
-    )
-
-
-class ProgressBar:
-    """Draws a progress bar with rich, on rank 0."""
-
-    def __init__(self, rollouts: int, first_rollout: int, terminal: IO[str]) -> None:
+    def __init__(self, config: Config, *, first_rollout: int, terminal: IO[str]) -> None:
+        self._rollouts, self._terminal = config.run.rollouts, terminal
         self._held_out = float("nan")
-        self._progress = Progress(
+        self._bar: Progress | None = None
+        if not terminal.isatty():
+            return
+        self._bar = Progress(
             # Together no wider than 80 columns: rich would squeeze a column to nothing.
             MofNCompleteColumn(),
             BarColumn(bar_width=8),
@@ -204,44 +163,25 @@ class ProgressBar:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._task = self._progress.add_task(
-            "train", total=rollouts, completed=first_rollout, numbers=""
-        )
-        self._progress.start()
+        self._bar.add_task("train", total=self._rollouts, completed=first_rollout, numbers="")
+        self._bar.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Move the bar to `step`, and show the numbers."""
+        """Move the bar to `step`, or print a line if the row has a held-out reward."""
         self._held_out = metrics.get(HELD_OUT, self._held_out)
+        digits = 3 if self._bar is None else 2
+        numbers = f"held-out {self._held_out:.{digits}f}"
         if REWARD in metrics:
             numbers = (
-                f"reward {metrics[REWARD]:.2f} held-out {self._held_out:.2f} "
-                f"loss {metrics[LOSS]:+.2f} grad {metrics[GRAD_NORM]:.1f} "
-                f"{metrics[TOKENS_PER_S]:.0f} tok/s"
+                f"reward {metrics[REWARD]:.{digits}f} {numbers} loss {metrics[LOSS]:+.{digits}f} "
+                f"grad {metrics[GRAD_NORM]:.1f} {metrics[TOKENS_PER_S]:.0f} tok/s"
             )
-            self._progress.update(self._task, completed=step, numbers=numbers)
-        self._progress.refresh()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, numbers=numbers, refresh=True)
+        elif HELD_OUT in metrics:
+            print(f"rollout {step}/{self._rollouts} {numbers}", file=self._terminal, flush=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen, and give the cursor back."""
-        self._progress.stop()
-
-
-class ProgressLines:
-    """Prints a line per evaluation, for files and pipes."""
-
-    def __init__(self, rollouts: int, every: int, terminal: IO[str]) -> None:
-        self._rollouts = rollouts
-        self._every = every
-        self._terminal = terminal
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Print a line if the row has a held-out reward."""
-        if HELD_OUT not in metrics:
-            return
-        told = f"held-out {metrics[HELD_OUT]:.3f}"
-        if REWARD in metrics:
-            told = describe(metrics, metrics[HELD_OUT])
-        print(f"rollout {step}/{self._rollouts}  {told}", file=self._terminal, flush=True)
-
-    def close(self) -> None:
-        """Do nothing."""
+        """Leave the last state of the bar on the screen, and give the cursor back."""
+        if self._bar is not None:
+            self._bar.stop()

@@ -18,7 +18,7 @@ from megatron_idempotent.rl.trainer.task.prompts import Prompt, prompt_at
 from megatron_idempotent.rl.trainer.task.reward import FieldsOf, Reward
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
-from .batch import Batch, Row, pack_rows
+from .batch import Batch, pack_rows
 from .config import Config
 from .loss import corrected
 
@@ -46,47 +46,32 @@ class RequestMaker:
     """Makes requests, each with a seed of its own.
 
     A request's seed is a hash of the run's seed, the stream, the prompt's row and the sample's
-    index. Example: `maker.make(prompt, stream=0, samples=16)`.
+    index. Example: `RequestMaker(config, tokenizer).make(prompt, stream=0, samples=16)`.
     """
 
-    def __init__(
-        self, tokenizer: TextTokenizer, *, temperature: float, max_response_tokens: int, seed: int
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._temperature = temperature
-        self._max_response_tokens = max_response_tokens
-        self._seed = seed
-
-    @classmethod
-    def of(cls, config: Config, tokenizer: TextTokenizer) -> RequestMaker:
-        """Make a maker of requests from the configuration."""
-        return cls(
-            tokenizer,
-            temperature=config.rollout.temperature,
-            max_response_tokens=config.rollout.max_response_tokens,
-            seed=config.run.seed,
-        )
+    def __init__(self, config: Config, tokenizer: TextTokenizer) -> None:
+        self._config, self._tokenizer = config, tokenizer
 
     def make(self, prompt: Prompt, *, stream: int, samples: int) -> list[Request]:
         """Make a request for each of `samples` samples of a prompt.
 
         Another `stream`, such as another rollout's index, gives other seeds.
         """
-        tokens = self._tokenizer.encode_prompt(prompt.text)
-        return [
-            self._request(f"{stream}/{prompt.row}/{sample}", tokens) for sample in range(samples)
-        ]
-
-    def _request(self, name: str, tokens: tuple[int, ...]) -> Request:
-        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
-        return Request(
-            id=name,
-            prompt=tokens,
-            max_tokens=self._max_response_tokens,
-            stop_tokens=self._tokenizer.end_ids,
-            temperature=self._temperature,
-            seed=int.from_bytes(digest, "big") >> 1,  # engines take what fits into int64
-        )
+        tokens, rollout = self._tokenizer.encode_prompt(prompt.text), self._config.rollout
+        requests = []
+        for name in (f"{stream}/{prompt.row}/{sample}" for sample in range(samples)):
+            seeded = f"{self._config.run.seed}/{name}".encode()
+            digest = hashlib.blake2b(seeded, digest_size=8).digest()
+            request = Request(
+                id=name,
+                prompt=tokens,
+                max_tokens=rollout.max_response_tokens,
+                stop_tokens=self._tokenizer.end_ids,
+                temperature=rollout.temperature,
+                seed=int.from_bytes(digest, "big") >> 1,  # engines take what fits into int64
+            )
+            requests.append(request)
+        return requests
 
 
 #: The first stream of evaluations; rollouts and groups use lower ones.
@@ -149,6 +134,11 @@ def group_means(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def due(done: int, every: int, last: int) -> bool:
+    """Return whether something is due that happens every so often, and at the end; 0 is never."""
+    return done == last or (every > 0 and done % every == 0)
+
+
 def evaluation_means(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the mean reward and the share of solved samples on held-out prompts, from sums."""
     return {
@@ -165,24 +155,15 @@ class Evaluation:
 
     def __init__(
         self,
+        config: Config,
         fleet: Fleet,
         requests: RequestMaker,
         scorer: Scorer,
-        prompts: Sequence[Prompt],
-        *,
-        every: int,
-        last: int,
+        held_out: Sequence[Prompt],
     ) -> None:
-        """Evaluate version 0, every `every`-th version and version `last`.
-
-        With an `every` of 0 it evaluates the first and the last version only.
-        """
-        self._fleet = fleet
-        self._requests = requests
-        self._scorer = scorer
-        self._prompts = prompts
-        self._every = every
-        self._last = last
+        """Take what samples and scores, and the held-out prompts, of which it takes the first."""
+        self._config, self._fleet, self._requests, self._scorer = config, fleet, requests, scorer
+        self._prompts = held_out[: config.evaluation.prompts]
 
     async def __call__(self, version: int) -> Mapping[str, float]:
         """Return metrics of a version, or nothing if it is not due."""
@@ -192,8 +173,9 @@ class Evaluation:
         return evaluation_means(group_sums(await asyncio.gather(*drawn)))
 
     def due(self, version: int) -> bool:
-        """Return whether a version is evaluated."""
-        return version in (0, self._last) or (self._every > 0 and version % self._every == 0)
+        """Return whether a version is evaluated; `evaluation.every` counts rollouts."""
+        every = self._config.evaluation.every * self._config.optimizer.steps_per_rollout
+        return version == 0 or due(version, every, self._config.last_version)
 
     async def _one(self, prompt: Prompt, version: int) -> RolloutGroup:
         stream = EVALUATION_STREAM + version
@@ -224,7 +206,12 @@ class GrpoRecipe:
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Batch:
         """Make a batch with a row per sample, with its advantage and the engine's log-probs."""
-        rows = [row for group in groups for row in self._rows(group)]
+        rows = []
+        for group in groups:
+            prompt = self._tokenizer.encode_prompt(group.prompt.text)
+            normalize_std = self._config.loss.normalize_std
+            advantages = group_advantages(group.rewards, normalize_std=normalize_std)
+            rows += [(prompt, *each) for each in zip(group.samples, advantages, strict=True)]
         return pack_rows(rows, positions=self._positions, pad_id=self._tokenizer.pad_id)
 
     def batch(
@@ -261,12 +248,6 @@ class GrpoRecipe:
             )
             / samples,
         }
-
-    def _rows(self, group: RolloutGroup) -> list[Row]:
-        prompt = self._tokenizer.encode_prompt(group.prompt.text)
-        normalize_std = self._config.loss.normalize_std
-        advantages = group_advantages(group.rewards, normalize_std=normalize_std)
-        return [(prompt, *each) for each in zip(group.samples, advantages, strict=True)]
 
 
 def _correction_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from async_cases import job_for
+from trainer_cases import job_for
 
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
 from megatron_idempotent.rl.trainer.async_run import run_controller

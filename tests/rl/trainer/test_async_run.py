@@ -16,24 +16,23 @@ import torch
 
 pytest.importorskip("transformers")  # comes with the extra `trainer`
 
-from async_cases import LAST, SMALL, digest, job_for
 from faulty_worker import PLAN
+from trainer_cases import ASYNC, LAST, digest, job_for, needs_megatron_training, rows
 
-from megatron_idempotent.patching.source import locate
 from megatron_idempotent.rl.controller import StepFailed, train
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
-from megatron_idempotent.rl.trainer import async_ranks, checkpoint_dir
+from megatron_idempotent.rl.trainer import CheckpointError, async_ranks, output
 from megatron_idempotent.rl.trainer.async_run import run_controller
 from megatron_idempotent.rl.trainer.batch import Batch
 from megatron_idempotent.rl.trainer.config import load_config
 from megatron_idempotent.rl.trainer.main import main
-from megatron_idempotent.rl.trainer.output import data_path
+from megatron_idempotent.rl.trainer.output import Job, data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
 
-pytestmark = pytest.mark.skipif(
-    locate("megatron.training.training") is None,
-    reason="this release's wheel does not carry megatron.training",
-)
+pytestmark = needs_megatron_training
+#: The command's words for such a run.
+OPTIONS = ["--async", "--quiet", *(word for text in ASYNC for word in ("--set", text))]
+FAULTY = "faulty_worker:make_worker"
 
 
 def run(job, pool):
@@ -41,19 +40,12 @@ def run(job, pool):
     return job, ended
 
 
-def rows(job):
-    """The metrics of a run without what the clock decides."""
-    timed = ("timing/", "rollouts/", "sync/")
-    return {
-        row["step"]: {k: v for k, v in row.items() if not k.startswith(timed)}
-        for row in read_metrics(job.out / METRICS_FILE)
-    }
-
-
 @pytest.fixture(scope="module")
 def whole(megatron_rank_pool, tmp_path_factory):
     """A run in which nothing fails."""
-    job, ended = run(job_for(tmp_path_factory.mktemp("async") / "whole"), megatron_rank_pool)
+    job, ended = run(
+        job_for(tmp_path_factory.mktemp("async") / "whole", *ASYNC), megatron_rank_pool
+    )
     assert ended
     return job
 
@@ -80,6 +72,19 @@ def test_a_run_leaves_metrics_weights_and_a_timeline(whole):
     assert counts["rollouts/unaccounted"] == 0
 
 
+@pytest.fixture
+def faulty(megatron_rank_pool, tmp_path, monkeypatch):
+    """`faulty(*faults, **settings)` makes a job whose ranks fail so, one fault after another."""
+    monkeypatch.setattr(async_ranks, "FACTORY", FAULTY)
+
+    def make(name, *faults, settings=()):
+        job = job_for(tmp_path / name, *ASYNC, *settings)
+        (job.out / PLAN).write_text("\n".join(faults))
+        return job
+
+    return make
+
+
 # A step has two microbatches, of which the failed one and those before it are given again.
 PLANS = {
     "raises": (
@@ -90,27 +95,25 @@ PLANS = {
     ),
     "raises or is lost, beside the step too": (
         "microbatch 4 raise-inside",
-        "microbatch 7 die",
         "finish 1 die-inside",
-        "export_next 1 die",
         "logprobs 1 raise",
         "export_next 3 hang",
         "save 0 raise",
     ),
+    "is lost before it answers": ("microbatch 7 die", "export_next 1 die"),
 }
 
 
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param("raises", marks=pytest.mark.exhaustive),
-        "raises or is lost, beside the step too",
+        pytest.param(name, marks=() if "beside" in name else pytest.mark.exhaustive)
+        for name in PLANS
     ],
 )
-def test_a_rank_that_fails_changes_no_bit(plan, whole, megatron_rank_pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(async_ranks, "FACTORY", "faulty_worker:make_worker")
-    job = job_for(tmp_path / "run")
-    (job.out / PLAN).write_text("\n".join(PLANS[plan]))
+def test_a_rank_that_fails_changes_no_bit(plan, whole, megatron_rank_pool, faulty):
+    # The others wait so long for the rank that hangs.
+    job = faulty("run", *PLANS[plan], settings=("controller.call_timeout_s=4",))
     run(job, megatron_rank_pool)
     assert not (job.out / PLAN).exists(), "a fault was never injected"
     assert digest(job) == digest(whole)
@@ -118,9 +121,8 @@ def test_a_rank_that_fails_changes_no_bit(plan, whole, megatron_rank_pool, tmp_p
 
 
 def test_a_step_in_one_call_is_that_of_three_and_undone_where_a_rank_fails(
-    megatron_rank_pool, tmp_path, monkeypatch
+    megatron_rank_pool, tmp_path, faulty
 ):
-    monkeypatch.setattr(async_ranks, "FACTORY", "faulty_worker:make_worker")
     random = torch.Generator().manual_seed(5)
     tokens_BT = torch.randint(3, 9, (7, 6), generator=random)
     batch = Batch(
@@ -153,9 +155,8 @@ def test_a_step_in_one_call_is_that_of_three_and_undone_where_a_rank_fails(
             await ranks.close()
 
     plain = ("loss.old_logprobs=behaviour", "loss.correction=none", "loss.kl_coefficient=0")
-    split = asyncio.run(steps(job_for(tmp_path / "split", *plain), False))
-    job = job_for(tmp_path / "one", *plain)
-    (job.out / PLAN).write_text("microbatch 1 raise-inside")
+    split = asyncio.run(steps(job_for(tmp_path / "split", *ASYNC, *plain), False))
+    job = faulty("one", "microbatch 1 raise-inside", settings=plain)
     assert asyncio.run(steps(job, True)) == split
     assert not (job.out / PLAN).exists(), "the fault was never injected"
     assert split[0][1].updated
@@ -163,28 +164,23 @@ def test_a_step_in_one_call_is_that_of_three_and_undone_where_a_rank_fails(
 
 def test_ranks_that_get_no_row_of_a_group_take_part(megatron_rank_pool, tmp_path):
     few = ("run.ranks=3", "rollout.prompts=3", "rollout.group_size=2", "run.rollouts=2")
-    job = job_for(tmp_path / "run", *few, "controller.groups_per_call=1")
+    job = job_for(tmp_path / "run", *ASYNC, *few, "controller.groups_per_call=1")
     assert run(job, megatron_rank_pool)[1]
     last = rows(job)[2]
     assert last["train/optimizer_steps"] == 1.0
     assert last["train/grad_norm"] > 0
 
 
-def test_a_step_that_fails_every_time_ends_the_run_with_an_error(
-    megatron_rank_pool, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(async_ranks, "FACTORY", "faulty_worker:make_worker")
-    job = job_for(tmp_path / "run", "controller.step_attempts=1")
-    (job.out / PLAN).write_text("microbatch 4 raise")
+def test_a_step_that_fails_every_time_ends_the_run_with_an_error(megatron_rank_pool, faulty):
+    job = faulty("run", "microbatch 2 raise", settings=("controller.step_attempts=1",))
     with pytest.raises(StepFailed, match="microbatch fails on rank 1"):
         run(job, megatron_rank_pool)
-    assert run(job_for(tmp_path / "run", resume=True), megatron_rank_pool)[1]
 
 
 def continues_as_if_it_had_not_stopped(out, whole, pool):
-    done = checkpoint_dir.rollouts_of(checkpoint_dir.complete(out / "checkpoints")[-1])
+    done = output.rollouts_of(output.complete_checkpoints(out / "checkpoints")[-1])
     assert 2 <= done < LAST, "the run was not stopped half-way"
-    job, ended = run(job_for(out, resume=True), pool)
+    job, ended = run(job_for(out, *ASYNC, resume=True), pool)
     assert ended
     assert digest(job) == digest(whole)
     assert rows(job) == rows(whole)
@@ -198,13 +194,11 @@ def test_a_controller_that_is_told_to_stop_is_continued_bit_for_bit(
         (job.out / PLAN).write_text(f"finish 2 terminate-{os.getpid()}")
         return run_controller(job, prompts, pool=megatron_rank_pool)
 
-    monkeypatch.setattr(async_ranks, "FACTORY", "faulty_worker:make_worker")
+    monkeypatch.setattr(async_ranks, "FACTORY", FAULTY)
     monkeypatch.setattr("megatron_idempotent.rl.trainer.async_run.run_controller", here)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the command sets
     out = tmp_path / "run"
-    options = [part for text in SMALL for part in ("--set", text)]
-    options += ["--out", str(out), "--set", "controller.drain_s=60"]
-    assert main(["--async", "--quiet", *options]) == 143
+    assert main([*OPTIONS, "--out", str(out), "--set", "controller.drain_s=60"]) == 143
     assert f"continue with --resume --out {out}" in capsys.readouterr().err
     monkeypatch.undo()
     continues_as_if_it_had_not_stopped(out, whole, megatron_rank_pool)
@@ -217,10 +211,9 @@ def test_a_command_that_is_stopped_is_continued_bit_for_bit(
     sent, code, whole, megatron_rank_pool, tmp_path
 ):
     out = tmp_path / "run"
-    options = [part for text in SMALL for part in ("--set", text)]
-    command = [sys.executable, "-m", "megatron_idempotent", "train", "--async", "--quiet"]
+    command = [sys.executable, "-m", "megatron_idempotent", "train", *OPTIONS]
     process = subprocess.Popen(
-        [*command, *options, "--out", str(out), "--set", "controller.drain_s=60"],
+        [*command, "--out", str(out), "--set", "controller.drain_s=60"],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -245,11 +238,10 @@ def test_a_command_that_is_stopped_is_continued_bit_for_bit(
 @pytest.mark.exhaustive
 def test_ranks_of_torchrun_give_the_same_weights(whole, tmp_path):
     out = tmp_path / "run"
-    options = [part for text in SMALL for part in ("--set", text)]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--max-restarts=1", "-m", "megatron_idempotent", "train", "--async", "--quiet"]
+    command += ["--max-restarts=1", "-m", "megatron_idempotent", "train", *OPTIONS]
     done = subprocess.run(
-        [*command, *options, "--out", str(out)],
+        [*command, "--out", str(out)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
@@ -259,8 +251,7 @@ def test_ranks_of_torchrun_give_the_same_weights(whole, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     config = load_config(out / "config.toml")
     assert (config.controller.cluster, config.run.ranks) == ("torchrun", 2)
-    found = checkpoint_dir.path_for(out / "checkpoints", LAST)
-    assert checkpoint_dir.verify(found)["weights sha256"] == digest(whole)
+    assert digest(Job(config=config, out=out)) == digest(whole)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +267,5 @@ def test_a_torchrun_that_cannot_work_is_told_so(arguments, said, monkeypatch, ca
 
 
 def test_a_run_of_the_other_mode_is_not_continued(whole):
-    from megatron_idempotent.rl.trainer.config import CheckpointError
-
     with pytest.raises(CheckpointError, match=r"run\.mode = 'async', now it is 'sync'"):
-        job_for(whole.out, "run.mode=sync", resume=True)
+        job_for(whole.out, *ASYNC, "run.mode=sync", resume=True)

@@ -15,7 +15,7 @@ from megatron_idempotent.rl.trainer.config import (  # noqa: E402
     ModelConfig,
     RolloutConfig,
 )
-from megatron_idempotent.rl.trainer.policy import write_checkpoint  # noqa: E402
+from megatron_idempotent.rl.trainer.megatron_setup import write_checkpoint  # noqa: E402
 from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE, read_prompts  # noqa: E402
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer  # noqa: E402
 

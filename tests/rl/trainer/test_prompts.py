@@ -5,9 +5,14 @@ from collections import Counter
 
 import pytest
 
-from megatron_idempotent.rl.trainer.config import DataError
-from megatron_idempotent.rl.trainer.task import letters
-from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE, read_prompts, rollout_prompts
+from megatron_idempotent.rl.trainer import DataError
+from megatron_idempotent.rl.trainer.task.prompts import (
+    OPERATIONS,
+    SHIPPED_FILE,
+    read_prompts,
+    rollout_prompts,
+    shipped_rows,
+)
 
 ROW = {"prompt": "copy a b", "answer": "a b", "split": "train"}
 
@@ -19,17 +24,14 @@ def write(path, rows):
     return path
 
 
-def test_the_shipped_file_is_what_its_script_makes():
-    assert SHIPPED_FILE.read_bytes() == letters.text().encode()
-
-
-def test_the_shipped_splits_are_disjoint_and_hold_every_operation():
+def test_the_shipped_file_is_what_the_script_makes_and_its_splits_hold_every_operation(tmp_path):
+    assert SHIPPED_FILE.read_text() == write(tmp_path / "again", shipped_rows()).read_text()
     prompts = read_prompts(SHIPPED_FILE)
     assert not {p.text for p in prompts.train} & {p.text for p in prompts.held_out}
     assert len(prompts.train) > 2000
     for split in (prompts.train, prompts.held_out):
         operations = Counter(prompt.text.split()[0] for prompt in split)
-        assert set(operations) == set(letters.OPERATIONS)
+        assert set(operations) == set(OPERATIONS)
         assert min(operations.values()) * 4 > len(split)
 
 
@@ -87,37 +89,27 @@ def test_a_row_may_have_messages_and_fields_for_the_verifier(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("messages", "message"),
+    ("rows", "message"),
     [
-        ([], "of the messages there are none"),
-        (["hello"], "a message is 'hello'; give an object with 'role' and 'content'"),
-        ([{"role": "user"}], "a message is {'role': 'user'}"),
-        ([{"role": "user", "content": [1]}], "'role' and 'content', strings"),
-        ([*CHAT, {"role": "assistant", "content": "4"}], "the last one is the assistant's"),
+        ([{**ROW, "prompt": []}], "jsonl:1: of the messages there are none"),
+        (
+            [{**ROW, "prompt": ["hello"]}],
+            "jsonl:1: a message is 'hello'; give an object with 'role'",
+        ),
+        ([{**ROW, "prompt": [{"role": "user"}]}], "jsonl:1: a message is {'role': 'user'}"),
+        ([{**ROW, "prompt": [{"role": "user", "content": [1]}]}], "'role' and 'content', strings"),
+        ([{**ROW, "prompt": [*CHAT, {"role": "assistant", "content": "4"}]}], "is the assistant's"),
+        ([{**ROW, "prompt": CHAT}, {**ROW, "prompt": CHAT, "split": "held_out"}], "on line 1"),
+        ([ROW], "1 rows, none with split 'held_out'; add some"),
+        (None, r"bad.jsonl: No such file.* --data"),
     ],
 )
-def test_messages_that_nothing_can_answer_are_refused(tmp_path, messages, message):
-    path = write(tmp_path / "bad.jsonl", [{**ROW, "prompt": messages}])
-    with pytest.raises(DataError, match=f"bad.jsonl:1: .*{message}"):
+def test_a_file_or_messages_that_nothing_can_answer_are_refused(tmp_path, rows, message):
+    path = tmp_path / "bad.jsonl"
+    if rows is not None:
+        write(path, rows)
+    with pytest.raises(DataError, match=message):
         read_prompts(path, words=False)
-
-
-def test_the_same_messages_twice_are_one_prompt(tmp_path):
-    row = {**ROW, "prompt": CHAT}
-    path = write(tmp_path / "bad.jsonl", [row, {**row, "split": "held_out"}])
-    with pytest.raises(DataError, match="is already on line 1"):
-        read_prompts(path, words=False)
-
-
-def test_a_file_without_held_out_rows_is_refused(tmp_path):
-    path = write(tmp_path / "half.jsonl", [ROW])
-    with pytest.raises(DataError, match="1 rows, none with split 'held_out'; add some"):
-        read_prompts(path)
-
-
-def test_a_missing_file_is_refused_by_name(tmp_path):
-    with pytest.raises(DataError, match=r"nothing.jsonl: No such file.* --data"):
-        read_prompts(tmp_path / "nothing.jsonl")
 
 
 def test_each_pass_takes_every_prompt_once_in_an_order_of_its_own():
@@ -132,10 +124,3 @@ def test_each_pass_takes_every_prompt_once_in_an_order_of_its_own():
         assert sorted(taken) == sorted(prompt.row for prompt in prompts)
         passes.append(taken)
     assert passes[0] != passes[1]
-
-
-def test_a_rollout_may_cross_the_end_of_the_data():
-    prompts = read_prompts(SHIPPED_FILE).train[:5]
-    taken = rollout_prompts(prompts, index=1, count=4, seed=1)
-    assert len(taken) == 4
-    assert taken == rollout_prompts(prompts, index=1, count=4, seed=1)

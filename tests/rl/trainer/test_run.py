@@ -9,170 +9,66 @@ import pytest
 
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
-from megatron_idempotent.patching.source import locate
-from megatron_idempotent.proof.cpu import RankError
+from sampling_case import SETTINGS, check, compare_sampling_with_training, write_other
+from trainer_cases import SYNC, TIMEOUT_S, digest, job_for, needs_megatron_training, rows
+
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
-from megatron_idempotent.rl.trainer import checkpoint_dir, launch
-from megatron_idempotent.rl.trainer.config import load_config
-from megatron_idempotent.rl.trainer.launch import explain_failure
+from megatron_idempotent.rl.trainer import main as command
 from megatron_idempotent.rl.trainer.main import main
-from megatron_idempotent.rl.trainer.output import prepare
 
-pytestmark = pytest.mark.skipif(
-    locate("megatron.training.training") is None,
-    reason="this release's wheel does not carry megatron.training",
+pytestmark = needs_megatron_training
+SMALL = (*SYNC, "evaluation.every=1", "run.checkpoint_every=2")
+#: The version of an earlier run, whose weights a shared engine serves.
+SERVED = 7
+
+
+def one_for_all(config, policy, checkpoint, out):
+    """Runs on a rank: an engine on rank 0, with the weights of another seed."""
+    import torch.distributed as dist
+
+    from megatron_idempotent.rl.engines.transformers import TransformersEngine
+    from megatron_idempotent.rl.trainer.engines import Engines
+
+    engines = []
+    if dist.get_rank() == 0:
+        write_other(out / "other", config.model)
+        engines = [TransformersEngine(out / "other", name="served", version=SERVED)]
+    return Engines(engines, policy.source(), config, shared=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "changed_only"),
+    [
+        pytest.param(None, False, id="each rank's own"),
+        pytest.param(one_for_all, True, id="one for all"),
+        pytest.param(one_for_all, False, id="all tensors", marks=pytest.mark.exhaustive),
+    ],
 )
-
-SMALL = (
-    "model.hidden=32",
-    "model.ffn=32",
-    "rollout.prompts=8",
-    "rollout.group_size=8",
-    "evaluation.prompts=9",
-    "evaluation.every=1",
-    "run.checkpoint_every=2",
-)
-TIMEOUT_S = 120.0
+def test_engines_give_the_log_probabilities_of_the_training_forward(
+    make, changed_only, megatron_ranks, tmp_path
+):
+    job = job_for(tmp_path / "run", *SETTINGS, f"sync.changed_only={str(changed_only).lower()}")
+    ranks = megatron_ranks(2, compare_sampling_with_training, job, make, timeout_s=TIMEOUT_S)
+    check(ranks, batched_alike=make is None)
 
 
-def job_for(out, *overrides, resume=False):
-    config = load_config(overrides=[*SMALL, f"run.out={out}", *overrides])
-    return prepare(config, resume=resume, quiet=True)
+def start_ranks_of(run, patch, function=command.run_rank, *arguments):
+    """Have the command start its ranks with those of this session."""
 
+    def start_ranks(job):
+        run(job.config.run.ranks, function, job, *arguments, timeout_s=TIMEOUT_S)
 
-def reproducible(job):
-    """The metrics of a run without what the clock decides."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith("timing/")}
-        for row in read_metrics(job.out / METRICS_FILE)
-    ]
-
-
-def digest(job, rollouts):
-    return checkpoint_dir.verify(checkpoint_dir.path_for(job.out / "checkpoints", rollouts))[
-        "weights sha256"
-    ]
-
-
-def compare_sampling_with_training(job, make=None):
-    """Runs on a rank: one update, then the engine's log-probs against the training forward's.
-
-    `make` takes the place of `make_engines`.
-    """
-    import torch
-
-    import megatron_idempotent
-    from megatron_idempotent.rl.trainer.batch import pack_rows
-    from megatron_idempotent.rl.trainer.checkpoint import weights_digest
-    from megatron_idempotent.rl.trainer.engines import make_engines
-    from megatron_idempotent.rl.trainer.loss import decoder_logits
-    from megatron_idempotent.rl.trainer.policy import MegatronPolicy, ensure_checkpoint
-    from megatron_idempotent.rl.trainer.rewards import RequestMaker
-    from megatron_idempotent.rl.trainer.task.prompts import Prompt
-    from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
-
-    megatron_idempotent.apply()
-    # Several lengths of prompt, in mixed order.
-    texts = ["a b c d", "b a", "c c d a", "d b", "a a a b", "b c", "d d c b", "c a"]
-    prompts = [
-        Prompt(row=row, text=text, answer=text, split="train") for row, text in enumerate(texts)
-    ]
-    tokenizer = TextTokenizer.of_words(prompts)
-    config, positions, temperature = job.config, 9, job.config.rollout.temperature
-    checkpoint = ensure_checkpoint(
-        job.out / "initial", config.model, tokenizer, seed=1, positions=positions + 1
-    )
-    policy = MegatronPolicy(config, checkpoint, positions=positions)
-    engines = (make or make_engines)(config, policy, checkpoint, job.out)
-    maker = RequestMaker(tokenizer, temperature=temperature, max_response_tokens=5, seed=1)
-
-    def drawn(prompts, stream):
-        requests = [maker.make(each, stream=stream, samples=4) for each in prompts]
-        found = iter(engines.generate([request for each in requests for request in each]))
-        return [[next(found) for _ in each] for each in requests]
-
-    def as_batch(groups):
-        rows = [
-            (tokenizer.encode_prompt(prompt.text), sample, advantage)
-            for prompt, samples in zip(prompts, groups, strict=True)
-            for sample, advantage in zip(samples, (1.0, -1.0, 0.5, -0.5), strict=True)
-        ]
-        return pack_rows(rows, positions=positions, pad_id=tokenizer.pad_id)
-
-    def publish(version):
-        with policy.weights():
-            engines.publish(version)
-
-    publish(0)
-    policy.train(as_batch(drawn(prompts, 0)), index=0)
-    publish(1)
-    groups = drawn(prompts, 1)
-    alone = drawn(prompts[2:3], 1)
-    engines.close()
-    batch = as_batch(groups)
-    with policy.weights() as modules, torch.no_grad():
-        logits_BTV = decoder_logits(modules[0], batch.tokens_BT)
-        trained_BT = megatron_idempotent.token_logprobs(
-            logits=logits_BTV, targets=batch.targets_BT, temperature=temperature
-        ).logprob
-    response_BT = batch.loss_mask_BT > 0
-    return {
-        "weights": weights_digest(modules),
-        "training": modules[0].training,
-        "largest gap": float((trained_BT - batch.old_logprobs_BT)[response_BT].abs().max()),
-        "largest logit": float(logits_BTV.abs().max()),
-        "spread": float(batch.old_logprobs_BT[response_BT].std()),
-        "same alone": [s.tokens for s in alone[0]] == [s.tokens for s in groups[2]],
-        "order": [int(group[0].request_id.split("/")[1]) for group in groups],
-        "versions": sorted({v for g in groups for s in g for v in s.versions}),
-    }
-
-
-def test_the_engine_gives_the_log_probabilities_of_the_training_forward(megatron_ranks, tmp_path):
-    job = job_for(
-        tmp_path / "run",
-        "rollout.temperature=0.7",
-        "rollout.group_size=4",
-        "rollout.prompts=16",
-        "model.init_std=0.4",
-    )
-    ranks = megatron_ranks(2, compare_sampling_with_training, job, timeout_s=TIMEOUT_S)
-    for seen in ranks:
-        # Both paths compute the same float32 sums in another order. A logit is a sum of 32 products
-        # after two layers of such sums: some 200 roundings of 2^-24 relative to the largest logit,
-        # divided by the temperature, twice (the logit, and the logarithm of the sum over V).
-        bound = 2 * 200 * 2.0**-24 * max(seen["largest logit"], 1.0) / 0.7
-        assert seen["largest gap"] < bound
-        assert seen["spread"] > 0.1  # the policy is far from uniform, so the comparison says much
-        assert seen["same alone"]
-        assert seen["order"] == list(range(8))
-        assert seen["training"]
-        assert seen["versions"] == [1]
-    # No rank sampled from parameters that another one had already replaced.
-    assert ranks[0]["weights"] == ranks[1]["weights"]
+    patch.setattr(command, "start_ranks", start_ranks)
 
 
 def fail_in_the_data(job):
     raise ValueError("a bug of mine")
 
 
-def test_the_error_of_a_rank_comes_with_its_traceback(megatron_ranks, tmp_path):
-    job = job_for(tmp_path / "run")
-    with pytest.raises(RankError) as error:
-        megatron_ranks(1, fail_in_the_data, job, timeout_s=TIMEOUT_S)
-    told = explain_failure(error.value, job)
-    assert "ValueError: a bug of mine" in told
-    assert "in fail_in_the_data" in told
-    assert "rank-0.log" in told
-
-
 def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     megatron_ranks, tmp_path, monkeypatch, capsys
 ):
-    def start_ranks(job):
-        megatron_ranks(job.config.run.ranks, launch.run_rank, job, timeout_s=TIMEOUT_S)
-
-    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+    start_ranks_of(megatron_ranks, monkeypatch)
     data = tmp_path / "mine.jsonl"
     rows = [
         {"prompt": f"say {a} {b}", "answer": b, "split": split}
@@ -208,6 +104,12 @@ def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     assert main(new) == 2
     assert "model.safetensors is missing, incomplete or damaged" in capsys.readouterr().err
 
+    start_ranks_of(megatron_ranks, monkeypatch, fail_in_the_data)
+    assert main(["--out", str(tmp_path / "failed"), "--data", str(data), *overrides]) == 1
+    told = capsys.readouterr().err
+    for said in ("ValueError: a bug of mine", "in fail_in_the_data", "failed/logs/rank-"):
+        assert said in told
+
 
 def test_a_checkpoint_is_asked_what_the_file_says_and_the_verifier_has_the_rows_fields(
     megatron_ranks, tmp_path, monkeypatch
@@ -215,16 +117,13 @@ def test_a_checkpoint_is_asked_what_the_file_says_and_the_verifier_has_the_rows_
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from megatron_idempotent.rl.trainer.config import ModelConfig
-    from megatron_idempotent.rl.trainer.policy import write_checkpoint
+    from megatron_idempotent.rl.trainer.megatron_setup import write_checkpoint
     from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
-    def start_ranks(job):
-        megatron_ranks(job.config.run.ranks, noting, job, str(asked), timeout_s=TIMEOUT_S)
-
-    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+    asked, scored = tmp_path / "asked", tmp_path / "scored"
+    start_ranks_of(megatron_ranks, monkeypatch, noting, str(asked))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    asked, scored = tmp_path / "asked", tmp_path / "scored"
     (tmp_path / "verifier_of_code.py").write_text(
         "def tested(response, answer, *, finished, tests, level=0):\n"
         f"    with open({str(scored)!r}, 'a') as file:\n"
@@ -281,7 +180,7 @@ def noting(job, file):
         return generate(self, requests)
 
     Engines.generate = noting_generate
-    launch.run_rank(job)
+    command.run_rank(job)
 
 
 def damaged(file):
@@ -306,7 +205,7 @@ def run_and_note_versions(job):
         return samples
 
     Engines.publish, Engines.generate = noting_publish, noting_generate
-    launch.run_rank(job)
+    command.run_rank(job)
     return noted
 
 
@@ -316,7 +215,7 @@ def run(megatron_rank_pool, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
 
     def run(name, *overrides, resume=False):
-        job = job_for(out / name, *overrides, resume=resume)
+        job = job_for(out / name, *SMALL, *overrides, resume=resume)
         noted = megatron_rank_pool.run(2, run_and_note_versions, job, timeout_s=TIMEOUT_S)
         return job, noted
 
@@ -331,22 +230,18 @@ def whole(run):
 
 @pytest.fixture(scope="module")
 def resumed(run):
-    """Do the same run in two parts; return the metrics after the first, and what `run` gives of
-    both."""
+    """The same run in two parts: the steps of the first, what its ranks noted, and `run`'s."""
     half, noted = run("half", "run.rollouts=2")
-    return len(reproducible(half)), noted, *run("half", "run.rollouts=3", resume=True)
+    return sorted(rows(half)), noted, *run("half", "run.rollouts=3", resume=True)
 
 
-def test_a_run_repeats_and_resumes_bit_for_bit(run, whole, resumed):
-    (job, _), (rows_before, _, half, _) = whole, resumed
-    assert rows_before == 3
-    assert len(reproducible(job)) == 4
-    assert digest(job, 3) != digest(job, 2)
-    assert reproducible(job) == reproducible(half)
+def test_a_run_repeats_and_resumes_bit_for_bit(whole, resumed):
+    (job, _), (steps_before, _, half, _) = whole, resumed
+    assert steps_before == [0, 1, 2]
+    assert sorted(rows(job)) == [0, 1, 2, 3]
+    assert digest(job, 3) != digest(job, 2)  # or the digest would say nothing
+    assert rows(job) == rows(half)
     assert digest(job, 3) == digest(half, 3)
-
-    other, _ = run("other", "run.rollouts=2", "run.seed=2")
-    assert digest(other, 2) != digest(job, 2)  # or the digest would say nothing
 
 
 def test_every_rollout_is_sampled_with_the_weights_of_the_one_before(whole, resumed):

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from megatron_idempotent.rl.trainer.config import CheckpointError, DataError
+from megatron_idempotent.rl.trainer import CheckpointError, DataError
 from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE, Prompt, read_prompts
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 

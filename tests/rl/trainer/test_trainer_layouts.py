@@ -1,7 +1,9 @@
-"""Runs whose ranks share the model, in every way: what they compute is what one rank computes."""
+"""Runs whose ranks share the model, in every way, or that train on packs of sequences: what they
+compute is what one rank computes on padded rows."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shutil
@@ -10,23 +12,23 @@ import pytest
 
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
-import async_cases
-from layout_cases import job_for, run_and_note
+from trainer_cases import (
+    ASYNC,
+    SHARED,
+    TIMEOUT_S,
+    digest,
+    job_for,
+    needs_megatron_training,
+    rows,
+    run_and_note,
+)
 
-from megatron_idempotent.patching.source import locate
-from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
-from megatron_idempotent.rl.trainer import checkpoint_dir
 from megatron_idempotent.rl.trainer.async_run import run_controller
 from megatron_idempotent.rl.trainer.output import data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
-pytestmark = pytest.mark.skipif(
-    locate("megatron.training.training") is None,
-    reason="this release's wheel does not carry megatron.training",
-)
-
-TIMEOUT_S = 240.0
+pytestmark = needs_megatron_training
 EXPERTS = ("model.num_experts=4",)
 # A gradient, and a log-prob, goes through at most so many additions on its way: 4 layers, forward
 # and backward, of 8 sums each, of at most 64 terms. Each rounds by 2^-24, and another layout adds
@@ -63,19 +65,6 @@ MOE = [
 ]
 
 
-def reproducible(job):
-    """The metrics of a run without what the clock decides."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith("timing/")}
-        for row in read_metrics(job.out / METRICS_FILE)
-    ]
-
-
-def digest(job):
-    found = checkpoint_dir.path_for(job.out / "checkpoints", 2)
-    return checkpoint_dir.verify(found)["weights sha256"]
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Prompts of an odd number of words, so that two ranks have to pad the vocabulary."""
@@ -97,7 +86,7 @@ def run(megatron_rank_pool, tmp_path_factory, data):
     out = tmp_path_factory.mktemp("layouts")
 
     def run(name, ranks, *overrides, resume=False, **options):
-        job = job_for(out / name, data, *overrides, resume=resume)
+        job = job_for(out / name, *SHARED, data, *overrides, resume=resume)
         noted = megatron_rank_pool.run(ranks, run_and_note, job, timeout_s=TIMEOUT_S, **options)
         return job, noted
 
@@ -105,40 +94,44 @@ def run(megatron_rank_pool, tmp_path_factory, data):
 
 
 @pytest.fixture(scope="module")
-def dense(run):
-    return run("one", 1, "run.ranks=1", with_row_norms=True)
+def alone(run):
+    """`alone(*overrides)` runs the same on one rank, once; the job, and what it noted."""
 
+    @functools.cache
+    def one(*overrides):
+        job, (noted,) = run(f"one {overrides}", 1, "run.ranks=1", *overrides, with_row_norms=True)
+        return job, noted
 
-@pytest.fixture(scope="module")
-def moe(run):
-    return run("one with experts", 1, "run.ranks=1", *EXPERTS, with_row_norms=True)
+    return one
 
 
 @pytest.mark.parametrize(("ranks", "overrides"), DENSE)
-def test_ranks_that_share_a_model_are_one_rank(ranks, overrides, dense, run, request):
-    check(dense, run, request.node.callspec.id, ranks, overrides)
+def test_ranks_that_share_a_model_are_one_rank(ranks, overrides, alone, run, request):
+    check(alone(), run, request.node.callspec.id, ranks, overrides)
 
 
 @pytest.mark.parametrize(("ranks", "overrides"), MOE)
-def test_ranks_that_share_experts_are_one_rank(ranks, overrides, moe, run, request):
-    check(moe, run, request.node.callspec.id, ranks, [*overrides, *EXPERTS])
+def test_ranks_that_share_experts_are_one_rank(ranks, overrides, alone, run, request):
+    check(alone(*EXPERTS), run, request.node.callspec.id, ranks, [*overrides, *EXPERTS])
 
 
 def check(one, run, name, ranks, overrides):
     job, noted = run(name, ranks, *overrides)
     assert_same(one, job, noted)
+    if name == "cp2":  # each rank has the whole model, as without a layout
+        return
     copy = job.out.with_name(f"{name} resumed")
     shutil.copytree(job.out, copy)
     shutil.rmtree(copy / "checkpoints" / "rollout-000002")
     resumed, later = run(copy.name, ranks, *overrides, resume=True)
-    assert reproducible(resumed) == reproducible(job)
-    assert digest(resumed) == digest(job)
+    assert rows(resumed) == rows(job)
+    assert digest(resumed, 2) == digest(job, 2)
     assert later[0].saved == noted[0].saved
     assert sorted(later[0].engine) == [1, 2]
 
 
 def assert_same(one, job, noted):
-    one_job, (alone,) = one
+    one_job, alone = one
     for each in noted:
         # To the bit: engines serve what the ranks have, whatever the layout.
         assert each.engine[0] == alone.engine[0]
@@ -152,47 +145,83 @@ def assert_same(one, job, noted):
     for each in replica:  # others have a part of the rows
         assert each.batch.tokens_BT.equal(alone.batch.tokens_BT)
         assert float((each.policy - alone.policy).abs().max()) <= ROUNDING * 4  # of logits below 4
-    before, first = (reproducible(one_job)[step] for step in (0, 1))
-    mine_before, mine = (reproducible(job)[step] for step in (0, 1))
+    (before, first), (mine_before, mine) = (
+        [rows(each)[step] for step in (0, 1)] for each in (one_job, job)
+    )
     assert mine_before == pytest.approx(before, rel=2**-40)  # means, in float64
     sampled = ("train/reward", "train/response_tokens", "train/tied_group_fraction")
     assert first["train/positions"] == len(alone.batch) * alone.batch.tokens_BT.shape[1]
     assert mine["train/positions"] == len(alone.batch) * noted[0].batch.tokens_BT.shape[1]
     for name in sampled:
         assert mine[name] == pytest.approx(first[name], rel=2**-40)
+    same_step(first, mine, alone)
+
+
+def same_step(first, mine, alone):
+    """Check a step's norm and loss against those of one rank on rows."""
     # A norm differs by no more than the norm of what the gradient differs by: so much of each row.
-    tokens = first["train/response_tokens"]
-    largest = ROUNDING * sum(alone.row_norms) / tokens
+    largest = ROUNDING * sum(alone.row_norms) / first["train/response_tokens"]
     assert largest < 0.05 * first["train/grad_norm"]  # or it would say nothing
     assert abs(mine["train/grad_norm"] - first["train/grad_norm"]) <= largest
     # |advantage| is below the square root of the group's size, and the ratio 1 but for rounding.
     assert abs(mine["train/loss"] - first["train/loss"]) <= ROUNDING * 4 * 6**0.5
 
 
-ASYNC = [
-    layout("tp2 dp2", 4, "tp=2", "sequence_parallel=true"),
-    layout("cp2 ep2", 4, "cp=2", "ep=2"),
-    # Rows that are no multiple of what an interleaved schedule takes, and replicas without any.
-    layout("interleaved with experts", 4, "pp=2", "vpp=2", "ep=2", always=True),
+# From random weights, some responses end early and others do not: rows are padded.
+LONGER = "rollout.max_response_tokens=24"
+PACKED = (LONGER, "optimizer.max_tokens_per_microbatch=64")
+PACKS = [
+    layout("packs dp2", 2),
+    layout("packs interleaved, cut positions", 4, "pp=2", "vpp=2", "cp=2", always=True),
+    layout("packs tp2", 2, "tp=2", "sequence_parallel=true"),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "overrides"), ASYNC)
+@pytest.mark.parametrize(("ranks", "overrides"), PACKS)
+def test_the_first_step_on_packs_is_that_on_rows(ranks, overrides, alone, run, request):
+    rows_job, one = alone(LONGER)
+    job, noted = run(request.node.callspec.id, ranks, *PACKED, *overrides)
+    before, packed = rows(rows_job)[1], rows(job)[1]
+    assert packed["train/response_tokens"] == before["train/response_tokens"]
+    same_step(before, packed, one)
+    assert before["train/positions"] == one.batch.tokens_BT.numel()
+    if len(overrides) == 1:  # others pad to what ranks cut
+        assert packed["train/positions"] == int(one.batch.lengths_B.sum())
+    assert packed["train/positions"] < before["train/positions"]
+    assert all(each.saved == noted[0].saved for each in noted)
+
+
+ASYNCHRONOUS = [
+    layout("tp2 dp2", 4, "tp=2", "sequence_parallel=true"),
+    layout("cp2 ep2", 4, "cp=2", "ep=2"),
+    layout("interleaved with experts", 4, "pp=2", "vpp=2", "ep=2"),
+    # Rows that are no multiple of what an interleaved schedule takes, and replicas without any.
+    pytest.param(
+        4,
+        [*(f"parallel.{each}" for each in ("pp=2", "vpp=2", "ep=2")), "run.ranks=4", PACKED[1]],
+        id="packs, interleaved with experts",
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), ASYNCHRONOUS)
 def test_an_asynchronous_run_takes_its_first_step_as_one_rank_does(
     ranks, overrides, megatron_rank_pool, tmp_path
 ):
-    small = (*EXPERTS, "model.layers=4", "run.rollouts=2", "rollout.group_size=3")
+    small = (*ASYNC, *EXPERTS, LONGER, "model.layers=4", "run.rollouts=2", "rollout.group_size=3")
     small += ("controller.groups_per_call=1", "optimizer.warmup_steps=0")
     small += ("controller.call_timeout_s=60", "loss.correction=none")
     found = []
     for name, settings in (("one", ["run.ranks=1"]), ("all", overrides)):
-        job = async_cases.job_for(tmp_path / name, *small, *settings)
+        job = job_for(tmp_path / name, *small, *settings)
         prompts = read_prompts(data_path(job.config))
         assert run_controller(job, prompts, pool=megatron_rank_pool)
         assert (job.out / "model" / "model.safetensors").is_file()
-        found.append({row["step"]: row for row in read_metrics(job.out / METRICS_FILE)})
+        found.append(rows(job))
     one, all_of_them = found
     for name in ("train/loss", "train/grad_norm"):
         # As above; a row's gradient is below the largest that is clipped at, and there are few.
         assert all_of_them[1][name] == pytest.approx(one[1][name], rel=100 * ROUNDING)
+    if PACKED[1] in overrides:
+        assert all_of_them[1]["train/positions"] < one[1]["train/positions"]
     assert all_of_them[2]["train/optimizer_steps"] == 1.0

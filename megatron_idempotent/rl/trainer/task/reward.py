@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from megatron_idempotent.rl.trainer.config import ConfigError, DataError
+from megatron_idempotent.rl.trainer import ConfigError, DataError
 
 from .prompts import PromptSet
 

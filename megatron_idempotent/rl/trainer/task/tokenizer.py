@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from megatron_idempotent.rl.trainer.config import CheckpointError, Config, DataError
+from megatron_idempotent.rl.trainer import CheckpointError, DataError
+from megatron_idempotent.rl.trainer.config import Config
 
 from .prompts import Messages, Prompt, PromptSet
 

@@ -1,4 +1,4 @@
-"""A small run that notes, on each rank, what another layout must have in common with it."""
+"""Small runs of the trainer, and what the tests of several files look at in them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,47 @@ import dataclasses
 import hashlib
 from typing import Any
 
-from megatron_idempotent.rl.trainer.config import load_config
-from megatron_idempotent.rl.trainer.output import prepare
+import pytest
 
-SMALL = (
+from megatron_idempotent.patching.source import locate
+from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
+from megatron_idempotent.rl.trainer import output
+from megatron_idempotent.rl.trainer.config import load_config
+
+needs_megatron_training = pytest.mark.skipif(
+    locate("megatron.training.training") is None,
+    reason="this release's wheel does not carry megatron.training",
+)
+TIMEOUT_S = 240.0
+_TINY = ("model.hidden=32", "model.ffn=32")
+#: Synchronous, on two ranks.
+SYNC = (*_TINY, "rollout.prompts=8", "rollout.group_size=8", "evaluation.prompts=9")
+#: Asynchronous, with weights that do not depend on time.
+LAST = 6
+ASYNC = (
+    *_TINY,
+    "run.mode=async",
+    f"run.rollouts={LAST}",
+    "run.checkpoint_every=2",
+    "optimizer.steps_per_rollout=1",
+    "rollout.prompts=4",
+    "rollout.group_size=6",
+    "evaluation.prompts=9",
+    "evaluation.every=3",
+    "controller.sampler=in_order",
+    "controller.max_staleness=1",
+    "controller.groups_per_call=2",
+    "controller.call_timeout_s=8",
+    "loss.old_logprobs=recomputed",
+    "loss.correction=truncate",
+    "loss.correction_high=2.0",
+)
+#: For all layouts of ranks.
+SHARED = (
+    *_TINY,
     "run.rollouts=2",
     "run.checkpoint_every=1",
     "model.layers=4",
-    "model.hidden=32",
-    "model.ffn=32",
     "model.expert_ffn=16",
     "rollout.prompts=4",
     "rollout.group_size=6",
@@ -29,8 +61,38 @@ SMALL = (
 
 
 def job_for(out, *overrides, resume=False):
-    config = load_config(overrides=[*SMALL, f"run.out={out}", *overrides])
-    return prepare(config, resume=resume, quiet=True)
+    config = load_config(overrides=[f"run.out={out}", *overrides])
+    return output.prepare(config, resume=resume, quiet=True)
+
+
+def rows(job):
+    """The metrics of a run by step, without what the clock decides."""
+    timed = ("timing/", "rollouts/", "sync/")
+    return {
+        row["step"]: {name: value for name, value in row.items() if not name.startswith(timed)}
+        for row in read_metrics(job.out / METRICS_FILE)
+    }
+
+
+def digest(job, done=LAST):
+    """Return that of the weights in the checkpoint after so many rollouts or steps."""
+    found = output.checkpoint_path(job.out / "checkpoints", done)
+    return output.verify_checkpoint(found)["weights sha256"]
+
+
+def start(job, prompts, positions):
+    """Runs on a rank: the policy of a job, and the tokenizer of the prompts' words."""
+    import megatron_idempotent
+    from megatron_idempotent.rl.trainer.megatron_setup import ensure_checkpoint
+    from megatron_idempotent.rl.trainer.policy import MegatronPolicy
+    from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
+
+    megatron_idempotent.apply()
+    tokenizer = TextTokenizer.of_words(prompts)
+    checkpoint = ensure_checkpoint(
+        job.out / "initial", job.config.model, tokenizer, seed=1, positions=positions + 1
+    )
+    return MegatronPolicy(job.config, checkpoint, positions=positions), tokenizer, checkpoint
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -64,8 +126,8 @@ def run_and_note(job, *, with_row_norms=False):
     """Runs on a rank: a whole run."""
     from megatron_idempotent.rl.engines.transformers.engine import _load
     from megatron_idempotent.rl.engines.transformers.weights import ServedWeights
-    from megatron_idempotent.rl.trainer import launch
     from megatron_idempotent.rl.trainer.engines import Engines
+    from megatron_idempotent.rl.trainer.main import run_rank
     from megatron_idempotent.rl.trainer.policy import MegatronPolicy
 
     noted = Noted()
@@ -91,7 +153,7 @@ def run_and_note(job, *, with_row_norms=False):
         return train(self, batch, index=index)
 
     Engines.publish, MegatronPolicy.train = noting_publish, noting_train
-    launch.run_rank(job)
+    run_rank(job)
     noted.saved = hashes(ServedWeights(_load(job.out / "model", None))._tensors)
     return noted
 
@@ -102,7 +164,7 @@ def row_norms(policy, batch, proximal_BT):
     from megatron_idempotent.rl.trainer.loss import corrected
 
     batch = dataclasses.replace(batch, reference_logprobs_BT=proximal_BT)
-    batch, _ = corrected(batch, proximal_BT, policy._config.loss)
+    batch, _ = corrected(batch, proximal_BT, policy.config.loss)
     norms = []
     for row in range(len(batch)):
         step_id = policy.begin()
@@ -113,5 +175,5 @@ def row_norms(policy, batch, proximal_BT):
             for parameter in chunk.parameters()
         ]
         norms.append(float(sum(squares) ** 0.5))
-        policy.abort(step_id)
+        policy.step.abort(step_id)
     return norms

@@ -1,0 +1,95 @@
+"""The bar, the lines, the curves, the table and the loggers of a run."""
+
+import importlib
+import io
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("rich")
+
+from megatron_idempotent.rl.metrics.loggers import read_metrics
+from megatron_idempotent.rl.metrics.names import (
+    GRAD_NORM,
+    HELD_OUT,
+    LOSS,
+    POSITIONS,
+    REWARD,
+    TOKENS_PER_S,
+    TOTAL_S,
+)
+from megatron_idempotent.rl.trainer.config import load_config
+from megatron_idempotent.rl.trainer.output import Job
+from megatron_idempotent.rl.trainer.report import (
+    RolloutProgress,
+    draw_curves,
+    make_loggers,
+    print_summary,
+    summarize,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def row(reward, **more):
+    counted = {TOTAL_S: 2.0, TOKENS_PER_S: 50.0, POSITIONS: 200.0}
+    return {REWARD: reward, LOSS: 0.1, GRAD_NORM: 1.0, **counted, **more}
+
+
+ROWS = [
+    {"step": 0, HELD_OUT: 0.05},
+    {"step": 1, **row(0.2, **{HELD_OUT: 0.9})},
+    {"step": 2, **row(0.3, **{HELD_OUT: 0.8})},
+    {"step": 3, **row(0.5)},
+]
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_terminal_has_a_bar_and_a_file_a_line_per_evaluation(kind):
+    output = kind()
+    progress = RolloutProgress(load_config(), first_rollout=0, terminal=output)
+    for each in ROWS:
+        progress.log(each, step=each["step"])
+    progress.close()
+    said = output.getvalue()
+    if kind is Terminal:
+        assert "3/150" in said
+        assert "reward 0.50 held-out 0.80 loss +0.10 grad 1.0 50 tok/s" in said
+    else:
+        last = "rollout 2/150 reward 0.300 held-out 0.800 loss +0.100 grad 1.0 50 tok/s"
+        first, _, third = said.splitlines()
+        assert (first, third) == ("rollout 0/150 held-out 0.050", last)
+
+
+def test_the_table_sums_time_and_finds_first_last_and_best_and_curves_are_drawn(tmp_path, capsys):
+    summary = summarize(ROWS)
+    assert list(summary.values()) == [3, 0.05, 0.8, 0.9, 6.0, 50.0, 2.0]
+    print_summary(summary, tmp_path)
+    assert "0.800" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    draw_curves(ROWS, tmp_path / "curves.png", step="rollout")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_every_logger_of_a_run_hears_of_every_row(threaded, tmp_path, monkeypatch):
+    module = f"my_logger_{threaded}"
+    (tmp_path / f"{module}.py").write_text(
+        "HEARD = []\n"
+        "class Mine:\n"
+        "    def __init__(self, directory, *, first_step): ...\n"
+        "    def log(self, metrics, *, step): HEARD.append((step, metrics))\n"
+        "    def close(self): HEARD.append('closed')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    job = Job(config=load_config(None, [f"controller.loggers={module}:Mine"]), out=tmp_path)
+    table = importlib.import_module(module).Mine(tmp_path, first_step=0)
+    loggers = make_loggers(job, table, threaded=threaded)
+    loggers.log({REWARD: 0.5}, step=3)
+    loggers.close()
+    assert [(3, {REWARD: 0.5})] * 2 + ["closed"] * 2 == sys.modules[module].HEARD
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 3, REWARD: 0.5}]
