@@ -66,13 +66,8 @@ class RankPolicy:
         self, step_id: str, batch: Batch, *, microbatch_id: str, last: bool
     ) -> None:
         """Run forward and backward of the batch's rows; see `controller.Policy.microbatch`."""
-        await self._call(
-            "microbatch",
-            step_id,
-            microbatch_id,
-            last,
-            per_rank=self._shares(batch),
-        )
+        shares = self._shares(batch)
+        await self._call("microbatch", step_id, microbatch_id, last, per_rank=shares)
 
     async def finish(self, step_id: str) -> StepOutcome:
         """Reduce gradients and update the weights; see `controller.Policy.finish`."""
@@ -104,16 +99,11 @@ class RankPolicy:
         return await self._ranks.call(method, *args, per_rank=per_rank, timeout_s=self._timeout_s)
 
 
-def make_worker(job: Job) -> PolicyWorker:
-    """Make the worker of one rank, as `WorkerSpec` asks for it. Collective."""
-    return PolicyWorker(job)
-
-
 class PolicyWorker(Exports):
     """Holds the policy on one rank, and carries out the controller's calls.
 
     All methods are collective: every rank of the default group is called, in the same order.
-    Example: `WorkerSpec(factory="megatron_idempotent.rl.trainer.async_ranks:make_worker",
+    Example: `WorkerSpec(factory="megatron_idempotent.rl.trainer.async_ranks:PolicyWorker",
     argument=job)`.
     """
 
@@ -180,7 +170,7 @@ class PolicyWorker(Exports):
         self._policy.save_hf(Path(directory))
 
 
-FACTORY = "megatron_idempotent.rl.trainer.async_ranks:make_worker"
+FACTORY = "megatron_idempotent.rl.trainer.async_ranks:PolicyWorker"
 #: Modules that the launcher imports once, so that no rank imports them when it starts.
 PRELOAD = (*PROGRAM_PRELOAD, "megatron_idempotent.rl.trainer.async_ranks")
 

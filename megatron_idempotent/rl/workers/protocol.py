@@ -15,7 +15,7 @@ class WorkerSpec:
     up, and calls it with `argument`. What it returns is the worker: its methods are called by name.
 
     Example:
-        factory = "megatron_idempotent.rl.trainer.async_ranks:make_worker"
+        factory = "megatron_idempotent.rl.trainer.async_ranks:PolicyWorker"
         spec = WorkerSpec(factory=factory, argument=job)
     """
 

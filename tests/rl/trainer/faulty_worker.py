@@ -15,10 +15,6 @@ from megatron_idempotent.rl.trainer.async_ranks import PolicyWorker
 PLAN = "fault.txt"
 
 
-def make_worker(job):
-    return FaultyWorker(job)
-
-
 class FaultyWorker(PolicyWorker):
     """A line is `METHOD NUMBER KIND`: in that call of this process, or the next one, on rank 1."""
 

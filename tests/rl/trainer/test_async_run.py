@@ -32,7 +32,7 @@ from megatron_idempotent.rl.trainer.task.prompts import read_prompts
 pytestmark = needs_megatron_training
 #: The command's words for such a run.
 OPTIONS = ["--async", "--quiet", *(word for text in ASYNC for word in ("--set", text))]
-FAULTY = "faulty_worker:make_worker"
+FAULTY = "faulty_worker:FaultyWorker"
 
 
 def run(job, pool):

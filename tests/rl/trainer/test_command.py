@@ -53,6 +53,9 @@ def test_where_only_the_base_is_installed_help_names_the_one_extra_that_is_neede
     )
 
 
+STRICT = ("--async", "--set", "controller.sampler=strict")
+
+
 @needs_the_trainer
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -75,6 +78,7 @@ def test_where_only_the_base_is_installed_help_names_the_one_extra_that_is_neede
         (["--set", "task.reward=nothing"], "write it as package.module:function"),
         (["--set", "task.reward=nowhere:f"], "No module named 'nowhere'"),
         (["--set", "task.reward=json:f"], "json has no function 'f'"),
+        (["--model", "."], "tokenizer.json: "),
         (["--resume"], "runs: no run to resume"),
         (["--cluster", "ray"], "controller.cluster is 'ray' and run.mode is 'sync'"),
         (["--async", "--set", "controller.loggers=nothing"], "loggers has 'nothing'; allowed: "),
@@ -88,13 +92,7 @@ def test_where_only_the_base_is_installed_help_names_the_one_extra_that_is_neede
         (["--async", "--set", "controller.capacity=5"], "capacity is 5; allowed: 96 or more"),
         (["--async", "--set", "controller.stall_s=9"], "stall_s is 9 and a group may take 900 s"),
         (
-            [
-                "--async",
-                "--set",
-                "controller.sampler=strict",
-                "--set",
-                "optimizer.steps_per_rollout=2",
-            ],
+            [*STRICT, "--set", "optimizer.steps_per_rollout=2"],
             "the last one's groups are 1 versions old",
         ),
     ],

@@ -1,4 +1,4 @@
-"""The checkpoint of a run that is given none, and the settings that name another."""
+"""The checkpoint of a run that is given none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from megatron_idempotent.rl.trainer.config import (  # noqa: E402
-    ConfigError,
-    ModelConfig,
-    RolloutConfig,
-)
+from megatron_idempotent.rl.trainer.config import ModelConfig  # noqa: E402
 from megatron_idempotent.rl.trainer.megatron_setup import write_checkpoint  # noqa: E402
 from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE, read_prompts  # noqa: E402
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer  # noqa: E402
@@ -56,21 +52,3 @@ def test_the_random_checkpoint_is_what_the_settings_and_the_seed_say(tmp_path):
     loaded = TextTokenizer.load(tmp_path / "one")
     assert loaded.encode_prompt("copy a b") == tokenizer.encode_prompt("copy a b")
     assert (loaded.end_ids, loaded.pad_id) == (tokenizer.end_ids, tokenizer.pad_id)
-
-
-@pytest.mark.parametrize(
-    ("engine", "url"), [("vllm", ""), ("transformers", "http://127.0.0.1:8000")]
-)
-def test_an_engine_and_its_url_belong_together(engine, url):
-    with pytest.raises(
-        ConfigError, match=f"engine is '{engine}' and rollout.engine_url is '{url}'"
-    ):
-        RolloutConfig(engine=engine, engine_url=url)
-
-
-def test_a_model_without_a_tokenizer_is_a_mistake_that_the_command_tells(tmp_path, capsys):
-    from megatron_idempotent.rl.trainer.main import main
-
-    assert main(["--model", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
-    assert f"{tmp_path / 'tokenizer.json'}: " in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
