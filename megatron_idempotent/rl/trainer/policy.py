@@ -126,7 +126,7 @@ class MegatronPolicy:
         """Take `steps_per_rollout` optimizer steps over the batch, using each sequence once.
 
         The rollout's `index` decides the order of the sequences. Every rank passes a batch of the
-        same size. Returns measurements over all ranks. An error on any rank is raised on all of
+        same size. Return measurements over all ranks. An error on any rank is raised on all of
         them, after the step in which it happened is undone.
         """
         optimizer = self.config.optimizer
