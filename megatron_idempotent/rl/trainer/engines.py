@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_idempotent.rl.engines import EnginePool, Request, RolloutEngine, Sample
-from megatron_idempotent.rl.sync import SyncReport, SyncSettings, WeightSync, follow
+from megatron_idempotent.rl.controller import Fleet
+from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
+from megatron_idempotent.rl.sync import SyncSettings, follow
 from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightSource
 from megatron_idempotent.rl.weights.transports import (
     CudaIpcSender,
@@ -24,8 +24,6 @@ from megatron_idempotent.rl.weights.transports import (
 
 from .config import Config
 from .policy import MegatronPolicy
-
-Result = TypeVar("Result")
 
 
 class Engines:
@@ -51,36 +49,37 @@ class Engines:
         """
         # One loop for the whole run: connections and locks of engines belong to theirs.
         self._runner = asyncio.Runner()
-        self._engines = tuple(engines)
-        self._source = source
-        self._shared = shared
+        self._engines, self._source, self._shared = tuple(engines), source, shared
         self._settings = sync_settings(config)
-        self._changed_only = config.sync.changed_only
         self._request_timeout_s = config.rollout.request_timeout_s
-        self._sync = WeightSync(engines, settings=self._settings) if engines else None
-        self._pool = EnginePool(engines, sync=self._sync) if engines else None
-        self._first_version: int | None = None
+        self._fleet: Fleet | None = None
+        if engines:
+            # Asked for samples alone: the loop makes groups of them, on each rank.
+            groups: Any = None
+            self._fleet = Fleet(
+                engines,
+                source=source,
+                requests=groups,
+                score=groups,
+                settings=self._settings,
+                changed_only=config.sync.changed_only,
+            )
 
-    def publish(self, version: int) -> SyncReport | None:
+    def publish(self, version: int) -> None:
         """Bring the current weights to all engines, as `version`; collective if they are shared.
 
-        Returns the report on ranks that have engines. Engines that could not be updated, or are
-        quarantined, get no requests. Errors: those of `WeightSync.update`.
+        Engines that could not be updated, or are quarantined, get no requests. Errors: those of
+        `Fleet.publish`.
         """
-        if self._sync is None:
+        if self._fleet is None:
             follow(self._source, settings=self._settings)
-            return None
-        if self._first_version is None:
-            # Above those that engines serve, which may be another run's.
-            healths = self._run(self._sync.recover())
-            served = max((health.version or 0) for health in healths.values())
-            self._first_version = 1 + served - version
-        return self._run(self._bring(self._first_version + version))
+        else:
+            self._runner.run(self._fleet.publish(version))
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Sample]:
         """Draw a sample for each request, in their order; collective if engines are shared.
 
-        `publish` must have been called. Errors: those of `EnginePool.generate`; `TimeoutError`
+        `publish` must have been called. Errors: those of `Fleet.sample`; `TimeoutError`
         after `request_timeout_s`.
         """
         if not self._shared:
@@ -99,37 +98,22 @@ class Engines:
 
     def close(self) -> None:
         """Close all engines, and the event loop that they run in."""
-        try:
-            for engine in self._engines:
-                self._run(engine.close())
-        finally:
-            self._runner.close()
+        with self._runner:
+            if self._fleet is not None:
+                self._runner.run(self._fleet.close())
 
     def _generate(self, requests: Sequence[Request]) -> list[Sample]:
-        pool, first = self._pool, self._first_version
-        assert pool is not None
-        assert first is not None, "publish() comes before generate()"
+        fleet = self._fleet
+        assert fleet is not None
 
         async def one(request: Request) -> Sample:
             async with asyncio.timeout(self._request_timeout_s):
-                sample = await pool.generate(request)
-            versions = tuple(version - first for version in sample.versions)
-            return dataclasses.replace(sample, versions=versions)
+                return await fleet.sample(request)
 
         async def all_of_them() -> list[Sample]:
             return await asyncio.gather(*map(one, requests))
 
-        return self._run(all_of_them())
-
-    async def _bring(self, version: int) -> SyncReport:
-        assert self._sync is not None
-        assert self._pool is not None
-        report = await self._sync.update(self._source, version, changed_only=self._changed_only)
-        await self._pool.reprobe()
-        return report
-
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return self._runner.run(work)
+        return self._runner.run(all_of_them())
 
 
 class SpreadWeights:
