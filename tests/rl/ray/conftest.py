@@ -19,20 +19,9 @@ elif os.environ.get("MEGATRON_IDEMPOTENT_RAY") != "1":
 else:
     WHY = ""
     # The contracts, and what they are made of, live beside the other kinds that keep them.
-    for folder in ("workers", "controller", "engines", "../step", "trainer"):
+    for folder in ("workers", "controller", "../step", "trainer"):
         sys.path.append(str(TESTS / folder))
-    pytest.register_assert_rewrite(
-        "contract",
-        "contract_base",
-        "contract_calls",
-        "contract_generate",
-        "contract_pause",
-        "contract_plane",
-        "contract_ranks",
-        "contract_refusals",
-        "contract_updates",
-        "local_cases",
-    )
+    pytest.register_assert_rewrite("contract_plane", "contract_ranks")
 
 
 class Skipped(pytest.Module):
@@ -64,14 +53,6 @@ def cluster():
 
 
 @pytest.fixture(scope="session")
-def make_model(tmp_path_factory):
-    """`make_model(seed=1, family="qwen3")` writes a checkpoint once and returns its directory."""
-    from tiny import checkpoints
-
-    return checkpoints(tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
 def queue(cluster):
     """TransferQueue on that cluster."""
     from megatron_idempotent.rl.controller.data_plane import connect
@@ -81,25 +62,3 @@ def queue(cluster):
     transfer_queue = connect()
     yield transfer_queue
     transfer_queue.close()
-
-
-@pytest.fixture(scope="session")
-def one_actor(cluster):
-    """Yield the actor that the engines of most tests are in, and ends it after the tests."""
-    from one_actor import OneActor
-
-    yield
-    if OneActor.actor is not None:
-        cluster.kill(OneActor.actor)
-
-
-@pytest.fixture
-def old(make_model):
-    """The checkpoint that an engine is started with."""
-    return make_model()
-
-
-@pytest.fixture
-def new(make_model):
-    """The one that it is given."""
-    return make_model(seed=1)

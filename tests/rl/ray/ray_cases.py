@@ -6,12 +6,9 @@ import os
 import threading
 
 
-def make_surroundings(names):
-    """A worker that tells where it runs."""
-    return Surroundings(names)
-
-
 class Surroundings:
+    """Tells where it runs."""
+
     def __init__(self, names) -> None:
         from megatron_idempotent.proof import cpu
 

@@ -1,4 +1,4 @@
-"""Ranks in Ray actors beside the contract: where they run, and what they run in."""
+"""Ranks in Ray actors: the contract of all kinds, where they run, and what they run in."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ import sys
 
 import numpy
 import pytest
+from contract_ranks import FactoryContract, RankContract
 from contract_worker import Unreadable
 
 from megatron_idempotent.rl.workers.protocol import RanksLost, WorkerSpec
 from megatron_idempotent.rl.workers.ray import NodePlacement, RayRanks, places
 
-SPEC = WorkerSpec(
-    factory="ray_cases:make_surroundings",
-    argument=[
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "OF_THE_RUN",
-    ],
-)
+TOLD = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+SPEC = WorkerSpec(factory="ray_cases:Surroundings", argument=[*TOLD, "OF_THE_RUN"])
+
+
+@pytest.fixture(scope="module")
+def make_ranks(cluster):
+    """Make ranks on this machine's cluster."""
+    return lambda spec, size: RayRanks(spec, size)
+
+
+class TestRayRanks(RankContract):
+    pass
+
+
+class TestRayFactory(FactoryContract):
+    pass
 
 
 def run(scenario):
@@ -92,9 +97,7 @@ def test_a_start_that_is_cancelled_leaves_nothing_behind(cluster):
 
 def test_an_argument_that_ranks_cannot_read_is_an_error_and_leaves_no_actor(cluster):
     async def scenario():
-        ranks = RayRanks(
-            WorkerSpec(factory="ray_cases:make_surroundings", argument=Unreadable()), 2
-        )
+        ranks = RayRanks(WorkerSpec(factory="ray_cases:Surroundings", argument=Unreadable()), 2)
         with pytest.raises(RanksLost, match=r"could not be started.*this cannot be read"):
             await ranks.start()
         await ranks.close()
@@ -105,7 +108,7 @@ def test_an_argument_that_ranks_cannot_read_is_an_error_and_leaves_no_actor(clus
 
 def test_a_killed_rank_is_told_with_what_ray_knows_of_its_end(cluster):
     async def scenario():
-        spec = WorkerSpec(factory="ray_cases:make_surroundings", argument=[])
+        spec = WorkerSpec(factory="ray_cases:Surroundings", argument=[])
         ranks = RayRanks(spec, 1)
         try:
             await ranks.start()
