@@ -74,7 +74,7 @@ def test_a_run_leaves_metrics_weights_and_a_timeline(whole):
 
 @pytest.fixture
 def faulty(megatron_rank_pool, tmp_path, monkeypatch):
-    """`faulty(*faults, **settings)` makes a job whose ranks fail so, one fault after another."""
+    """`faulty(name, *faults)` makes a job whose ranks fail so, one fault after another."""
     monkeypatch.setattr(async_ranks, "FACTORY", FAULTY)
 
     def make(name, *faults, settings=()):
@@ -113,7 +113,7 @@ PLANS = {
 )
 def test_a_rank_that_fails_changes_no_bit(plan, whole, megatron_rank_pool, faulty):
     # The others wait so long for the rank that hangs.
-    job = faulty("run", *PLANS[plan], settings=("controller.call_timeout_s=4",))
+    job = faulty("run", *PLANS[plan], settings=("controller.call_timeout_s=6",))
     run(job, megatron_rank_pool)
     assert not (job.out / PLAN).exists(), "a fault was never injected"
     assert digest(job) == digest(whole)
