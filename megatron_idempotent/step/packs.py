@@ -242,7 +242,7 @@ class PackedRows:
         *,
         grouped: bool = False,
     ) -> None:
-        """`how` has the alignment, the multiple and the work of `bin_sequences`."""
+        """Take the rows; `how` has the alignment, multiple and work of `bin_sequences`."""
         self.rows = rows_of(batch, shared)
         self._batch, self._max_tokens, self._how = batch, max_tokens, how
         self._shared = frozenset(shared)
