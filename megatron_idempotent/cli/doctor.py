@@ -26,6 +26,8 @@ from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.table import render, terminal_width, wrapped
 from megatron_idempotent.patching.trees import contents
 
+from .doors import hook_here
+
 # The most problems that the first line names.
 _NAMED = 4
 # Status → (words of the first line after a number, heading of the group), in order.
@@ -71,7 +73,7 @@ def overview(report: Report, width: int | None) -> str:
         lines.append("`megatron-idempotent drift --diff` shows what is new in a body that drifted.")
     lines += map(without_case_file, lost())
     lines += report.incomplete
-    lines += filter(None, [untried_torch()])
+    lines += filter(None, [untried_torch(), hook_here()])
     parts = ["\n".join(line for text in lines for line in wrapped(text, width))]
     parts += [_group(heading, rows, width) for heading, rows in groups if rows]
     absent = Counter(patches()[row.id].distribution for row in _with(report, "not_installed"))

@@ -75,10 +75,18 @@ def hook(argv: Sequence[str]) -> int:
     return int(arguments.action != "remove" and found != LINE)
 
 
+def hook_here() -> str | None:
+    """Say in a line what the hook does in this environment; None without hook and variable."""
+    file = Path(sysconfig.get_path("purelib")) / HOOK
+    if not file.exists() and os.environ.get(SWITCH) is None:
+        return None
+    return hook_line(file, file.read_text(encoding="utf-8") if file.exists() else None)
+
+
 def hook_line(file: Path, found: str | None) -> str:
     """Say in a line what the hook's file does here; `found` is its text, or None without one."""
     if found is None:
-        return f"not installed in {file.parent}: no process applies patches by itself"
+        return f"no hook in {file.parent}: `megatron-idempotent hook install` writes it"
     if found != LINE:
         return f"{file} is of another version: run `megatron-idempotent hook install` again"
     value = os.environ.get(SWITCH)

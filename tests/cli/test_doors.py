@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import venv
 from importlib import metadata
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import megatron_idempotent
-from megatron_idempotent.cli.doors import HOOK
+from megatron_idempotent.cli.doors import HOOK, LINE
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.hook import PACKAGES
 from megatron_idempotent.patching.catalog import outlines
@@ -117,6 +118,19 @@ def test_the_hook_is_shown_repaired_and_removed(elsewhere, capsys):
     assert main(["hook", "status", *into]) == 1
     assert loaded_in(elsewhere, MEGATRON_IDEMPOTENT="1") == []
     assert main(["hook", "install", *into]) == 0
+
+
+def test_doctor_says_where_a_variable_meets_no_hook(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.delenv("MEGATRON_IDEMPOTENT", raising=False)
+    main(["doctor"])
+    assert "hook install" not in capsys.readouterr().out
+    monkeypatch.setenv("MEGATRON_IDEMPOTENT", "1")
+    main(["doctor"])
+    assert f"no hook in {tmp_path}: `megatron-idempotent hook install`" in capsys.readouterr().out
+    (tmp_path / HOOK).write_text(LINE)
+    main(["doctor"])
+    assert f"{tmp_path / HOOK} is in place" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
