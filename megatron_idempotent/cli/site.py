@@ -128,7 +128,7 @@ def _list() -> str:
 
 #: Heads of the reference, each with the rooms of its objects.
 _GROUPS = {
-    "Patches": ("patching.",),
+    "Patches": ("patching.", "hook."),
     "Training": ("step.", "window.", "megatron."),
     "Log-probs": ("logprobs.",),
     "FP8": ("fp8.",),

@@ -94,7 +94,7 @@ def test_a_misspelt_variable_is_warned_of_once_and_raises_in_strict_mode(monkeyp
     assert caplog.messages == [said]
     with pytest.raises(ValueError, match=f"{SWITCH}_DISBLE is set and means nothing"):
         apply(dry_run=True, strict=True)
-    assert settings.read((), {f"{SWITCH}_QQ": "1"}).unknown[0].endswith(f"{SWITCH}_STRICT")
+    assert settings.read((), {f"{SWITCH}_QQ": "1"}).unknown[0].endswith(f"{SWITCH}_VERIFY")
 
 
 def test_every_variable_in_the_project_is_in_the_table_of_them():

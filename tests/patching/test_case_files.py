@@ -131,7 +131,8 @@ def under(module: str, name: str, package: str = "") -> Iterator[tuple[str, str,
     reached = [(module, name)]
     while reached:
         module, name = reached.pop()
-        if (module, name) in seen:
+        # A hook's check of all ranks, which a wrapper comes by: test_verify_at_start has right ones.
+        if (module, name) in seen or name == "verify_at_start":
             continue
         seen.add((module, name))
         defined, imported = parsed(module) if module.startswith(package) else ({}, {})

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+# By name: cloudpickle takes `torch.distributed.config`, which no pickle holds, for what a function
+# needs that names `torch.distributed` and something called `config`.
+from torch.distributed import all_gather_object, barrier, get_rank, get_world_size
 
 from megatron_idempotent.rl.workers import RankGroup
 
@@ -42,15 +45,15 @@ def save_checkpoint(job: Job, policy: MegatronPolicy, done: int) -> None:
     """
     directory = job.out / "checkpoints"
     unfinished = unfinished_path(directory, done)
-    if dist.get_rank() == 0:
+    if get_rank() == 0:
         make_empty(unfinished)
-    dist.barrier()  # no rank may write before the directory is empty
+    barrier()  # no rank may write before the directory is empty
     iteration = done * job.config.optimizer.steps_per_rollout
     digest = save_weights(policy, unfinished / _MEGATRON, iteration=iteration)
-    dist.barrier()  # rank 0 lists the files of all ranks
-    if dist.get_rank() == 0:
+    barrier()  # rank 0 lists the files of all ranks
+    if get_rank() == 0:
         seal_checkpoint(directory, done, job.config, digest=digest)
-    dist.barrier()
+    barrier()
 
 
 def save_weights(policy: MegatronPolicy, directory: Path, *, iteration: int) -> str:
@@ -80,8 +83,8 @@ def save_weights(policy: MegatronPolicy, directory: Path, *, iteration: int) -> 
         digest = weights_digest(modules)
     if policy.config.parallel.is_whole:
         return digest
-    parts = [""] * dist.get_world_size()
-    dist.all_gather_object(parts, digest)
+    parts = [""] * get_world_size()
+    all_gather_object(parts, digest)
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 

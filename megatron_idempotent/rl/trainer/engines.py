@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import (
+    broadcast,
+    broadcast_object_list,
+    gather_object,
+    get_global_rank,
+    get_rank,
+    get_world_size,
+    scatter_object_list,
+)
 
 from megatron_idempotent.rl.controller import Fleet
 from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
@@ -85,14 +93,14 @@ class Engines:
         if not self._shared:
             return self._generate(requests)
         # Small objects of our own; the ranks are processes of one program.
-        asked: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(tuple(requests), asked if dist.get_rank() == 0 else None)
+        asked: list[Any] = [None] * get_world_size()
+        gather_object(tuple(requests), asked if get_rank() == 0 else None)
         answers: list[Any] = []
-        if dist.get_rank() == 0:
+        if get_rank() == 0:
             samples = iter(self._generate([request for part in asked for request in part]))
             answers = [[next(samples) for _ in part] for part in asked]
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, answers or None)
+        scatter_object_list(mine, answers or None)
         found: Sequence[Sample] = mine[0]
         return found
 
@@ -143,7 +151,7 @@ class SpreadBuckets(Iterator[Bucket]):
     def __init__(self, buckets: Iterator[Bucket], infos: Sequence[TensorInfo], group: Any) -> None:
         self._buckets, self._group = buckets, group
         self._infos = {info.name: info for info in infos}
-        self._first = 0 if group is None else dist.get_global_rank(group, 0)
+        self._first = 0 if group is None else get_global_rank(group, 0)
         self._ended = False
 
     def __next__(self) -> Bucket:
@@ -155,7 +163,7 @@ class SpreadBuckets(Iterator[Bucket]):
         if bucket is None:
             raise StopIteration
         told: list[Any] = [dict(bucket.checksums)]
-        dist.broadcast_object_list(told, self._first, group=self._group)
+        broadcast_object_list(told, self._first, group=self._group)
         checksums: dict[str, int] = told[0]
         tensors = dict(bucket.tensors)
         for name in checksums:
@@ -164,7 +172,7 @@ class SpreadBuckets(Iterator[Bucket]):
                 tensors[name] = torch.empty(info.shape, dtype=info.dtype, device="cuda")
             # As bytes: backends do not take all types.
             bytes_N = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
-            dist.broadcast(bytes_N, self._first, group=self._group)
+            broadcast(bytes_N, self._first, group=self._group)
         self._ended = False
         return Bucket(index=bucket.index, tensors=tensors, checksums=checksums)
 
@@ -187,8 +195,8 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
     shared = config.rollout.engine != "transformers"
     engines: Sequence[RolloutEngine] = ()
     if not shared:
-        engines = [_transformers(config, checkpoint, name=f"rank-{dist.get_rank()}")]
-    elif dist.get_rank() == 0:
+        engines = [_transformers(config, checkpoint, name=f"rank-{get_rank()}")]
+    elif get_rank() == 0:
         engines = server_engines(config, out)
     return Engines(
         engines,
@@ -205,7 +213,7 @@ def _own_weights(policy: MegatronPolicy) -> WeightSource:
     """
     group = None if policy.config.parallel.ep > 1 else policy.replica.group
     weights = policy.source(group)
-    return weights if dist.get_world_size(group) == 1 else SpreadWeights(weights, group)
+    return weights if get_world_size(group) == 1 else SpreadWeights(weights, group)
 
 
 def _transformers(config: Config, checkpoint: Path, *, name: str) -> RolloutEngine:

@@ -77,7 +77,7 @@ def misfit(parallel: ParallelConfig, sizes: Mapping[str, int]) -> str:
 
     `sizes` are named as in the user's configuration, in this order: heads, query groups, width of a
     feed-forward block or, in a model with experts, of an expert; layers; experts, 0 for none.
-    Example: `misfit(parallel, {"num_attention_heads": 4, …})`.
+    Example: `misfit(parallel, {"num_attention_heads": 4})`.
     """
     *cut, (name, experts) = sizes.items()
     ways = [("tp", parallel.tp)] * 3 + [("pp x vpp", parallel.pp * parallel.vpp)]

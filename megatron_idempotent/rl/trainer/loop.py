@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
-import torch.distributed as dist
+from torch.distributed import all_reduce, barrier, get_rank
 
 from megatron_idempotent.proof import cpu
 from megatron_idempotent.rl.controller import RolloutGroup
@@ -48,7 +48,7 @@ _GIB = 1 << 30
 
 def work(job: Job) -> None:
     """Train as one rank until the job is done. Collective over the default process group."""
-    rank, steps = dist.get_rank(), job.config.optimizer.steps_per_rollout
+    rank, steps = get_rank(), job.config.optimizer.steps_per_rollout
     with output_to(job.out / "logs" / f"rank-{rank}.log") as terminal, ExitStack() as stack:
         started = start_policy(job)
         stock, first = started.policy.stock, 0
@@ -66,7 +66,7 @@ def work(job: Job) -> None:
         Loop(job, started, engines, loggers).run(first)
         started.policy.save_hf(job.out / TRAINED)
         # Rank 0 may not leave first: it hosts the store that the others still talk to.
-        dist.barrier()
+        barrier()
 
 
 class Loop:
@@ -180,7 +180,7 @@ def summed(values: Mapping[str, float]) -> dict[str, float]:
     total = torch.tensor(
         list(values.values()), dtype=torch.float64, device=torch.cuda.current_device()
     )
-    dist.all_reduce(total)
+    all_reduce(total)
     return dict(zip(values, total.tolist(), strict=True))
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
+
+# By name: cloudpickle takes `torch.distributed.config`, which no pickle holds, for what a function
+# needs that names `torch.distributed` and something called `config`.
+from torch.distributed import broadcast, get_rank
 
 import megatron_idempotent
 from megatron_idempotent.fp8.packing import token_alignment
@@ -119,7 +122,7 @@ class MegatronPolicy:
         """
         with self.weights():
             save_hf(self.source(), directory, like=self._checkpoint, replace=True)
-        if dist.get_rank() == 0:
+        if get_rank() == 0:
             write_sums(directory)
 
     def train(self, batch: Batch, *, index: int) -> dict[str, float]:
@@ -239,7 +242,7 @@ class MegatronPolicy:
         if parts:
             found_BT = torch.cat(parts).to(found_BT.dtype).contiguous()
         group = parallel_state.get_pipeline_model_parallel_group()
-        dist.broadcast(found_BT, parallel_state.get_pipeline_model_parallel_last_rank(), group)
+        broadcast(found_BT, parallel_state.get_pipeline_model_parallel_last_rank(), group)
         return found_BT[:rows].cpu()
 
     def _optimizer_step(self, stream: Iterable[Batch]) -> megatron_idempotent.StepResult:
