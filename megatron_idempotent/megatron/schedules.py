@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
+from megatron_idempotent.patching import install
 from megatron_idempotent.patching.base import PerProcessList
-from megatron_idempotent.patching.install import state
 from megatron_idempotent.patching.verify import verify_at_start
 
 #: A key of `patching.record.PROVIDED`.
@@ -59,7 +59,7 @@ def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
         schedule: what the wrapper got as its original.
         model: the schedule's argument.
     """
-    if state.verify_within:
+    if install.state.verify_within:
         verify_at_start()
     for window in open_windows:
         if any(window.holds(chunk) for chunk in chunks(model)):

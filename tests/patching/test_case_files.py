@@ -131,7 +131,7 @@ def under(module: str, name: str, package: str = "") -> Iterator[tuple[str, str,
     reached = [(module, name)]
     while reached:
         module, name = reached.pop()
-        # A hook's check of all ranks, which a wrapper comes by: test_verify_at_start has right ones.
+        # A hook's check of all ranks, which wrappers come by; it has tests of right ones.
         if (module, name) in seen or name == "verify_at_start":
             continue
         seen.add((module, name))
