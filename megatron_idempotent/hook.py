@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 TYPE_CHECKING = False  # a process that never imports Megatron pays for this module
@@ -58,10 +57,9 @@ def init(args: object = None) -> Report:
 def watch() -> None:
     """Apply the patches with this process's first import of one of `PACKAGES`, or now, if it was.
 
-    Nothing happens if `MEGATRON_IDEMPOTENT` is off. Safe to call any number of times.
+    `apply()` reads `MEGATRON_IDEMPOTENT`, which may turn all of them off. Safe to call any number
+    of times.
     """
-    if os.environ.get("MEGATRON_IDEMPOTENT", "").strip().lower() in {"0", "false", "off", "no"}:
-        return
     if not PACKAGES.isdisjoint(sys.modules):
         _apply()
     elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
