@@ -15,8 +15,8 @@ Affects:
     0.16 on. What the patch does: when a schedule ends, in whichever way, the lists of the routers
     of its model are emptied; no backward is left that would use them. Target indices and actions
     stay. What is not covered: `RouterReplay` lists the routers of all models of the process, so
-    that a second model breaks `set_replay_data` for the first; set the list aside while building
-    it.
+    that a second model that lives beside the first breaks `set_replay_data` for it; set the list
+    aside while building it. Of models that are gone `router-replay-of-deleted-models` takes care.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router_replay.py,

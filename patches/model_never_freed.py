@@ -1,0 +1,123 @@
+"""A model that was deleted is never freed, if it has experts or fp32 parameters.
+
+Symptom:
+    After `del model, optimizer` and `gc.collect()` all memory of the model is still allocated: its
+    parameters, its gradient buffers and all modules. A process that builds its model again, for
+    another stage, after a failure or in a test, ends in
+    `torch.OutOfMemoryError: CUDA out of memory`. One MoE layer that has run is enough, or, under
+    the distributed optimizer, one parameter in fp32, as state space models have.
+
+Cause:
+    DDP's hook stands on the graph node that accumulates a parameter's gradient, and holds DDP.
+    Python's collector sees this cycle only while nothing else holds the node. But the MoE layers'
+    dispatchers keep `probs` of the last microbatch with its graph, which leads there; and the
+    distributed optimizer's shard of an fp32 parameter is `model_param.view(-1)[start:end]`, without
+    the `detach()` of the half-precision branch.
+
+Affects:
+    Every release. What the patch does: when a schedule ends, in whichever way, what dispatchers
+    of its model keep is detached, and so are the optimizer's shards. Both keep their memory.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/distrib_optimizer.py,
+    `_build_model_and_main_param_groups`;
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/token_dispatcher.py
+
+Remove when:
+    dispatchers keep no tensor with a graph after the forward, and shards of fp32 parameters are
+    detached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.megatron import schedules
+from megatron_idempotent.megatron.targets import schedule_targets, target
+from megatron_idempotent.patching import Patch
+
+
+def build(
+    original: Callable[..., Any],
+    cls: Any,
+    gbuf_ranges: Any,
+    param_gbuf_map: Any,
+    opt_group_ranges: Any,
+    config: Any,
+) -> Any:
+    """Build the shards of parameters, and detach those that have a graph."""
+    (
+        model_float16_groups,
+        model_fp32_groups,
+        shard_float16_groups,
+        shard_fp32_groups,
+        shard_fp32_from_float16_groups,
+    ) = original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
+    for shards, group_range in zip(shard_fp32_groups, opt_group_ranges, strict=True):
+        detached = {}
+        for place, shard in enumerate(shards):
+            shards[place] = detached[id(shard)] = shard.detach()
+            vars(shards[place]).update(
+                vars(shard)
+            )  # such as whether it is cut by tensor parallelism
+        group = group_range["orig_group"]
+        group["params"] = [detached.get(id(each), each) for each in group["params"]]
+    return (
+        model_float16_groups,
+        model_fp32_groups,
+        shard_float16_groups,
+        shard_fp32_groups,
+        shard_fp32_from_float16_groups,
+    )
+
+
+def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a schedule, then detach what the dispatchers of its MoE layers keep."""
+    import torch
+    from megatron.core.utils import get_model_config
+
+    chunks = schedules.chunks(kwargs["model"])
+    if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
+        return original(*args, **kwargs)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        for chunk in chunks:
+            for module in chunk.modules():
+                dispatcher = vars(module).get("token_dispatcher")
+                for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+                    for name, value in vars(holder).items() if holder is not None else ():
+                        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                            setattr(holder, name, value.detach())
+
+
+def reproduce() -> None:
+    """Train one step, delete the model and its optimizer, and look for a chunk."""
+    import gc
+    import weakref
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    left = []
+    for kind, layout in (("fp32", {}), ("experts", {"experts": 4, "dtype": "bf16"})):
+        model = tiny.build(**layout)  # type: ignore[arg-type]
+        model.forward_backward(1, data_seed=0)
+        model.step()
+        chunk = weakref.ref(model.chunks[0])
+        del model
+        gc.collect()
+        left += [kind] if chunk() is not None else []
+    if left:
+        raise RuntimeError(f"models outlive their deletion: {', '.join(left)}")
+
+
+PATCH = Patch(
+    summary="a model that was deleted stays in memory, if it has experts or fp32 parameters",
+    targets=(
+        target("distributed._build_model_and_main_param_groups", build),
+        *schedule_targets(schedule),
+    ),
+    ranks=1,
+    stock_error=r"RuntimeError: models outlive their deletion: fp32, experts",
+)

@@ -1,0 +1,103 @@
+"""Routing replay counts the routers of models that are gone.
+
+Symptom:
+    `ValueError: The number of replay tensors (2) does not match instances (4).` where a process has
+    built its model a second time, or a model that builds its decoder twice.
+    `RouterReplay.get_recorded_data()` begins with a `None` for each router of the old model, and
+    code that goes by the position in the list replays the routing into routers that never run.
+
+Cause:
+    `RouterReplay.__init__` appends itself to a list of the class, and nothing takes it out.
+
+Affects:
+    0.16 on. What the patch does: it knows each router's `RouterReplay`, and before routing is set
+    or read it takes those out of the list whose router is gone; where the counts still differ, it
+    collects garbage first. What is not covered: two models that live side by side are both in the
+    list; set the list aside while you build the second.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/2693 (the leak, in review),
+    https://github.com/verl-project/verl/pull/7340, https://github.com/radixark/miles/pull/2570
+
+Remove when:
+    `RouterReplay` lists its instances weakly, or by model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+_MOE = "megatron.core.transformer.moe"
+#: The router of each RouterReplay, neither kept alive.
+_routers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def router(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a router, and remember that its RouterReplay is its own."""
+    original(self, *args, **kwargs)
+    if self.router_replay is not None:
+        _routers[self.router_replay] = weakref.ref(self)
+
+
+def _without_deleted() -> list[Any]:
+    """Take what belongs to no router any more out of the list, and return the list."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    listed: list[Any] = RouterReplay.global_router_replay_instances
+    # Of a router that was built before the patch nothing is known.
+    listed[:] = [each for each in listed if each not in _routers or _routers[each]() is not None]
+    return listed
+
+
+def set_data(original: Callable[..., None], all_layers_topk_indices: Sequence[Any]) -> None:
+    """Give each router that is left the routing of its layer."""
+    import gc
+
+    if len(all_layers_topk_indices) != len(_without_deleted()):
+        gc.collect()
+        _without_deleted()
+    original(all_layers_topk_indices)
+
+
+def get_data(original: Callable[..., list[Any]]) -> list[Any]:
+    """Read what the routers that are left have recorded."""
+    _without_deleted()
+    return original()
+
+
+def reproduce() -> None:
+    """Build a model, delete it, build it again, and replay."""
+    import torch
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    def built() -> Any:
+        overrides = {"moe_enable_routing_replay": True}
+        return tiny.build(experts=4, config_overrides=overrides, with_optimizer=False)
+
+    layers = sum(hasattr(each, "router_replay") for each in built().chunks[0].modules())
+    model = built()  # the first is gone
+    RouterReplay.set_replay_data([torch.zeros(4, 2, dtype=torch.long)] * layers)
+    routers = [each for each in model.chunks[0].modules() if hasattr(each, "router_replay")]
+    if any(each.router_replay.target_topk_idx is None for each in routers):
+        raise RuntimeError("a router of the model was given no routing")
+    if len(RouterReplay.get_recorded_data()) != layers:
+        raise RuntimeError("routing of a model that is gone is read")
+
+
+PATCH = Patch(
+    summary="routing replay counts the routers of models that were deleted",
+    since="0.16",
+    targets=(
+        Target(f"{_MOE}.router:TopKRouter.__init__", router),
+        Target(f"{_MOE}.router_replay:RouterReplay.set_replay_data", set_data),
+        Target(f"{_MOE}.router_replay:RouterReplay.get_recorded_data", get_data),
+    ),
+    ranks=1,
+    stock_error=r"ValueError: The number of replay tensors \(\d+\) does not match instances",
+)

@@ -1,0 +1,42 @@
+"""A process that builds its model again has one model: in memory, and where routing is replayed."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import on_ranks
+
+import megatron_idempotent
+from megatron_idempotent.patching import decide
+from megatron_idempotent.patching.catalog import patches
+
+INSTALLED = decide.installed("megatron-core")
+assert INSTALLED is not None, "the tests need a Megatron"
+PATCH = patches()["router-replay-of-deleted-models"]
+REPLAYS = decide.supported(INSTALLED, PATCH.since, PATCH.before)
+
+
+@pytest.mark.skipif(not REPLAYS, reason=f"megatron-core {INSTALLED.text} replays no routing")
+@on_ranks(1)
+def test_a_model_that_was_trained_and_built_again_is_replayed_alone():
+    import torch
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    megatron_idempotent.apply()
+    listed = RouterReplay.global_router_replay_instances
+    for built in range(3):
+        # Only a collection frees the model of before: it and DDP's hooks hold each other.
+        model = tiny.build(experts=4, config_overrides={"moe_enable_routing_replay": True})
+        assert len(listed) == (2 if built == 0 else 4)
+        routing = [torch.full((tiny.BATCH * tiny.SEQUENCE, 2), layer) for layer in range(2)]
+        for each in routing:
+            each[:, 1] += 1
+        RouterReplay.set_replay_data(routing)
+        routers = [each for each in model.chunks[0].modules() if hasattr(each, "router_replay")]
+        assert [each.router_replay for each in routers] == listed
+        assert [each.router_replay.target_topk_idx for each in routers] == routing
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        model.forward_backward(1, data_seed=built)
+        model.step()
+        del model, routers
