@@ -40,3 +40,30 @@ def test_a_model_that_was_trained_and_built_again_is_replayed_alone():
         model.forward_backward(1, data_seed=built)
         model.step()
         del model, routers
+
+
+@pytest.mark.parametrize("end", ["finish", "abort"])
+@on_ranks(1)
+def test_a_step_keeps_no_model_that_was_deleted(end):
+    import gc
+    import weakref
+
+    import torch
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    megatron_idempotent.apply()
+    model = tiny.build(experts=4, dtype="bf16")
+    step = megatron_idempotent.TrainStep(model.chunks, model.optimizer)
+
+    def loss(output, microbatch):
+        return output.float().logsumexp(-1).sum(), {}
+
+    loss.kind, loss.normalizers = "token", {}
+    step_id = step.begin(loss, global_batch_size=2, micro_batch_size=2)
+    step.microbatch(step_id, {"input_ids": torch.ones(2, 32, dtype=torch.long)})
+    getattr(step, end)(step_id)
+    left = [weakref.ref(each) for each in (step, model.optimizer, *model.chunks)]
+    del model, step
+    gc.collect()
+    assert [each() for each in left] == [None] * len(left)
