@@ -142,7 +142,7 @@ def test_the_matrix_shows_what_the_megatrons_of_a_chosen_framework_have(browser,
     "path",
     [
         *("", "concepts/", "supported-models/", "benchmarks/", "train-step/"),
-        *("hazards/", "hazards/no-sync-func-reentry/", "matrix/", "api/"),
+        *("hazards/", "hazards/no-sync-func-reentry/", "matrix/", "api/step/"),
     ],
 )
 def test_no_page_is_wider_than_its_screen(browser, address, path, width):
