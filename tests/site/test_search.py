@@ -141,7 +141,7 @@ def test_the_matrix_shows_what_the_megatrons_of_a_chosen_framework_have(browser,
 @pytest.mark.parametrize(
     "path",
     [
-        *("", "concepts/", "supported-models/", "benchmarks/", "train-step/"),
+        *("", "concepts/", "supported-models/", "benchmarks/", "train-step/packs/"),
         *("hazards/", "hazards/no-sync-func-reentry/", "matrix/", "api/step/"),
     ],
 )
