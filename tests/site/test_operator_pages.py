@@ -1,7 +1,9 @@
-"""The page of environment variables has those that the package reads, with their defaults."""
+"""The pages for operators have each variable that is read, each status and each error."""
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 from pathlib import Path
 
@@ -42,3 +44,28 @@ def test_the_page_has_the_defaults():
     for rest, value in values.items():
         shown = "unset" if value is None or value == frozenset() else f"`{value:g}`"
         assert ROWS[f"{settings.SWITCH}{rest}"] == shown
+
+
+def test_a_user_learns_what_to_do_about_each_status_and_each_error():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    source = (ROOT / "megatron_idempotent" / "patching" / "report.py").read_text("utf-8")
+    statuses = re.findall(r'"(\w+)"', source.partition("Status = Literal[")[2].partition("]")[0])
+    assert len(statuses) == 11
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for path in (ROOT / "megatron_idempotent").rglob("*.py")
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def raised(name):
+        known = getattr(builtins, name, None)
+        if name not in bases:
+            return isinstance(known, type) and issubclass(known, BaseException)
+        return any(map(raised, bases[name]))
+
+    listed = "\n".join(each.read_text("utf-8") for each in (ROOT / "docs" / "api").glob("*.md"))
+    entries = re.findall(r"^::: \S+\.(\w+)$", listed, re.MULTILINE)
+    errors = {name for name in entries if name in bases and raised(name)}
+    assert len(errors) > 40
+    assert not {name for name in {*statuses, *errors} if f"`{name}`" not in page}
