@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {"overlap_param_gather": True}),
     "tp2": (2, {"tp": 2}),
