@@ -13,8 +13,8 @@ PATHS = re.findall(
     r"^::: (\S+)$", "\n".join(page.read_text("utf-8") for page in API.glob("*.md")), re.MULTILINE
 )
 ENTRIES = {path.rpartition(".")[2]: path for path in PATHS}
-#: Megatron has these too, and pages mean that one.
-ELSEWHERE = {"train", "run"}
+#: Others have these too, and pages mean theirs.
+ELSEWHERE = {"arguments", "run", "start", "train"}
 #: A link, a heading or a block of code, which stay as they are; or the code of a name.
 PART = re.compile(r"<(a|h\d|pre)\b.*?</\1>|<code>((?:\w+\.)*(\w+)(\([^<]*\))?)</code>", re.DOTALL)
 
@@ -22,7 +22,9 @@ PART = re.compile(r"<(a|h\d|pre)\b.*?</\1>|<code>((?:\w+\.)*(\w+)(\([^<]*\))?)</
 def linked(found: re.Match[str]) -> str:
     name = found[3] or ""
     clear = name[:1].isupper() or "_" in name or (found[4] and name not in ELSEWHERE)
-    if name not in ENTRIES or not clear:
+    # `gc.enable()` is not ours: what stands before a name has to be in its path.
+    ours = name in ENTRIES and {*found[2].split("(")[0].split(".")} <= {*ENTRIES[name].split(".")}
+    if not (clear and ours):
         return found[0]
     return f'<autoref identifier="{ENTRIES[name]}">{found[0]}</autoref>'
 
