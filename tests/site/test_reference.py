@@ -6,6 +6,7 @@ import ast
 import collections
 import functools
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,26 @@ def test_each_name_of_the_package_that_a_page_uses_is_in_the_reference(page):
         if modules and (name[0].isupper() or name in exported or by_path):
             missing |= {name} - listed
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("code", "entry"),
+    [
+        ("TrainStep", "step.megatron.TrainStep"),
+        ("weight_sync.WeightSync(engines)", "rl.sync.weight_sync.WeightSync"),
+        ("verify(group)", "patching.verify.verify"),
+        ("report", None),
+        ("train()", None),
+        ("gc.enable()", None),
+        ("torch.cuda.Stream", None),
+    ],
+)
+def test_code_becomes_a_link_only_if_it_names_what_is_ours(code, entry):
+    ours = runpy.run_path(str(ROOT / ".ci" / "mkdocs_names.py"))
+    span = f"<code>{code}</code>"
+    link = f'<autoref identifier="megatron_idempotent.{entry}">{span}</autoref>'
+    for html, made in (
+        (f"<p>{span}</p>", f"<p>{link if entry else span}</p>"),
+        *((each, each) for each in (f"<h2>{span}</h2>", f'<a href="x">{span}</a>')),
+    ):
+        assert ours["PART"].sub(ours["linked"], html) == made
