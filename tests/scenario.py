@@ -193,11 +193,10 @@ def one_shot(model, scheduler, loss, batch, *, forward=forward):
     return grad_norm
 
 
-def documented(heading):
-    """The programs in docs/train-step.md under a heading, in their order."""
-    text = (Path(__file__).parents[1] / "docs" / "train-step.md").read_text("utf-8")
-    section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+def documented(page):
+    """The programs of a page in docs/train-step/, in their order."""
+    text = (Path(__file__).parents[1] / "docs" / "train-step" / f"{page}.md").read_text("utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def raised_by(call, *args, **kwargs):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_idempotent.lazy import homes
 from megatron_idempotent.patching.catalog import MEGATRON, hazards
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 
@@ -25,7 +24,6 @@ from .casebook import PROJECT, PROVEN, Proven, mark
 #: Files of the root that are pages, and the pages.
 ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 _HAZARDS, _MATRIX = "hazards/index.md", "matrix.md"
-PACKAGE = "megatron_idempotent"
 _APPLY = """\
 ```python
 import megatron_idempotent
@@ -52,7 +50,6 @@ def pages(root: Path) -> dict[str, str]:
     found[_HAZARDS] = _list()
     project = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
     found[_MATRIX] = _matrix(proven, project["tool"]["megatron-idempotent"])
-    found["api.md"] = _reference()
     for name, page in ROOT_PAGES.items():
         found[page] = (root / name).read_text(encoding="utf-8")
     return found
@@ -124,51 +121,6 @@ def _list() -> str:
         "[The matrix](../matrix.md) says which release and which pinned commit has which.\n"
     )
     return "\n".join([head, *rows, ""])
-
-
-#: Heads of the reference, each with the rooms of its objects.
-_GROUPS = {
-    "Patches": ("patching.", "hook."),
-    "Training": ("step.", "window.", "megatron."),
-    "Log-probs": ("logprobs.",),
-    "FP8": ("fp8.",),
-    "CPU ranks": ("proof.cpu.",),
-    "Certify": ("proof.certify.",),
-}
-
-
-def _reference() -> str:
-    """Return a page that mkdocstrings fills from docstrings, by `path.of.object` in the sources."""
-    paths = _exported()
-    for room, names in (
-        ("proof.cpu", ("run_ranks", "RankPool", "RankError")),
-        ("proof.certify", ("Adapter", "Subject", "Finished")),
-    ):
-        modules = homes(f"{PACKAGE}.{room}")
-        paths += [f"{modules[name]}.{name}" for name in names]
-    shown = (f"`{name}`" for name, module in homes(PACKAGE).items() if module != PACKAGE)
-    parts = [
-        "# Reference",
-        "",
-        f"`{PACKAGE}` exports {', '.join(shown)}; its rooms `step`, `window`, `logprobs` and `fp8` "
-        "export the rest. Importing them pulls in neither torch nor Megatron.",
-    ]
-    for title, rooms in _GROUPS.items():
-        parts += ["", f"## {title}", ""]
-        own = (path for path in paths if path.removeprefix(f"{PACKAGE}.").startswith(rooms))
-        parts += [f"::: {path}" for path in own]
-    return "\n".join([*parts, ""])
-
-
-def _exported() -> list[str]:
-    """List what the package and its rooms export, functions first, as `module.name`."""
-    names = homes(PACKAGE)
-    rooms = [f"{PACKAGE}.{name}" for name, module in names.items() if module == PACKAGE]
-    found = {
-        (name, module) for package in (PACKAGE, *rooms) for name, module in homes(package).items()
-    }
-    own = sorted((name[0].isupper(), name, module) for name, module in found)
-    return [f"{module}.{name}" for _, name, module in own if module not in (PACKAGE, *rooms)]
 
 
 def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:

@@ -556,7 +556,7 @@ class TrainStep(SplitStep):
             "refuse" raises `WindowAborted` on all ranks, before anything is updated; "skip" drops
             the gradients, and the result says why; "update" updates all the same, as Megatron does,
             and checks neither. An overflow under a loss scale is skipped in any case. The norm is
-            checked if the optimizer computes it, see docs/train-step.md.
+            checked if the optimizer computes it, see docs/train-step/failures.md.
         nothing_valid: what `finish()` does if nothing is valid on any rank. "skip" leaves
             parameters, optimizer state and scheduler as they are; "update" divides gradients,
             which are zero, by 1, so that momentum and weight decay move parameters.
@@ -566,11 +566,11 @@ class TrainStep(SplitStep):
             fails half-way can be aborted too. Without it a step that fails inside of the inner
             optimizer ends in an error that asks for a checkpoint.
         tenant: a name, the same on all ranks, if several `TrainStep`s over the same modules are
-            open at the same time, each with a DDP and parameters of its own: see "Several adapters
-            at once" in docs/train-step.md.
+            open at the same time, each with a DDP and parameters of its own: see
+            docs/train-step/adapters.md.
         order_stable: add gradients of microbatches up exactly, so that the same microbatches give
-            the same bits on any number of replicas, in any order and any calls; see "The same bits
-            on any number of replicas" in docs/train-step.md. The same on all ranks.
+            the same bits on any number of replicas, in any order and any calls; see
+            docs/train-step/same-bits.md. The same on all ranks.
 
     Raises:
         ValueError: chunks or an optimizer that are not Megatron's, an optimizer of other

@@ -67,6 +67,16 @@ def test_a_split_step_has_one_norm(program, capsys):
     assert len({line.split()[-1] for line in lines}) == 1
 
 
+def test_the_step_of_the_guide_runs_as_it_stands(program, monkeypatch, tmp_path):
+    page = (EXAMPLES.parent / "docs" / "train-step.md").read_text("utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "step_of_the_guide.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    first, second = cpu.run_ranks(2, program("step_of_the_guide").train)
+    assert first == second
+    assert 4 < first < 6
+
+
 def test_staged_weights_draw_no_token_before_the_switch(program, capsys):
     program("weight_sync").main()
     _, *lines = capsys.readouterr().out.splitlines()

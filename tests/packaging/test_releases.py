@@ -44,7 +44,7 @@ def test_a_tabled_release_is_the_newest_of_its_line_and_read_ones_are_older():
 
 def test_the_torches_of_fsdp_are_said_where_people_look():
     oldest, newest = (torch.rpartition(".")[0] for torch in (TORCHES[0], TORCHES[-1]))
-    for place in ("docs/train-step.md", "megatron_idempotent/step/fsdp_run.py"):
+    for place in ("docs/train-step/fsdp2.md", "megatron_idempotent/step/fsdp_run.py"):
         text = " ".join((ROOT / place).read_text().replace('"', "").split())
         assert f"torch from {oldest} to {newest}" in text, place
 

@@ -65,15 +65,6 @@ def test_the_matrix_offers_each_framework_with_the_megatrons_that_it_pins(pages)
     ]
 
 
-def test_the_reference_has_all_that_the_package_exports(pages):
-    import megatron_idempotent
-    from megatron_idempotent import fp8, logprobs, step, window
-
-    named = {line.rpartition(".")[2] for line in pages["api.md"].splitlines() if "::: " in line}
-    for package in (megatron_idempotent, step, window, logprobs, fp8):
-        assert named >= {*package.__all__}
-
-
 def test_every_page_is_in_the_navigation(pages):
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     shown = text[text.index("\nnav:") :]

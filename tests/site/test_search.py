@@ -141,8 +141,9 @@ def test_the_matrix_shows_what_the_megatrons_of_a_chosen_framework_have(browser,
 @pytest.mark.parametrize(
     "path",
     [
-        *("", "concepts/", "supported-models/", "benchmarks/", "train-step/"),
-        *("hazards/", "hazards/no-sync-func-reentry/", "matrix/", "api/"),
+        *("", "concepts/", "supported-models/", "benchmarks/", "train-step/packs/"),
+        *("hazards/", "hazards/no-sync-func-reentry/", "matrix/", "api/step/"),
+        *("environment/", "troubleshooting/", "train-step/failures/"),
     ],
 )
 def test_no_page_is_wider_than_its_screen(browser, address, path, width):

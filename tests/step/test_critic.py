@@ -1,4 +1,4 @@
-"""A critic and a reward model, as docs/train-step.md has them: in pieces and in one call."""
+"""A critic and a reward model, as docs/train-step/critic.md has them: in pieces and in one call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import re
 from typing import Any
 
 import pytest
-
-HEADING = "Value heads and reward models"
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {"overlap_param_gather": True}),
@@ -49,7 +47,7 @@ def _made(options: dict[str, Any]) -> tuple[dict[str, Any], Any, Any, int]:
     from scenario import build, documented
 
     names: dict[str, Any] = {}
-    shown = documented(HEADING)
+    shown = documented("critic")
     for program in (shown[0], shown[2]):
         exec(program, names)
 
@@ -76,7 +74,7 @@ def critic(options: dict[str, Any]) -> None:
     sizes = [1, 3]
     # The documented step, with the sizes of this one.
     given = {**names, "chunks": model.chunks, "optimizer": model.optimizer, "scheduler": scheduler}
-    program = documented(HEADING)[1].replace("micro_batch_size=4", f"micro_batch_size={ROWS}")
+    program = documented("critic")[1].replace("micro_batch_size=4", f"micro_batch_size={ROWS}")
     program = program.replace("global_batch_size=256", "global_batch_size=8")
     found = []
     has_loss = ps.is_pipeline_last_stage()

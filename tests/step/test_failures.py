@@ -1,4 +1,4 @@
-"""Each rank raises what docs/train-step.md says where one fails, and the next step is right.
+"""Each rank raises what docs/train-step/failures.md says if one fails, and the next step is right.
 
 See test_stop_anywhere.py for failures at every call.
 """
@@ -92,7 +92,7 @@ def test_another_replica_is_told_in_finish(megatron_ranks):
 
 
 def test_the_page_has_the_same_table():
-    page = (Path(__file__).parents[2] / "docs" / "train-step.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "train-step" / "failures.md").read_text("utf-8")
     words = {OWN: "its own exception", ABORTED: "`WindowAborted`", POISONED: "`SessionPoisoned`"}
     for (layout, where), (failing, other) in RAISED.items():
         [row] = [line for line in page.splitlines() if line.startswith(f"| {layout} | {where} |")]

@@ -116,7 +116,7 @@ def routed(config: dict[str, Any]) -> list[dict[str, float]]:
 def test_losses_that_are_means_over_tokens_do_not_depend_on_packing(megatron_ranks):
     (found,) = megatron_ranks(1, routed, {"moe_z_loss_coeff": 1.0})
     if BEFORE_PADDING_MASKS:
-        # Routers cannot be told of padding there, and count it, as docs/train-step.md says.
+        # Routers cannot be told of padding there, and count it, as docs/train-step/packs.md says.
         assert all(each.pop("padded packs of 64") > SOFTMAX_IN_FP32 for each in found)
     assert max(max(each.values()) for each in found) < SOFTMAX_IN_FP32, found
 

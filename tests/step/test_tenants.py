@@ -296,7 +296,7 @@ def as_documented() -> None:
     base = tiny.build(before_ddp=prepare, with_optimizer=False)
     (bare,) = base.chunks
     names: dict[str, Any] = {}
-    exec(*documented("Several adapters at once"), names)
+    exec(*documented("adapters"), names)
 
     def made(name: str) -> Any:
         def adapted(chunk: Any, microbatch: Any) -> Any:

@@ -1,7 +1,7 @@
 """Defines and reads the configuration of a run: its sections, keys, defaults and limits.
 
-The string under a field documents it. The table in docs/trainer.md, the JSON schema and the errors
-are all made from these classes. `python -m megatron_idempotent.rl.trainer.config docs/trainer.md`
+The string under a field documents it. The table in docs/settings.md, the JSON schema and the errors
+are all made from these classes. `python -m megatron_idempotent.rl.trainer.config docs/settings.md`
 writes the table again.
 """
 
@@ -526,7 +526,7 @@ def as_toml(config: Config) -> str:
     return tomli_w.dumps(dataclasses.asdict(config))
 
 
-BEGIN = "<!-- settings: python -m megatron_idempotent.rl.trainer.config docs/trainer.md -->"
+BEGIN = "<!-- settings: python -m megatron_idempotent.rl.trainer.config docs/settings.md -->"
 END = "<!-- end of settings -->"
 
 

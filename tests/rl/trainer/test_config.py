@@ -21,7 +21,7 @@ from megatron_idempotent.rl.trainer.config import (
 from megatron_idempotent.rl.trainer.main import main
 from megatron_idempotent.settings import schema
 
-PAGE = Path(__file__).parents[3] / "docs" / "trainer.md"
+PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
 
 
 def flat(config):
@@ -197,7 +197,7 @@ def test_editors_get_a_schema_of_every_key_with_its_range_and_meaning(capsys):
 def test_the_settings_in_the_documentation_are_those_of_the_classes():
     page = PAGE.read_text(encoding="utf-8")
     assert with_current_table(page) == page, (
-        "run: python -m megatron_idempotent.rl.trainer.config docs/trainer.md"
+        "run: python -m megatron_idempotent.rl.trainer.config docs/settings.md"
     )
     assert "| `rollouts` | `150`; with `--async` `600` | 1 or more |" in page
     with pytest.raises(ValueError, match="lacks the markers"):

@@ -1,0 +1,21 @@
+"""The controller's program in docs/controller.md prints what the page says."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pydantic")
+PAGE = Path(__file__).parents[3] / "docs" / "controller.md"
+
+
+def test_the_program_of_the_page_prints_what_the_page_says(tmp_path, capsys):
+    page = PAGE.read_text("utf-8")
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    (shown,) = re.findall(r"\n\n((?:    version .*\n)+(?:    .*\n)+)", page)
+    (tmp_path / "program.py").write_text(program)
+    runpy.run_path(str(tmp_path / "program.py"), run_name="__main__")
+    assert capsys.readouterr().out.split() == shown.split()
