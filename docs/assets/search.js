@@ -3,9 +3,9 @@
 (() => {
   const QUERY = 2;
   const post = Worker.prototype.postMessage;
-  const words = (text) => [...new Set(text.split(/[^\p{L}\p{N}]+/u).filter(Boolean))];
   const plain = (text) => {
-    const found = words(text);
+    // Of a long traceback the end, which has the error.
+    const found = [...new Set(text.match(/[\p{L}\p{N}]+/gu))].slice(-200);
     const field = found.length < 4 ? "" : "text:";
     const asked = found.map((word) => `${field}${word}^1`);
     return [...asked, ...found.slice(-1).map((word) => field + word)].join(" ");

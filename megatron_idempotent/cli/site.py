@@ -139,7 +139,7 @@ def _recipes(
 
 
 def _beside(hazard: Hazard) -> list[Hazard]:
-    """List the hazards that raise one of its messages, or whose patch wraps one of its functions."""
+    """List the hazards with one of its messages, or whose patch wraps one of its functions."""
     mine = _marks(hazard)
     return [each for each in hazards().values() if each is not hazard and mine & _marks(each)]
 
@@ -193,7 +193,8 @@ def _list() -> str:
         for each in hazards().values()
     ]
     head = (
-        "---\nsearch: {exclude: true}\n---\n\n# Hazards\n\nEach is a thing that goes wrong on stock Megatron, or in a framework on it, "
+        "---\nsearch: {exclude: true}\n---\n\n# Hazards\n\n"
+        "Each is a thing that goes wrong on stock Megatron, or in a framework on it, "
         "and has a program that shows it. Paste an error message into the search to find its page. "
         "[The matrix](../matrix.md) says which release and which pinned commit has which.\n"
     )

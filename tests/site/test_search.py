@@ -97,7 +97,12 @@ ASKED = {
     "pending-gather-dropped": "AssertionError: Parameter hashes not matching across DP replicas",
     "first-window-aborted": "assert len(self.per_param_grad_ready_counts) == len(self.params)",
     "start-param-sync-reentry": "assert self.param_gather_handle is None",
-    "unstepped-optimizer-refused": "    assert len(steps) == 1\nAssertionError",
+    "unstepped-optimizer-refused": "Traceback (most recent call last):\n"
+    '  File "/opt/venv/lib/python3.12/site-packages/megatron/core/optimizer/distrib_optimizer.py", '
+    "line 693, in sharded_state_dict\n    state_dict = self.state_dict()\n"
+    '  File "/opt/venv/lib/python3.12/site-packages/megatron/core/optimizer/distrib_optimizer.py", '
+    "line 611, in state_dict\n    assert len(steps) == 1\n           ^^^^^^^^^^^^^^^\n"
+    "AssertionError",
     "mtp-tied-output-weight": "assert output_layer_weight_key not in sharded_state_dict, "
     "sharded_state_dict.keys()",
     "process-groups-leak": "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : "
@@ -109,10 +114,10 @@ ASKED = {
     "calculate_per_token_loss and cp",
     "slime-train-reentry": "slime second rollout crashes with --overlap-grad-reduce",
     "verl-wiring-reentry": "verl register_megatron_training_hooks no_sync_func assertion",
-    "zero-grad-while-offloaded": "segmentation fault in zero_grad_buffer after offload_grad_buffers",
+    "zero-grad-while-offloaded": "segmentation fault in zero_grad_buffer after offloading",
     "gc-stays-off": "memory grows, garbage collection is off after train() with --manual-gc",
     "pipeline-seed-offset": "identical initial weights on all pipeline stages",
-    "inference-rng-tracker-sticks": "same dropout mask on all tensor parallel ranks after inference",
+    "inference-rng-tracker-sticks": "same dropout masks on all tensor ranks after inference",
     "recompute-drops-gradients": "LoRA adapters get no gradient with activation recomputation",
     "pipeline-abort": "pipeline hangs after one rank raises out of memory",
     "full-cuda-graph-replayed": "full iteration CUDA graph replays the old losses",
