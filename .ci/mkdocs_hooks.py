@@ -9,6 +9,12 @@ from megatron_idempotent.cli import site
 ROOT = Path(__file__).parents[1]
 
 
+def on_config(config):
+    hazards = next(each["Hazards"] for each in config.nav if "Hazards" in each)
+    hazards.extend(site.hazard_nav())
+    return config
+
+
 def on_files(files, config):
     for path, markdown in site.pages(ROOT).items():
         files.append(File.generated(config, path, content=markdown))

@@ -17,7 +17,8 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/distrib_optimizer.py,
-    `load_state_dict`.
+    `load_state_dict`. https://github.com/vllm-project/vime/pull/427 meets it: two parameters that
+    share one restored step go from step 4 to step 6 in one update.
 
 Remove when:
     `load_state_dict` gives each parameter a `step` of its own, after loading the parameter state.

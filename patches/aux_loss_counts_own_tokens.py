@@ -1,10 +1,9 @@
 """Per token, MoE auxiliary losses count less the more ranks share a sequence.
 
 Symptom:
-    With `calculate_per_token_loss`, the load balancing loss and the z-loss of experts have
-    1/(TP x CP) of their weight under sequence or context parallelism: 1/2 on two ranks, 1/16 on
-    sixteen. Routers balance worse in one layout than in another. No error, and the logged losses
-    are right.
+    With `calculate_per_token_loss`, the load balancing loss and the z-loss of experts have 1/(TP x
+    CP) of their weight under sequence or context parallelism: 1/2 on two ranks, 1/16 on sixteen.
+    Routers balance worse in one layout than in another. No error, and the logged losses are right.
 
 Cause:
     All gradients are divided by the tokens of the step in the end, so each router multiplies its
@@ -18,6 +17,8 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/5047 mends it in 0.19.
+    https://github.com/NVIDIA/Megatron-LM/issues/1652 meets it: "aux_loss and z_loss is incorrect
+    when use calculate_per_token_loss and cp".
 
 Remove when:
     no supported release multiplies by `activation.shape[0]` alone.

@@ -1,10 +1,11 @@
 """A MoE model cannot be trained after a forward under inference mode, or a direct backward.
 
 Symptom:
-    `RuntimeError: Inplace update to inference tensor outside InferenceMode` from every training
-    window, where the first pipeline schedule ran forward-only under `torch.inference_mode()`, as
-    log-probabilities do. `RuntimeError: output with shape [] doesn't match the broadcast shape
-    [1]` from every window, where the first backward was a direct one (`loss.backward()`).
+    `RuntimeError: Inplace update to inference tensor outside InferenceMode is not allowed` from
+    every training window, in `MoEAuxLossAutoScaler.main_loss_backward_scale.copy_(scale)`, where
+    the first pipeline schedule ran forward-only under `torch.inference_mode()`, as
+    log-probabilities do. `RuntimeError: output with shape [] doesn't match the broadcast shape [1]`
+    from every window, where the first backward was a direct one (`loss.backward()`).
 
 Cause:
     The first `MoEAuxLossAutoScaler.set_loss_scale` keeps the tensor that it is given, and a

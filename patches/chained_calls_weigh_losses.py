@@ -20,7 +20,8 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
-    `forward_step_calc_loss`.
+    `forward_step_calc_loss`. https://github.com/NVIDIA-NeMo/RL/issues/3888 meets it in a step in
+    pieces.
 
 Remove when:
     the schedules take the number of microbatches of the whole step.

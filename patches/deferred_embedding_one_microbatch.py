@@ -2,8 +2,9 @@
 
 Symptom:
     With `defer_embedding_wgrad_compute`, `UnboundLocalError: cannot access local variable
-    'drain_idx'` at the end of a window of one microbatch, or with `wgrad_deferral_limit` of 1.
-    The gradient of the output layer is lost.
+    'drain_idx' where it is not associated with a value`, in
+    `wgrad_compute(all_gathered_input[drain_idx], grad_output, weight)`, at the end of a window of
+    one microbatch, or with `wgrad_deferral_limit` of 1. The gradient of the output layer is lost.
 
 Cause:
     The loop over all microbatches but the last, which sets the variable, has nothing to do.

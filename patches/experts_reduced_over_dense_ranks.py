@@ -19,6 +19,8 @@ Affects:
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/core/tensor_parallel/layers.py,
     `expert_parallel = config.expert_model_parallel_size > 1`.
+    https://github.com/NVIDIA/Megatron-LM/pull/5916, "Fix gradient-norm undercounting when using EP
+    and TP", mends it for experts with one expert-parallel rank, as its "uncommon case".
 
 Remove when:
     no supported release marks experts' weights by the expert-parallel size alone.

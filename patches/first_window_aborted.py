@@ -3,9 +3,10 @@
 Symptom:
     After a first window that was aborted in its last backward, or that left some parameters of a
     bucket unused (a text-only first batch): a bare `AssertionError` from every later
-    `zero_grad_buffer()`. Where the abort came when every parameter of a bucket had been seen once,
-    but some of them twice in a whole window (tied weights, several backward calls): no error, and
-    all later windows reduce that bucket too early: wrong gradients.
+    `zero_grad_buffer()`, in `assert len(self.per_param_grad_ready_counts) == len(self.params)`.
+    Where the abort came when every parameter of a bucket had been seen once, but some of them twice
+    in a whole window (tied weights, several backward calls): no error, and all later windows reduce
+    that bucket too early: wrong gradients.
 
 Cause:
     With overlap_grad_reduce a bucket group counts in its first window how often each parameter's

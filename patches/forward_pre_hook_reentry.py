@@ -1,10 +1,12 @@
 """Disabling or enabling DDP's forward pre-hooks a second time raises.
 
 Symptom:
-    `KeyError: <module>` from `disable_forward_pre_hook()` where the hooks are off already, which
-    every `train()` after the first does with overlap_param_gather on, and where a module (an
-    adapter, say) was added after DDP was wrapped around the model. A bare `AssertionError` from a
-    second `enable_forward_pre_hook()`.
+    `KeyError: GPTModel(`, and the model's layers below it, from `disable_forward_pre_hook()` in the
+    line `assert self.remove_forward_pre_hook_handles[module] is not None`, where the hooks are off
+    already, which every `train()` after the first does with overlap_param_gather on, and where a
+    module (an adapter, say) was added after DDP was wrapped around the model. A bare
+    `AssertionError` from a second `enable_forward_pre_hook()`, in `assert
+    len(self.remove_forward_pre_hook_handles) == 0`.
 
 Cause:
     Both methods walk over the module tree as it is now and take for granted that each module holds

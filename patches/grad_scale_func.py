@@ -3,8 +3,8 @@
 Symptom:
     With a loss scale (fp16, or an explicit `loss_scale`) in a program that does not go through
     `megatron.training.training.train`: gradients and gradient norm are too small by the loss scale,
-    fp16 gradients flush to zero, and the MoE auxiliary loss is off by the scale against the rest.
-    No error.
+    fp16 gradients flush to zero, and the MoE aux loss is off by the loss scale against the rest. No
+    error.
 
 Cause:
     Megatron's schedules multiply the loss by `config.grad_scale_func`; the optimizer divides the

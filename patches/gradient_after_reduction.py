@@ -22,7 +22,9 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
-    `_ParamAndGradBucketGroup.register_grad_ready`.
+    `_ParamAndGradBucketGroup.register_grad_ready`. https://github.com/NovaSky-AI/SkyRL/pull/2146
+    meets it with another number of microbatches, and https://github.com/AMD-AGI/Primus/pull/1055
+    after warm-up steps that set the counts.
 
 Remove when:
     a gradient after its bucket's reduction raises upstream.

@@ -17,7 +17,8 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/model_parallel_config.py,
-    `finalize_model_grads_func`.
+    `finalize_model_grads_func`. https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/6067 meets it
+    where a provider copies its config: the schedule then finds no `finalize_model_grads_func`.
 
 Remove when:
     DDP sets the function on the configs of the models that it wraps.

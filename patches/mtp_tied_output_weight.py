@@ -2,10 +2,12 @@
 
 Symptom:
     With multi-token prediction (MTP), `share_embeddings_and_output_weights` and several pipeline
-    stages, `sharded_state_dict()` raises an AssertionError that lists the keys of the model: no
-    checkpoint can be written. On 0.12 `finish_grad_sync` raises `Communication call has not been
-    issued for this bucket` with `overlap_grad_reduce`. The weight, of the vocabulary times the
-    hidden size, has a gradient buffer and states of the optimizer.
+    stages, `sharded_state_dict()` raises `AssertionError:
+    dict_keys(['decoder.layers.0.input_layernorm.weight', …` in `assert output_layer_weight_key not
+    in sharded_state_dict, sharded_state_dict.keys()`: no checkpoint can be written. On 0.12
+    `finish_grad_sync` raises `Communication call has not been issued for this bucket` with
+    `overlap_grad_reduce`. The weight, of the vocabulary times the hidden size, has a gradient
+    buffer and states of the optimizer.
 
 Cause:
     A stage with MTP layers has an embedding of its own, and its output layer is called with the

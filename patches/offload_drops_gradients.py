@@ -23,7 +23,9 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
-    `offload_grad_buffers`.
+    `offload_grad_buffers`. https://github.com/NVIDIA/Megatron-LM/pull/7383, "preserve accumulated
+    gradients across buffer offload", was closed; https://github.com/NVIDIA-NeMo/RL/pull/3660 keeps
+    the buffers in place between the pieces of a step.
 
 Remove when:
     the gradients survive, or upstream refuses.

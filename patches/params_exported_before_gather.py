@@ -19,6 +19,8 @@ Affects:
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, where
     `save_checkpoint_and_time` disables the hooks for their synchronisation before it saves.
+    https://github.com/NVIDIA-NeMo/RL/pull/561, "fix overlap param gather", keeps the gather from a
+    reference pass; https://github.com/NVIDIA-NeMo/RL/pull/4086 gathers before a refit.
 
 Remove when:
     upstream has a call that synchronises parameters where they are stale, and only there.

@@ -2,8 +2,10 @@
 
 Symptom:
     Each cycle of `initialize_model_parallel()` and `destroy_model_parallel()` leaves some twenty
-    process groups per rank, with their communicators, threads and memory: 24 live groups
-    become 224 in ten cycles. A few of the module's globals go on pointing at dead layouts.
+    process groups per rank, with their communicators, threads and memory: 24 live groups become 224
+    in ten cycles. In a test suite on GPUs with NVLink SHARP, a later test fails with `Failed to
+    bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 2 'out of memory'`. A few
+    of the module's globals go on pointing at dead layouts.
 
 Cause:
     The function sets its globals to None. torch.distributed keeps every group alive until
@@ -17,7 +19,10 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/parallel_state.py,
-    `destroy_model_parallel`.
+    `destroy_model_parallel`. https://github.com/NVIDIA/Megatron-LM/issues/6897,
+    "parallel_state.destroy_model_parallel leaks NCCL process groups", counts ~20 process groups per
+    cycle; https://github.com/NVIDIA/Megatron-LM/pull/6902, "destroy the process groups it created",
+    is the fix that it proposes.
 
 Remove when:
     `destroy_model_parallel()` destroys what `initialize_model_parallel()` made.

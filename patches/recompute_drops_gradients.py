@@ -1,11 +1,11 @@
 """Parameters that are trained after frozen ones lose their gradients where they are recomputed.
 
 Symptom:
-    With activation recomputation and a frozen embedding, as adapters leave it, no adapter of the
-    first pipeline stage gets a gradient: all of it with recompute_method="uniform", with "block" or
-    selective recomputation that of the layers up to the first one that is not recomputed. The loss
-    is computed, `optimizer.step()` reports success, and with several stages the gradient's norm is
-    that of the others. On one stage it is 0.
+    With activation recomputation and a frozen embedding, as adapters (LoRA) leave it, no adapter of
+    the first pipeline stage gets a gradient: all of it with recompute_method="uniform", with
+    "block" or selective recomputation that of the layers up to the first one that is not
+    recomputed. The loss is computed, `optimizer.step()` reports success, and with several stages
+    the gradient's norm is that of the others. On one stage it is 0.
 
 Cause:
     A recomputed piece is one node of autograd's graph, which is recorded only if one of its inputs
@@ -25,7 +25,10 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py,
-    `checkpoint`.
+    `checkpoint`. https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/1750, "PEFT Training fails
+    for dense models when PP = 1 when activation checkpointing is on", and
+    https://github.com/modelscope/ms-swift/issues/5714 meet it;
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5586 mends it again, for hybrid stacks.
 
 Remove when:
     a recomputed piece is recorded for the parameters inside of it.

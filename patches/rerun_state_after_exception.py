@@ -3,8 +3,9 @@
 Symptom:
     The `train_step` after one that raised reads no batch and runs no forward, but steps optimizer
     and scheduler on the partial, unreduced gradients of the failed window. The last pipeline stage
-    then raises `UnboundLocalError: ... losses_reduced`, after the update; the other stages succeed.
-    A framework's own loop around `should_run_forward_backward`, such as NeMo-RL's, does the same.
+    then raises `UnboundLocalError: cannot access local variable 'losses_reduced' where it is not
+    associated with a value`, after the update; the other stages succeed. A framework's own loop
+    around `should_run_forward_backward`, such as NeMo-RL's, does the same.
 
 Cause:
     The rerun state machine, which decides whether to run forward and backward, enters INITIAL_RUN

@@ -1,8 +1,9 @@
 """Rotary embeddings computed under inference mode are handed to training.
 
 Symptom:
-    `RuntimeError: Inference tensors cannot be saved for backward` in a training forward that saves
-    the rotary table (fused RoPE does), where log-probabilities or generation under
+    `RuntimeError: Inference tensors cannot be saved for backward. To work around you can make a
+    clone to get a normal tensor and use it in autograd.` in a training forward that saves the
+    rotary table (fused RoPE does), where log-probabilities or generation under
     `torch.inference_mode()` had asked for the same sequence length before.
 
 Cause:
@@ -16,6 +17,8 @@ Affects:
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/common/embeddings/rotary_pos_embedding.py;
     `megatron/rl/rl_utils.py` there calls `rotary_module.forward.cache_clear()` around generation.
+    https://github.com/Dao-AILab/flash-attention/pull/299 mends the same in a rotary table of its
+    own.
 
 Remove when:
     what is cached is never an inference tensor.

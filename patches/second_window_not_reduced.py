@@ -3,9 +3,10 @@
 Symptom:
     Two windows that are both reduced, with no `zero_grad_buffer()` in between. With
     overlap_grad_reduce: from 0.18 on the second one's gradients stay local, so that they differ
-    between data-parallel ranks, without an error; before, `Cannot set grad twice` (0.12 to 0.15)
-    or `Communication call has not been issued for this bucket` (0.16, 0.17). With the distributed
-    optimizer, per-token loss or expert parallelism: wrong values, with or without overlap.
+    between data-parallel ranks, without an error; before, `AssertionError: Cannot set grad twice`
+    (0.12 to 0.15) or `Communication call has not been issued for this bucket` (0.16, 0.17). With
+    the distributed optimizer, per-token loss or expert parallelism: wrong values, with or without
+    overlap.
 
 Cause:
     Bucket groups reduce once per `reset()`. A buffer that is reduced a second time holds reduced
@@ -21,7 +22,8 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
-    `_ParamAndGradBucketGroup.finish_grad_sync`.
+    `_ParamAndGradBucketGroup.finish_grad_sync`. https://github.com/NVIDIA-NeMo/RL/pull/3660 mends
+    it in NeMo-RL: "reduce and finalize gradients once per step, not per chunk".
 
 Remove when:
     a second reduction in one window is right, or refused, upstream.

@@ -17,6 +17,8 @@ Affects:
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/distributed/param_and_grad_buffer.py,
     where the new bucket begins at the padded end of the one before it.
+    https://github.com/NVIDIA/Megatron-LM/issues/835 meets it: "The problems with bucket and
+    shared_embedding."
 
 Remove when:
     0.12 is no longer supported.

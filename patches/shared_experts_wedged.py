@@ -2,9 +2,10 @@
 
 Symptom:
     With moe_shared_expert_overlap, after an exception in an MoE layer (out of memory in the routed
-    experts, say): `AssertionError: pre_forward_comm must be called from IDLE state` from every
-    later forward of that layer, evaluation included. Before 0.18 a bare `AssertionError`, where the
-    exception came when the shared experts were done already.
+    experts, say): `AssertionError: pre_forward_comm must be called from IDLE state, but current
+    state is POST_FORWARD_COMM_DONE` from every later forward of that layer, evaluation included.
+    Before 0.18 a bare `AssertionError`, where the exception came when the shared experts were done
+    already.
 
 Cause:
     The shared experts run in four pieces between those of the token dispatcher, and keep what they

@@ -1,10 +1,11 @@
 """`start_param_sync()` raises where a parameter gather is in flight already.
 
 Symptom:
-    A bare `AssertionError` from `start_param_sync`: called twice, or after a forward that was
-    aborted half-way, which leaves the gather of the next bucket in flight. With align_param_gather
-    the schedule itself calls it at every window's start. Without, the same assertion ends a forward
-    after a window whose forward left a bucket unused, from inside of a pre-hook.
+    A bare `AssertionError` from `start_param_sync`, in `assert self.param_gather_handle is None`:
+    called twice, or after a forward that was aborted half-way, which leaves the gather of the next
+    bucket in flight. With align_param_gather the schedule itself calls it at every window's start.
+    Without, the same assertion ends a forward after a window whose forward left a bucket unused,
+    from inside of a pre-hook.
 
 Cause:
     The bucket group asserts that it has no handle, and nothing but the pre-hook of a module that

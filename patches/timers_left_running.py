@@ -1,8 +1,10 @@
 """An exception inside a window or a step leaves timers running: the next one cannot start them.
 
 Symptom:
-    `AssertionError: timer has already been started` from the window or the optimizer step after
-    one that raised, with `--timing-log-level` 1 or 2, or with any `config.timers`.
+    `AssertionError: timer has already been started` from the window or the optimizer step after one
+    that raised, such as in `config.timers('forward-backward',
+    log_level=1).start(barrier=config.barrier_with_L1_time)`, with `--timing-log-level` 1 or 2, or
+    with any `config.timers`.
 
 Cause:
     The schedules, `finalize_model_grads` and the optimizers start and stop their timers without a

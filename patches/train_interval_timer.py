@@ -2,7 +2,8 @@
 
 Symptom:
     `AssertionError: timer has already been started` from the second call of
-    `megatron.training.training.train`, with or without any overlap. After an exception inside the
+    `megatron.training.training.train`, in `timers('interval-time',
+    log_level=0).start(barrier=True)`, with or without any overlap. After an exception inside the
     first call from other timers too: "optimizer", "eval-time" or "save-checkpoint".
 
 Cause:

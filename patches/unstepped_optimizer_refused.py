@@ -1,9 +1,9 @@
 """A checkpoint cannot be loaded into a distributed optimizer that never stepped.
 
 Symptom:
-    A bare `AssertionError` from `optimizer.state_dict()`, and so from saving a run before its first
-    step and from loading one at its start, which is where runs load. Without Transformer Engine and
-    Apex only.
+    A bare `AssertionError` from `optimizer.state_dict()`, in `assert len(steps) == 1`, and so from
+    saving a run before its first step and from loading one at its start, which is where runs load.
+    Without Transformer Engine and Apex only.
 
 Cause:
     `state_dict` reads the one step counter of torch's Adam from the state of its parameters, and
@@ -15,7 +15,8 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/distrib_optimizer.py,
-    `state_dict`.
+    `state_dict`. https://github.com/vllm-project/vime/pull/427 meets it: "Fix native Adam
+    checkpoint resume".
 
 Remove when:
     `state_dict` takes an optimizer without state.

@@ -32,6 +32,20 @@ megatron_idempotent.apply()
 ```
 """
 _TITLES = {"Affects": "Releases, and what the patch does"}
+_INSTALL = "docs/use.md"
+#: Titles in the navigation, by a patch's first promise, and of what belongs to none.
+_KINDS = {
+    "train-again": "train() again",
+    "overlap": "Overlap",
+    "abort": "After an exception",
+    "generation": "Generation",
+    "offload": "Offload",
+    "loss-scale": "Loss scale",
+    "aux-loss": "MoE losses",
+    "deferred-embedding": "Deferred embedding",
+    "layer-wise": "Muon, layer-wise",
+}
+_OTHER_KINDS = ("In frameworks", "Experts and MTP", "Set-up and state")
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
@@ -46,34 +60,47 @@ def pages(root: Path) -> dict[str, str]:
     import tomllib  # not in Python 3.10, which reads case files too
 
     proven: Proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
-    found = {f"hazards/{each.id}.md": hazard_page(each, proven) for each in hazards().values()}
+    project = tomllib.loads((root / PROJECT).read_text("utf-8"))["tool"]["megatron-idempotent"]
+    found = {
+        f"hazards/{each.id}.md": hazard_page(each, root, proven, project)
+        for each in hazards().values()
+    }
     found[_HAZARDS] = _list()
-    project = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
-    found[_MATRIX] = _matrix(proven, project["tool"]["megatron-idempotent"])
+    found[_MATRIX] = _matrix(proven, project)
     for name, page in ROOT_PAGES.items():
         found[page] = (root / name).read_text(encoding="utf-8")
     return found
 
 
-def hazard_page(hazard: Hazard, proven: Proven) -> str:
-    """Return the page of one hazard, with the messages that users paste as headings."""
+def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str, Any]) -> str:
+    """Return the page of one hazard.
+
+    What users paste stands above the first heading: there the search weighs it most.
+    """
     sections = hazard.case_file
-    found = messages(sections["Symptom"])
-    title = json.dumps(": ".join([hazard.id, *found[:1]]), ensure_ascii=False)
-    parts = ["---", f"title: {title}", "---", "", f"# {hazard.id}", ""]
-    parts += [f"**{_sentence(hazard.summary)}**", ""]
-    for message in found:  # as a heading, because the search weighs those most
-        parts += [f"## `{message}`", ""]
+    parts = ["---", f"title: {hazard.id}", "search: {boost: 2}", "---", "", f"# {hazard.id}", ""]
+    parts += [f"**{_sentence(hazard.summary)}**", "", _linked(sections["Symptom"]), ""]
     if isinstance(hazard, Patch):
-        parts += ["## The two lines that end it", "", _APPLY]
+        install = re.search(r"(?m)^    (pip install .*)$", (root / _INSTALL).read_text("utf-8"))
+        assert install is not None, f"{_INSTALL} has no line that installs the package"
+        parts += [
+            "## The lines that end it",
+            "",
+            "```console",
+            f"$ {install[1]}",
+            "```",
+            "",
+            _APPLY,
+        ]
         if not hazard.default:
             parts += [f'It is off by default: name it, `apply(only=["{hazard.id}"])`.', ""]
         parts += ["It wraps:", "", *(f"- `{each.address}`" for each in hazard.targets), ""]
     else:
         parts += ["## Answer", "", f"{_sentence(hazard.answer)}", ""]
-    for name in SECTIONS:
-        text = " ".join(sections[name].split())
-        parts += [f"## {_TITLES.get(name, name)}", "", _linked(text), ""]
+    if recipes := _recipes(hazard, root, proven, project):
+        parts += [f"Recipes of frameworks that meet it: {', '.join(recipes)}.", ""]
+    for name in SECTIONS[1:]:
+        parts += [f"## {_TITLES.get(name, name)}", "", _linked(sections[name]), ""]
     parts += [
         "## See it",
         "",
@@ -88,7 +115,35 @@ def hazard_page(hazard: Hazard, proven: Proven) -> str:
         names = [name for name in proven if hazard.id in proven[name]]
         parts += ["## Where it was seen", "", _table(names, {hazard.id: hazard}, proven), ""]
     parts += [f"On {hazard.distribution} {hazard.versions}. [All hazards](index.md)", ""]
+    if beside := _beside(hazard):
+        parts += ["## Same message, or same function", ""]
+        parts += [*(f"- [`{each.id}`]({each.id}.md): {each.summary}" for each in beside), ""]
     return "\n".join(parts)
+
+
+def _recipes(
+    hazard: Hazard, root: Path, proven: Proven, project: Mapping[str, Any]
+) -> dict[str, None]:
+    """List links to the recipes of frameworks whose Megatron, or own code, has the hazard."""
+    links = {}
+    for each in project["frameworks"]:
+        seen = any(proven.get(name, {}).get(hazard.id) in _HERE for name in each["megatron"])
+        for name in each["name"].split(", "):
+            page = f"recipes/{name.lower()}.md"
+            if (seen or hazard.id in each.get("patches", ())) and (root / "docs" / page).exists():
+                links[f"[{name}](../{page})"] = None
+    return links
+
+
+def _beside(hazard: Hazard) -> list[Hazard]:
+    """List the hazards with one of its messages, or whose patch wraps one of its functions."""
+    mine = _marks(hazard)
+    return [each for each in hazards().values() if each is not hazard and mine & _marks(each)]
+
+
+def _marks(hazard: Hazard) -> set[str]:
+    targets = getattr(hazard, "targets", ())
+    return {*messages(hazard.case_file["Symptom"]), *(each.address for each in targets)}
 
 
 def messages(symptom: str) -> list[str]:
@@ -100,12 +155,31 @@ def messages(symptom: str) -> list[str]:
     return [span for span in dict.fromkeys(spans) if len(span.split()) > 2]
 
 
+def hazard_nav() -> list[dict[str, list[str]]]:
+    """Return the hazards' part of the navigation: kinds, each with its pages in order of id."""
+    kinds: dict[str, list[str]] = {title: [] for title in (*_KINDS.values(), *_OTHER_KINDS)}
+    for each in hazards().values():
+        kinds[_kind(each)].append(f"hazards/{each.id}.md")
+    return [{title: found} for title, found in kinds.items()]
+
+
+def _kind(hazard: Hazard) -> str:
+    framework, experts, rest = _OTHER_KINDS
+    if hazard.distribution != MEGATRON:
+        return framework
+    for group in getattr(hazard, "groups", ()):
+        return _KINDS[group]
+    words = {"mtp", "moe", "expert", "experts", "router"}
+    return experts if words & {*hazard.id.split("-")} else rest
+
+
 def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
 def _linked(text: str) -> str:
     """Make links of bare addresses."""
+    text = " ".join(text.split())
     return re.sub(r"(?<![<(])https://[^\s,]*[^\s,.;:)]", lambda found: f"<{found[0]}>", text)
 
 
@@ -116,7 +190,8 @@ def _list() -> str:
         for each in hazards().values()
     ]
     head = (
-        "# Hazards\n\nEach is a thing that goes wrong on stock Megatron, or in a framework on it, "
+        "---\nsearch: {exclude: true}\n---\n\n# Hazards\n\n"
+        "Each is a thing that goes wrong on stock Megatron, or in a framework on it, "
         "and has a program that shows it. Paste an error message into the search to find its page. "
         "[The matrix](../matrix.md) says which release and which pinned commit has which.\n"
     )
@@ -188,7 +263,7 @@ def _table(names: list[str], shown: Mapping[str, Hazard], proven: Proven) -> str
         rows.append(f"<tr>{name}{cells}</tr>")
     corner = "" if alone else "<th>hazard</th>"
     return (
-        f'<div class="matrix"><table><thead><tr>{corner}{heads}</tr></thead>'
+        f'<div class="matrix" data-search-exclude><table><thead><tr>{corner}{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 
 from .base import NOTHING, Record
-from .catalog import MEGATRON, OPEN, UNTRIED, untried
+from .catalog import MEGATRON, OPEN, UNTRIED, Place, untried
 from .import_hooks import find
 from .settings import SWITCH, Settings
 
@@ -21,7 +21,7 @@ TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from .catalog import Outline, Place
+    from .catalog import Outline
     from .contract import BodyPart
     from .record import Hazard, Patch, Target
     from .report import Status
@@ -191,7 +191,8 @@ def judge(
         if _older(label, patch.since):
             reason = f"{target.qualname} is that of {label}, and the hazard came with {patch.since}"
             return Verdict(status="unsupported_version", reason=reason, bodies=bodies)
-    if patch.fixed_when is not None and patch.fixed_when(bodies):
+    mended = patch.fixed_when is not None and patch.fixed_when(bodies)
+    if mended or (sources is not None and _mended_beside(patch, sources)):
         reason = "upstream's own code no longer has the hazard"
         return Verdict(status="fixed_upstream", reason=reason, bodies=bodies)
     reviews = [review(target, bodies[target.address]) for target in patch.targets]
@@ -205,6 +206,19 @@ def judge(
     if drifted and named:
         return Verdict(status=None, reason=f"{reason}; accepted by name", bodies=bodies)
     return Verdict(status="drifted" if drifted else None, reason=reason, bodies=bodies)
+
+
+def _mended_beside(patch: Patch, sources: Sources) -> bool:
+    """Tell if another function than the targets repairs the hazard in these sources."""
+    from .source import parse_body
+
+    if patch.fixed_by is None:
+        return False
+    address, fragment = patch.fixed_by
+    place = Place(address=address)
+    text = sources.text(place.module)
+    body = None if text is None else parse_body(text, place.qualname)
+    return body is not None and body.contains(fragment)
 
 
 def _older(label: str, since: str) -> bool:

@@ -336,6 +336,9 @@ class Patch(Hazard):
     fixed_when: Callable[[Bodies], bool] | None = None
     """A function of the bodies by target address: True if upstream no longer needs the patch."""
 
+    fixed_by: tuple[str, str] | None = None
+    """Address of a function beside the targets, and the fragment of it that repairs the hazard."""
+
     default: bool = True
     """False for a patch that costs, or was never run, for want of hardware: on only if named."""
 

@@ -20,7 +20,8 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py,
-    `_update_model_config_funcs`.
+    `_update_model_config_funcs`. https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4889, "reset
+    model callbacks during in-process restart", mends it for Bridge's own in-process restart alone.
 
 Remove when:
     Bridge assigns the function without looking, or looks whose it is.

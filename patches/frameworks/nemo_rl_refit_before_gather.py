@@ -9,15 +9,17 @@ Cause:
     The worker's own generation with Megatron gathers first; the refit of another engine does not.
 
 Affects:
-    The worker of main, August 2026, with overlap_param_gather and the distributed optimizer. What
-    the patch does: the weights that go through `_iter_params_with_optional_kv_scales` (ZMQ and
-    collective refit) are gathered first where an update waits. All of the model's ranks take part
-    in such a refit. Left to the caller: `nccl_reshard_refit` and the sparse refit read parameters
-    by themselves, so call `ensure_params_synced` before them.
+    The worker of main, August 2026, with overlap_param_gather and the distributed optimizer, until
+    its `sync_params_before_refit` gathers, which is called before each refit. What the patch does:
+    the weights that go through `_iter_params_with_optional_kv_scales` (ZMQ and collective refit)
+    are gathered first where an update waits. All of the model's ranks take part in such a refit.
+    Left to the caller: `nccl_reshard_refit` and the sparse refit read parameters by themselves, so
+    call `ensure_params_synced` before them.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py,
-    `_iter_params_with_optional_kv_scales`.
+    `_iter_params_with_optional_kv_scales`. https://github.com/NVIDIA-NeMo/RL/pull/4086 mends it in
+    September 2026: "fix(megatron): synchronize parameters before inference refit".
 
 Remove when:
     the worker synchronises the parameters before it exports them.
@@ -62,5 +64,6 @@ PATCH = Patch(
             "[self.model]",
         ),
     ),
+    fixed_by=(f"{_nemo_rl.POLICY}.sync_params_before_refit", "self.model.start_param_sync"),
     stock_error=r"RuntimeError: parameters differ .* in a refit after the step",
 )

@@ -19,6 +19,7 @@ Affects:
 
 Upstream:
     https://github.com/THUDM/slime/pull/1857 accepts the chunks' own `no_sync`.
+    https://github.com/THUDM/slime/issues/1779 and https://github.com/THUDM/slime/pull/2066 meet it.
 
 Remove when:
     slime's `train()` accepts its own `no_sync` and undoes the rest in a `finally`.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from megatron_idempotent.patching import Patch, Target, arguments, statements
+from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.contract import contract_of
 from megatron_idempotent.patching.decide import judge, part_of, review
 from megatron_idempotent.patching.source import Body, parse_body
@@ -218,6 +221,45 @@ def test_a_body_of_before_the_hazard_is_not_patched_whatever_the_version_says(si
     assert verdict.status == status
     if status is not None:
         assert verdict.reason == f"run is that of {label}, and the hazard came with {since}"
+
+
+@dataclass
+class OneModule:
+    """Sources of which every module has one text."""
+
+    source: str
+
+    def text(self, _):
+        return self.source
+
+    def beside(self, module):
+        return [module]
+
+
+@pytest.mark.parametrize(
+    ("beside", "status"),
+    [
+        ("", "drifted"),
+        ("def sync_params_before_refit(self): self._disable_forward_pre_hook()", "drifted"),
+        (
+            "def sync_params_before_refit(self): self.model.start_param_sync(force_sync=True)",
+            "fixed_upstream",
+        ),
+    ],
+)
+def test_a_repair_beside_the_targets_ends_a_patch(beside, status):
+    patch = patches()["nemo-rl-refit-before-gather"]
+    (target,) = patch.targets
+    owner, _, method = target.qualname.partition(".")
+    text = f"""
+class {owner}:
+    def {method}(self, tasks=None):
+        for name in self.megatron_bridge.export_hf_weights([self.model]):
+            yield name
+    {beside}
+"""
+    found = {target.address: parse_body(text, target.qualname)}
+    assert judge(patch, found, OneModule(text), None, named=False).status == status
 
 
 def test_hashes_are_the_same_on_every_python():

@@ -23,11 +23,11 @@ def pages():
 
 
 @pytest.mark.parametrize("hazard_id", [*hazards()])
-def test_a_hazard_has_a_page_with_its_message_as_a_heading(pages, hazard_id):
+def test_a_hazard_has_a_page_with_its_messages_above_all_headings(pages, hazard_id):
     page = pages[f"hazards/{hazard_id}.md"]
     case = hazards()[hazard_id].case_file
     for message in site.messages(case["Symptom"]):
-        assert f"\n## `{message}`\n" in page
+        assert f"`{message}`" in page.partition("\n## ")[0]
     assert f"$ megatron-idempotent prove {hazard_id}" in page
     assert " ".join(case["Cause"].split())[:60] in page
 
@@ -41,8 +41,21 @@ def test_the_message_of_a_second_train_is_on_one_line(pages):
     page = pages["hazards/no-sync-func-reentry.md"]
     assert (
         "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None; a "
-        "custom no_sync_func is not supported when overlapping grad-reduce`\n"
+        "custom no_sync_func is not supported when overlapping grad-reduce`"
     ) in page
+
+
+def test_a_hazard_leads_to_recipes_of_who_meets_it_and_to_hazards_of_its_message(pages):
+    page = pages["hazards/bridge-train-reentry.md"]
+    assert "meet it: [Megatron-Bridge](../recipes/megatron-bridge.md)." in page
+    assert "\n- [`train-interval-timer`](train-interval-timer.md): a second train() fails" in page
+    assert "$ pip install " in page
+    assert "[slime](../recipes/slime.md)" in pages["hazards/train-interval-timer.md"]
+
+
+def test_each_hazard_is_in_the_navigation_once():
+    found = [page for kind in site.hazard_nav() for shown in kind.values() for page in shown]
+    assert sorted(found) == sorted(f"hazards/{hazard_id}.md" for hazard_id in hazards())
 
 
 def test_the_matrix_has_every_hazard_of_megatron_and_every_megatron(pages):
