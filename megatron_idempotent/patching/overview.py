@@ -45,9 +45,8 @@ def overview(
         ("Off", _with(report, "disabled")),
         *((heading, _with(report, status)) for status, (_, heading) in _GROUPS.items()),
     ]
-    lines = [
-        _answer(report, in_place, waiting, "would land on" if dry_run else "wait for the import of")
-    ]
+    land = "would land on" if dry_run else "wait for the import of"
+    lines = [_answer(report, in_place, waiting, land), *notes]
     if _with(report, "drifted"):
         lines.append("`megatron-idempotent drift --diff` shows what is new in a body that drifted.")
     lines += report.incomplete
