@@ -26,6 +26,7 @@ REMEDIES = {
             ("torch", "torch"),
         )
     },
+    "cloudpickle": "pip install 'megatron-idempotent[notebook]'",
     "aiohttp": "pip install 'megatron-idempotent[http]'",
     "pydantic": "pip install 'megatron-idempotent[controller]', which brings 2.11 or newer",
     "ray": "pip install 'megatron-idempotent[ray]'",

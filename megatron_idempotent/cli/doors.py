@@ -45,16 +45,7 @@ def hook(argv: Sequence[str]) -> int:
         The exit code: 1 if the line is missing or another one (`status`), 2 if the folder cannot be
         written, else 0.
     """
-    parser = argparse.ArgumentParser(prog="megatron-idempotent hook", description=_HOOK)
-    parser.add_argument("action", choices=("install", "status", "remove"))
-    parser.add_argument(
-        "--into",
-        type=Path,
-        metavar="FOLDER",
-        default=Path(sysconfig.get_path("purelib")),
-        help="a folder whose .pth files Python reads; default: %(default)s",
-    )
-    arguments = parser.parse_args(argv)
+    arguments = hook_parser().parse_args(argv)
     file: Path = arguments.into / HOOK
     try:
         if arguments.action == "install":
@@ -73,6 +64,20 @@ def hook(argv: Sequence[str]) -> int:
         return 2
     print(hook_line(file, found))
     return int(arguments.action != "remove" and found != LINE)
+
+
+def hook_parser() -> argparse.ArgumentParser:
+    """Return the parser of `hook`."""
+    parser = argparse.ArgumentParser(prog="megatron-idempotent hook", description=_HOOK)
+    parser.add_argument("action", choices=("install", "status", "remove"))
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="FOLDER",
+        default=Path(sysconfig.get_path("purelib")),
+        help="a folder whose .pth files Python reads; default: %(default)s",
+    )
+    return parser
 
 
 def hook_here() -> str | None:
@@ -103,9 +108,7 @@ def run(argv: Sequence[str]) -> int:
     Returns:
         The command's exit code; 128 + n if signal n ended it; 2 if there is no such command.
     """
-    parser = argparse.ArgumentParser(prog="megatron-idempotent run", description=_RUN)
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …")
-    given = parser.parse_args(argv).command
+    given = run_parser().parse_args(argv).command
     command: list[str] = given[1:] if given[:1] == ["--"] else given
     if not command or shutil.which(command[0]) is None:
         what = f"no command {command[0]!r} on the PATH" if command else "no command"
@@ -118,6 +121,19 @@ def run(argv: Sequence[str]) -> int:
         code = _supervise(command, _environment(reports))
         print(f"megatron-idempotent: {_summary(_read(Path(reports)))}", file=sys.stderr)
     return code
+
+
+def run_parser() -> argparse.ArgumentParser:
+    """Return the parser of `run`."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-idempotent run",
+        usage="%(prog)s [-h] -- COMMAND ...",
+        description=_RUN,
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command, as in a shell"
+    )
+    return parser
 
 
 def _environment(reports: str) -> Mapping[str, str]:
@@ -200,11 +216,13 @@ _HOOK = (
     "A line in a .pth file, which Python runs at each start. Without "
     f"{SWITCH}=1 it does nothing; with it, the first import of Megatron or of a framework applies "
     "all patches, also in Ray workers and other processes that inherit the variable. `pip install` "
-    "never writes it. It goes with `remove`; `python -S` does without it."
+    "never writes it. It goes with `remove`; `python -S` does without it. Exit code 0; 1 where "
+    "`status` finds none, or one of another version; 2 where the folder cannot be written."
 )
 _RUN = (
     "Runs a command, such as torchrun, `ray start --block` or a Slurm step, with the patches in "
     "each Python process below it that imports Megatron. Nothing is installed for it. Python's "
     "options -S, -E and -I do without. "
+    "The exit code is the command's, or 128 + n if signal n ended it; 2 without a command. "
     f"Example: megatron-idempotent run -- {shlex.join(['torchrun', '--nproc-per-node=8'])} train.py"
 )

@@ -16,7 +16,7 @@ from megatron_idempotent import __version__
 from megatron_idempotent.lazy import REMEDIES, naming_the_remedy
 from megatron_idempotent.patching.base import PatchError, UnknownPatchError
 from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.settings import check_ids
+from megatron_idempotent.patching.settings import check_ids, did_you_mean
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.proof.cpu.errors import NoDeviceError
 from megatron_idempotent.proof.cpu.gpu import DEVICES
@@ -28,10 +28,13 @@ from .casebook import case_text
 PROGRAM = "megatron-idempotent"
 
 _OWN_PARSERS = {
-    "certify": "megatron_idempotent.proof.certify.main",
-    "train": "megatron_idempotent.rl.trainer.main",
-    "simulate": "megatron_idempotent.rl.simulator.__main__",
+    "certify": ("megatron_idempotent.proof.certify.main", "main", "parser"),
+    "hook": ("megatron_idempotent.cli.doors", "hook", "hook_parser"),
+    "run": ("megatron_idempotent.cli.doors", "run", "run_parser"),
+    "train": ("megatron_idempotent.rl.trainer.main", "main", "parser"),
+    "simulate": ("megatron_idempotent.rl.simulator.__main__", "main", "parser"),
 }
+"""The module of each command with a parser of its own, what runs it and what makes the parser."""
 
 
 READER_LEFT = 128 + signal.SIGPIPE
@@ -72,23 +75,23 @@ def _reader_left() -> bool:
 
 
 def _run(argv: list[str]) -> int:
-    if argv[:1] in (["hook"], ["run"]):
-        from . import doors
-
-        return (doors.hook if argv[0] == "hook" else doors.run)(argv[1:])
     if argv[:1] and argv[0] in _OWN_PARSERS:
         # They have a parser of their own, so that they can be used without this one.
+        module, function, _ = _OWN_PARSERS[argv[0]]
         try:
             with naming_the_remedy(f"`{PROGRAM} {argv[0]}`"):
-                own = importlib.import_module(_OWN_PARSERS[argv[0]])
-                code: int = own.main(argv[1:])
+                code: int = getattr(importlib.import_module(module), function)(argv[1:])
                 return code
         except ModuleNotFoundError as error:
             if error.name not in REMEDIES:
                 raise
             print(f"{PROGRAM}: {error}", file=sys.stderr)
             return 2
-    arguments = _parser().parse_args(argv)
+    parser, commands = _parsers()
+    if argv and not argv[0].startswith("-") and argv[0] not in commands:
+        hint = did_you_mean(argv[0], (*commands, *_OWN_PARSERS))
+        parser.error(f"there is no command {argv[0]!r}.{hint}")
+    arguments = parser.parse_args(argv)
     try:
         if arguments.command == "doctor":
             from .doctor import doctor
@@ -96,6 +99,10 @@ def _run(argv: list[str]) -> int:
             return doctor(as_json=arguments.json)
         if arguments.command == "explain":
             return explain(arguments.id)
+        if arguments.command == "completion":
+            from .completion import completion
+
+            return completion(arguments.shell, {"": parser, **commands, **_own_parsers()})
         if arguments.command == "drift":
             from .drift import drift
 
@@ -117,11 +124,26 @@ def _run(argv: list[str]) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _own_parsers() -> dict[str, argparse.ArgumentParser | None]:
+    """Return the parsers of other modules, None for one that needs a package that is missing."""
+    found: dict[str, argparse.ArgumentParser | None] = dict.fromkeys(_OWN_PARSERS)
+    for command, (module, _, make) in _OWN_PARSERS.items():
+        try:
+            found[command] = getattr(importlib.import_module(module), make)()
+        except ModuleNotFoundError as error:
+            if error.name not in REMEDIES:
+                raise
+    return found
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of the whole command, and those of the subcommands that it parses."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Patches that make Megatron's train path safe to call again."
+        prog=PROGRAM,
+        description="Patches that make Megatron's train path safe to call again.",
+        epilog=_EXIT_CODES,
     )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     doctor = commands.add_parser(
@@ -130,7 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
 
     explain = commands.add_parser(
-        "explain", help="print a hazard's case file, or a list of all hazards"
+        "explain",
+        help="print a hazard's case file, or a list of all hazards",
+        description=_EXPLAIN,
     )
     explain.add_argument(
         "id", nargs="?", metavar="ID", help="a hazard, also by its file's name; default: list all"
@@ -142,7 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     prove.add_argument("ids", nargs="*", metavar="ID", help="which hazards; default: all")
     prove.add_argument("--json", action="store_true", help="print the findings as JSON")
     prove.add_argument(
-        "--device", choices=DEVICES, help="run on the GPUs of this machine, or on the CPU (default)"
+        "--device",
+        choices=DEVICES,
+        help="the CPU (default), this machine's GPUs, or a CPU that refuses what a GPU would",
     )
 
     drift = commands.add_parser(
@@ -169,16 +195,33 @@ def _parser() -> argparse.ArgumentParser:
         "--as", dest="label", metavar="LABEL", help="of --accept: what a commit is called"
     )
 
-    commands.add_parser(
-        "certify", help="a framework's training step against its definition (see `certify --help`)"
+    completion = commands.add_parser(
+        "completion", help="complete commands and ids in a shell", description=_COMPLETION
     )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    own = dict(commands.choices)
+    commands.add_parser("certify", help="a framework's training step against its definition")
     commands.add_parser("hook", help="patches wherever a variable is on: install, status, remove")
     commands.add_parser("run", help="run a command with the patches in all processes below it")
-    commands.add_parser("train", help="the reference RL trainer (see `train --help`)")
+    commands.add_parser("train", help="the reference RL trainer")
     commands.add_parser("simulate", help="an asynchronous run on a virtual clock")
-    return parser
+    return parser, own
 
 
+_EXIT_CODES = (
+    "COMMAND --help has its options. Exit codes: 0; 1 where somebody has to look; 2 for arguments "
+    "that make no sense, or a package that is missing; 141 where the reader of the output left. "
+    "`run` has its command's, and `train` others too."
+)
+_COMPLETION = (
+    "On a terminal, prints the line that installs completion for new shells; into a pipe or a "
+    'file, the script. For this shell alone: eval "$(megatron-idempotent completion bash)"; '
+    "in fish: megatron-idempotent completion fish | source. Exit code 0."
+)
+_EXPLAIN = (
+    "Prints what is known of a hazard: symptom, cause, releases, who met it in public, and when "
+    "the patch may go. Exit code 0; 2 for an unknown id, with the nearest ones."
+)
 _DOCTOR = (
     "Decides every patch against the Megatron on the path, without importing it. The first line "
     "answers. Exit code 0; 1 where a patch failed, drifted or is in conflict; 2 where the "
@@ -186,11 +229,13 @@ _DOCTOR = (
 )
 _DRIFT = (
     "Reads what each patch wraps in every Megatron or framework given, importing none, and says "
-    "whether a person has reviewed it. Exit code 1 where a body drifted."
+    "whether a person has reviewed it. Exit code 0; 1 where a body drifted; 2 for an unknown path "
+    "or id."
 )
 _PROVE = (
     "Runs each hazard's reproduction with the installed Megatron on gloo ranks of this machine, "
-    "first stock, then patched. Exit code 1 where a release and its case file disagree."
+    "first stock, then patched. Exit code 0; 1 where a release and its case file disagree; 2 for "
+    "an unknown id or a missing GPU."
 )
 
 

@@ -83,12 +83,10 @@ class Report:
         return f"<Report {inner}>"
 
     def __str__(self) -> str:
-        from .table import render
+        from .overview import overview
+        from .table import terminal_width
 
-        return render(
-            ("id", "status", "version", "reason"),
-            [(row.id, row.status, row.version or "-", row.reason) for row in self],
-        )
+        return overview(self, terminal_width())
 
     @property
     def problems(self) -> tuple[Row, ...]:

@@ -129,8 +129,6 @@ def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozense
 
 
 def _unknown_id(patch_id: str, source: str, known: tuple[str, ...]) -> str:
-    from difflib import get_close_matches
-
     from .catalog import hazards
 
     where = "`megatron-idempotent explain` lists them"
@@ -139,11 +137,18 @@ def _unknown_id(patch_id: str, source: str, known: tuple[str, ...]) -> str:
             f"{source} names {patch_id!r}, a hazard that no patch repairs; its answer: "
             f"{hazards()[patch_id].answer}. {where}"
         )
-    text = patch_id.strip().lower().replace("_", "-")
+    hint = did_you_mean(patch_id, known)
+    return f"{source} names {patch_id!r}, which is none of the {len(known)} ids.{hint} {where}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x' or 'y'?", with the names nearest to one that nobody has, or ""."""
+    from difflib import get_close_matches
+
+    known, text = tuple(known), name.strip().lower().replace("_", "-")
     with_word = [each for each in known if text and f"-{text}" in f"-{each}"]
     near = list(dict.fromkeys([*get_close_matches(text, known, n=3), *with_word]))[:3]
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return f"{source} names {patch_id!r}, which is none of the {len(known)} ids.{hint} {where}"
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def _ids(environ: Mapping[str, str], variable: str, known: tuple[str, ...]) -> frozenset[str]:

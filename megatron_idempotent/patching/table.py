@@ -7,20 +7,29 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+# A notebook's page breaks lines at its edge, within words; most are wider.
+_NOTEBOOK = 80
+
 
 def terminal_width() -> int | None:
-    """Return the columns of standard output's terminal; None if it is no terminal."""
+    """Return the columns of standard output's terminal or notebook; None for a file or a pipe."""
+    if type(sys.stdout).__module__.startswith("ipykernel"):
+        return _NOTEBOOK
     if sys.stdout is None or not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size().columns
 
 
 def wrapped(text: str, width: int | None) -> list[str]:
-    """Break a text into lines at spaces, so that names stay whole; one line if width is None."""
-    text = " ".join(text.split())
+    """Break a text into lines at spaces, so that names stay whole; one line if width is None.
+
+    The name of a function that is longer than a line is broken after its module's.
+    """
+    words = text.split()
     if width is None:
-        return [text]
-    return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
+        return [" ".join(words)]
+    text = " ".join(word if len(word) <= width else word.replace(":", ": ") for word in words)
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False) or [""]
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
@@ -29,8 +38,9 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
     Args:
         header: the first row; empty for none.
         rows: rows of as many cells as the header has.
-        width: columns at which the last cell wraps. None asks the terminal; if standard output goes
-            into a file or a pipe nothing wraps, and a row is a line.
+        width: columns at which the last cell wraps, or goes to lines of its own if a word of it
+            would not fit. None asks the terminal; if standard output goes into a file or a pipe
+            nothing wraps, and a row is a line.
     """
     width = width or terminal_width()
     cells = [tuple(row) for row in (header, *rows) if row]
@@ -39,6 +49,10 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
     lines = []
     for row in cells:
         left = "".join(cell.ljust(size) + "  " for cell, size in zip(row, fixed, strict=False))
-        first, *more = wrapped(row[-1], None if width is None else max(30, width - indent))
-        lines += [(left + first).rstrip(), *(" " * indent + line for line in more)]
+        room, shift = None if width is None else max(30, width - indent), indent
+        if width and room and max(map(len, row[-1].split()), default=0) > room:
+            lines.append(left.rstrip())
+            room, shift, left = width - 4, 4, " " * 4
+        first, *more = wrapped(row[-1], room)
+        lines += [(left + first).rstrip(), *(" " * shift + line for line in more)]
     return "\n".join(lines)

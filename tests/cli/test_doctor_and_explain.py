@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.cli.doctor import overview
+from megatron_idempotent.cli.doctor import notes
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.patching.api import apply
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.decide import installed
+from megatron_idempotent.patching.overview import overview
 from megatron_idempotent.patching.report import Report, Row
 from megatron_idempotent.patching.source import locate
 
@@ -79,12 +80,12 @@ def test_doctor_answers_in_its_first_line_and_a_pipe_gets_a_line_per_patch():
     assert all("; lands when megatron." in line for line in landing), "the whole reason"
 
 
-def test_doctor_fits_a_terminal():
+def shown_at_80_columns(*command: str) -> list[str]:
+    """The lines that a Python program prints on a terminal."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [sys.executable, "-m", "megatron_idempotent", "doctor"]
-    process = subprocess.Popen(command, stdout=follower, env=environ)
+    process = subprocess.Popen([sys.executable, *command], stdout=follower, env=environ)
     os.close(follower)
     shown = b""
     try:
@@ -94,12 +95,53 @@ def test_doctor_fits_a_terminal():
         pass
     os.close(leader)
     assert process.wait() == 0
+    return shown.decode().splitlines()
+
+
+def test_doctor_and_a_printed_report_fit_a_terminal():
+    doctors = shown_at_80_columns("-m", "megatron_idempotent", "doctor")
     report = apply(dry_run=True)
-    assert shown.decode().splitlines() == overview(report, 80).splitlines()
+
+    def laid_out(width):
+        return overview(report, width, dry_run=True, notes=notes()).splitlines()
+
+    assert doctors == laid_out(80)
+    program = "import megatron_idempotent; print(megatron_idempotent.apply())"
+    first, *printed = shown_at_80_columns("-c", program)
+    assert first.startswith(doctors[0].partition(" would land on ")[0] + " wait for the import of ")
+    assert max(map(len, printed)) <= 80
+    names = {target for row in report for each in row.targets for target in each.split(":")[:1]}
+    told = {word.rstrip(",") for line in printed for word in line.split() if "megatron." in word}
+    assert told <= names, "no module's name is broken"
     for width in (80, 200):
-        lines = overview(report, width).splitlines()
+        lines = laid_out(width)
         assert width // 2 < max(map(len, lines)) <= width
-    assert len(lines) < len(overview(report, 80).splitlines())
+    assert len(lines) < len(doctors)
+
+
+STATUSES = (
+    *("applied", "already_applied", "pending_import", "disabled", "not_installed", "failed"),
+    *("unsupported_version", "missing_target", "fixed_upstream", "drifted", "conflict"),
+)
+
+
+def test_a_report_has_a_group_for_each_status_and_breaks_no_word():
+    told: dict[str, list[str]] = {status: [] for status in STATUSES}
+    for number, each in enumerate(patches()):
+        told[STATUSES[number % len(STATUSES)]].append(each)
+    report = rows(**{each.replace("-", "_"): name for name, ids in told.items() for each in ids})
+    text = overview(report, 80)
+    assert max(map(len, text.splitlines())) <= 80
+    in_place = len(told["applied"]) + len(told["already_applied"])
+    waiting = len(told["pending_import"])
+    concerned = in_place + waiting + len(report.problems)
+    assert text.startswith(f"{in_place} of {concerned} in place on megatron-core 0.19.2")
+    for ids in (told[name] for name in told if name != "not_installed"):
+        assert all(re.search(rf"^  {each}(\s|$)", text, re.MULTILINE) for each in ids)
+    whole = overview(report, None).replace(":", ": ").split()
+    assert text.replace(":", ": ").split() == whole
+    assert str(report) == overview(report, None), "a pipe gets a line per patch"
+    assert repr(report).startswith(f"<Report {len(told['already_applied'])} already_applied, ")
 
 
 def rows(**statuses: str) -> Report:
@@ -108,7 +150,8 @@ def rows(**statuses: str) -> Report:
         Row(
             id=each,
             status=statuses.get(each.replace("-", "_"), "disabled"),
-            reason="why it is so, in words that do not fit in a line of any terminal of 80 columns",
+            reason="why it is so, in words that do not fit in a line of any terminal of 80 columns "
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             version="0.19.2",
             targets=(),
         )
@@ -117,7 +160,8 @@ def rows(**statuses: str) -> Report:
 
 
 def test_doctor_puts_problems_first_and_names_no_release_where_nothing_would_land():
-    found = overview(rows(grad_scale_func="drifted", unscaled_twice="pending_import"), None)
+    report = rows(grad_scale_func="drifted", unscaled_twice="pending_import")
+    found = overview(report, None, dry_run=True)
     first, hint, group, _, heading, problem, *_ = found.splitlines()
     assert group.startswith("group loss-scale is not whole")
     assert hint == "`megatron-idempotent drift --diff` shows what is new in a body that drifted."
@@ -128,7 +172,7 @@ def test_doctor_puts_problems_first_and_names_no_release_where_nothing_would_lan
     assert problem.split()[:2] == ["grad-scale-func", "drifted"]
     assert patches()["grad-scale-func"].summary in problem
     absent = rows(**{each.replace("-", "_"): "not_installed" for each in patches()})
-    first, _, last = overview(absent, None).splitlines()
+    first, _, last = overview(absent, None, dry_run=True).splitlines()
     assert first.startswith("none would land; why it is so")
     assert f"(asked with {sys.executable}); {len(FRAMEWORKS)} frameworks not installed" in first
     assert "megatron-core (" in last

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megatron_idempotent.patching.settings import did_you_mean
+
 LAYERS, EXPERTS = 4, 4
 RANKS = 4
 """The most ranks of a layout."""
@@ -176,7 +178,8 @@ def layout(name: str) -> Layout:
             flags.add(word)
         else:
             raise ValueError(
-                f"the layout {name!r} has the unknown word {word!r}: words are {', '.join(WORDS)}"
+                f"the layout {name!r} has the unknown word {word!r}: words are "
+                f"{', '.join(WORDS)}.{did_you_mean(word, WORDS)}"
             )
     if sizes["vpp"] > 1 and "pp" not in seen:
         sizes["pp"] = 2

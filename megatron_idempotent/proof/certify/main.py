@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code: 0; 1 if a check failed; 2 for an adapter, check or layout that is not there.
     """
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     if options.list:
         for check in CHECKS.values():
             print(f"{check.name:22} {check.summary}")
@@ -67,12 +67,13 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(each.verdict == "failed" for each in results) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of `certify`."""
     parser = argparse.ArgumentParser(
         prog="megatron-idempotent certify",
         description="Judges a framework's training step against its definition in float64, on CPU "
-        "ranks: split steps, aborts, failures, NaN, restarts, in several layouts. Exit code 1 "
-        "where a check failed.",
+        "ranks: split steps, aborts, failures, NaN, restarts, in several layouts. Exit code 0; "
+        "1 where a check failed; 2 for an adapter, check or layout that is not there.",
     )
     parser.add_argument(
         "adapter",
@@ -81,13 +82,13 @@ def _parser() -> argparse.ArgumentParser:
         help="an adapter, such as megatron_idempotent.proof.certify.adapters:SplitStep",
     )
     parser.add_argument(
-        "--check", action="append", metavar="NAME", help="only this one; repeatable"
+        "--check", action="append", metavar="CHECK", help="only this one; repeatable"
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--layout",
         action="append",
-        metavar="NAME",
+        metavar="LAYOUT",
         help="only this one, of the words that --list has, such as dp2-tp2-distopt; repeatable",
     )
     where.add_argument(

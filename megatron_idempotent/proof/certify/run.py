@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_idempotent.patching.settings import did_you_mean
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError, RankPool, RankTimeout
 from megatron_idempotent.proof.cpu.pool import PRELOAD
@@ -300,7 +301,8 @@ def _chosen(checks: Iterable[str] | None) -> list[str]:
     names = list(CHECKS if checks is None else checks)
     unknown = [name for name in names if name not in CHECKS]
     if unknown or not names:
-        raise ValueError(f"unknown check {', '.join(unknown)}: one of {', '.join(CHECKS)}")
+        hint = "".join(did_you_mean(name, CHECKS) for name in unknown)
+        raise ValueError(f"unknown check {', '.join(unknown)}: one of {', '.join(CHECKS)}.{hint}")
     return [name for name in CHECKS if name in names]
 
 

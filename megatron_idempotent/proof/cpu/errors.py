@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 from typing import Any
@@ -51,19 +52,38 @@ class RankFailure:
         if self.exit_code is not None:
             head = f"rank {self.rank} died with {describe_exit(self.exit_code)}"
         else:
-            head = f"rank {self.rank}: {self.exception_type}: {self.message}"
+            head = f"rank {self.rank}: {self.exception_type}: {self._first_line}"
         return f"{head}\n{self.traceback}".rstrip()
+
+    @property
+    def _first_line(self) -> str:
+        return self.message.partition("\n")[0]
+
+    @property
+    def of_a_peer(self) -> bool:
+        """True if all that it says is that another rank has left."""
+        kind = self.exception_type.rpartition(".")[2]
+        return kind.startswith("Dist") or "/gloo/" in self.message
+
+    @property
+    def folded(self) -> str:
+        """The failure in one line, with its place in the caller's code."""
+        # Without gloo's own file, which comes first, and its advice, which comes last.
+        said = re.sub(r"^\[[^]]*/gloo/[^]]*\] ", "", self._first_line).partition(". ")[0]
+        return f"rank {self.rank}: {self.exception_type}: {said}{_place(self.traceback)}"
 
 
 class RankError(RuntimeError):
-    """One or more ranks raised or died; the first to fail comes first.
+    """One or more ranks raised or died; the first to fail by itself comes first.
 
     `rank`, `exception_type`, `message` and `traceback` are those of the first failure;
-    `failures` has all of them.
+    `failures` has all of them. The text has a line for each rank that failed because another one
+    left, and for each that was still running; `full` has their tracebacks and stacks, too.
     """
 
     def __init__(self, failures: list[RankFailure], still_running: dict[int, str]) -> None:
-        self.failures = failures
+        # A rank that dies says nothing, and its peers may be heard before it is found dead.
+        self.failures = failures = sorted(failures, key=lambda failure: failure.of_a_peer)
         self.still_running = still_running
         first = failures[0]
         self.rank = first.rank
@@ -71,12 +91,29 @@ class RankError(RuntimeError):
         self.message = first.message
         self.traceback = first.traceback
         self.exit_code = first.exit_code
-        parts = [str(failure) for failure in failures]
-        parts += [
-            f"rank {rank} was still running and has been ended; its stacks:\n{stacks}"
-            for rank, stacks in still_running.items()
-        ]
+        told = [failure for failure in failures[1:] if not self._repeats(failure)]
+        parts = [str(failure) for failure in (first, *told)]
+        lines = [failure.folded for failure in failures[1:] if failure not in told]
+        lines += [f"{_ENDED.format(rank)}{_place(text)}" for rank, text in still_running.items()]
+        if lines:
+            lines.append(
+                "(a line each: pytest --full-trace, or `full` of this error, has all of it)"
+            )
+            parts.append("\n".join(lines))
         super().__init__("\n\n".join(parts))
+
+    def _repeats(self, failure: RankFailure) -> bool:
+        return failure.of_a_peer or (failure.traceback == self.traceback != "")
+
+    @property
+    def full(self) -> str:
+        """The tracebacks of all ranks that failed, and the stacks of those that were running."""
+        parts = [str(failure) for failure in self.failures]
+        parts += [
+            f"{_ENDED.format(rank)}; its stacks:\n{stacks}"
+            for rank, stacks in self.still_running.items()
+        ]
+        return "\n\n".join(parts)
 
 
 class RankTimeout(TimeoutError):
@@ -95,6 +132,20 @@ class RankTimeout(TimeoutError):
             state = "had finished and waited for the others" if rank in finished else "was in"
             parts.append(f"rank {rank} {state}:\n{text}")
         super().__init__("\n\n".join(parts))
+
+
+_ENDED = "rank {} was still running and has been ended"
+
+
+def _place(stack: str) -> str:
+    """Return the innermost place of a traceback or stack that is not installed, " at file:line"."""
+    newest_first = "most recent call first" in stack
+    places = re.findall(r'File "(.+)", line (\d+)', stack)
+    own = [(file, line) for file, line in places if "site-packages" not in file]
+    if not own:
+        return ""
+    file, line = own[0 if newest_first else -1]
+    return f" at {file}:{line}"
 
 
 def describe_exit(exit_code: int) -> str:

@@ -33,7 +33,7 @@ from pathlib import Path
 from . import gpu
 from .errors import NoDeviceError, RankFailure
 from .gpu import Device, check_untouched, prepare
-from .pool import Call, Outcome, dump_result, load_arguments, resolve
+from .pool import Call, Outcome, dump_result, resolve
 from .runtime import enable, replaced_name_in
 
 #: Seconds that the peers of a failed rank may go on, so that they can fail for their own reasons.
@@ -354,7 +354,7 @@ def occupy(call: Call, slot: RankSlot) -> None:
         faulthandler.enable(file=stacks, all_threads=True)  # a crash in C
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # a hang
         try:
-            kind, payload = b"R", dump_result(_called(call, slot))
+            kind, payload = b"R", dump_result(_called(call, slot), by_value=call.by_value)
         except BaseException as error:  # noqa: BLE001  SystemExit too: it is sent
             kind, payload = b"F", pickle.dumps(describe(slot.rank, error))
         for stream in (sys.stdout, sys.stderr):
@@ -371,8 +371,7 @@ def occupy(call: Call, slot: RankSlot) -> None:
 
 def _called(call: Call, slot: RankSlot) -> object:
     _settle(call, slot)
-    function = resolve(call)
-    args, kwargs = load_arguments(call)
+    function, args, kwargs = resolve(call)
     if call.distributed:
         _join_default_group(call, slot)
     if call.device != "checked":
@@ -389,7 +388,10 @@ def describe(rank: int, error: BaseException) -> RankFailure:
     name = kind.__qualname__
     if kind.__module__ != "builtins":
         name = f"{kind.__module__}.{name}"
-    text = "".join(traceback.format_exception(error))
+    began = error.__traceback__
+    while began is not None and began.tb_frame.f_code.co_filename == __file__:
+        began = began.tb_next  # what the rank did before it called the function says nothing
+    text = "".join(traceback.format_exception(kind, error, began or error.__traceback__))
     return RankFailure(rank=rank, exception_type=name, message=str(error), traceback=text)
 
 

@@ -10,15 +10,20 @@ Importing this does not import torch: the ranks do, not the caller.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
+import inspect
 import io
 import logging
 import os
 import pickle
 import subprocess
 import sys
+import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,10 +31,10 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
-from megatron_idempotent.lazy import untried_torch
+from megatron_idempotent.lazy import naming_the_remedy, untried_torch
 
 from . import gpu
 from .errors import NoDeviceError, RankError, RankFailure, RankTimeout
@@ -112,7 +117,8 @@ class RankPool:
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on `world_size` ranks; return their results, by rank.
 
-        `fn` stands at the top of a module; it, its arguments and its results travel pickled.
+        `fn` stands at the top of a module, or is typed in a notebook or at a prompt, from where it
+        travels by value; its arguments and results travel pickled.
         In a rank the CPU runtime is on unless the pool is on "cuda", RANK, WORLD_SIZE, LOCAL_RANK,
         MASTER_ADDR and MASTER_PORT are set and, with `distributed`, the default group is up.
         `timeout_s` counts from the fork of the ranks.
@@ -121,8 +127,10 @@ class RankPool:
             RankError: a rank raised or died.
             RankTimeout: the ranks missed the deadline; it has the stacks of all of them.
             ValueError: `fn` is a lambda or a closure, or `world_size` is out of range.
+            ModuleNotFoundError: `fn` is of a notebook or a prompt, and cloudpickle is missing.
             RuntimeError: a rank imports the module that calls this, which would go on for ever.
         """
+        __tracebackhide__ = True
         refuse_if_importing()
         if not 1 <= world_size <= self.max_world_size:
             raise ValueError(
@@ -130,12 +138,23 @@ class RankPool:
                 f"{self.max_world_size}, found {world_size}"
             )
         main_file = getattr(sys.modules["__main__"], "__file__", None)
-        module, qualname, file = refer(fn)
+        if main_file is not None and not os.path.exists(main_file):
+            main_file = None  # <stdin>
+        by_value = typed_in(fn)
+        module, qualname, file = ("", "", None) if by_value else refer(fn)
+        if by_value:
+            arguments = cloudpickled((fn, args, kwargs))
+        else:
+            arguments = pickle.dumps((None, args, kwargs))
+            if main_file is None and b"__main__" in arguments:  # an object of a notebook's class
+                by_value, arguments = True, cloudpickled((None, args, kwargs))
         call = Call(
             module=module,
             qualname=qualname,
             file=file,
-            arguments=pickle.dumps((args, kwargs)),
+            arguments=arguments,
+            by_value=by_value,
+            rewritten=rewritten_by_pytest(),
             world_size=world_size,
             timeout_s=timeout_s,
             distributed=distributed,
@@ -280,8 +299,13 @@ class Call:
     qualname: str
     #: The source file; None for functions without one.
     file: str | None
-    #: Pickled (args, kwargs), which can be read only once the rank has the caller's sys.path.
+    #: Pickled (function or None, args, kwargs), which a rank can read once it has the caller's
+    #: sys.path.
     arguments: bytes
+    #: True if cloudpickle has written the arguments, and writes the results.
+    by_value: bool
+    #: The file of each module whose assertions pytest has rewritten in the caller, by name.
+    rewritten: dict[str, str]
     world_size: int
     timeout_s: float
     distributed: bool
@@ -305,6 +329,75 @@ class Outcome:
     stacks: dict[int, str] = field(default_factory=dict)
     #: True if the deadline passed.
     timed_out: bool = False
+
+
+def typed_in(function: Callable[..., Any]) -> bool:
+    """Return whether a function is of a notebook's cell, a prompt, `python -c` or standard input.
+
+    No file has it, so that ranks cannot look it up.
+    """
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return (
+        getattr(function, "__module__", None) == "__main__"
+        and code is not None
+        and not os.path.exists(code.co_filename)
+    )
+
+
+def cloudpickled(value: object) -> bytes:
+    """Pickle by value what `__main__` defines. Errors: `ModuleNotFoundError` names the extra."""
+    with naming_the_remedy("to run on ranks, a function or class that no file has"):
+        import cloudpickle
+    data: bytes = cloudpickle.dumps(value)
+    return data
+
+
+def rewritten_by_pytest() -> dict[str, str]:
+    """Return name and file of each module whose assertions pytest has rewritten here.
+
+    Installed ones are left out: pytest rewrites its plugins, too.
+    """
+    rewrite = sys.modules.get("_pytest.assertion.rewrite")
+    if rewrite is None:
+        return {}
+    installed = sysconfig.get_path("purelib") + os.sep
+    found = {}
+    for name, module in list(sys.modules.items()):
+        loader = getattr(getattr(module, "__spec__", None), "loader", None)
+        if isinstance(loader, rewrite.AssertionRewritingHook):
+            file = str(module.__file__)
+            if not file.startswith(installed) and not hasattr(module, "__path__"):
+                found[name] = file
+    return found
+
+
+class RewritingFinder(importlib.abc.MetaPathFinder):
+    """Finds a test's modules in a rank for a loader that rewrites assertions as pytest does."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self._files = files
+
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if (file := self._files.get(name)) is None:
+            return None
+        return importlib.util.spec_from_file_location(name, file, loader=_Rewriting(name, file))
+
+
+class _Rewriting(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        from _pytest.assertion import rewrite
+
+        file = Path(self.path)
+        # The caller's pytest has left it there, unless it may write no byte code.
+        code = rewrite._read_pyc(file, rewrite.get_cache_dir(file) / (file.stem + rewrite.PYC_TAIL))
+        if code is None:
+            source = file.read_bytes()
+            tree = ast.parse(source, filename=self.path)
+            rewrite.rewrite_asserts(tree, source, self.path)
+            code = compile(tree, self.path, "exec", dont_inherit=True)
+        return code
 
 
 def refer(function: Callable[..., Any]) -> tuple[str, str, str | None]:
@@ -352,11 +445,24 @@ def refuse_if_importing() -> None:
         )
 
 
-def resolve(call: Call) -> Callable[..., Any]:
-    """Return the function of a call, in a rank; import its module, if needed from a file."""
+def resolve(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return a call's function and its arguments, in a rank.
+
+    The function's module is imported, if needed from a file.
+    """
+    if call.rewritten:
+        sys.meta_path.insert(0, RewritingFinder(call.rewritten))
+    function = _function(call) if call.module else None
+    if b"__main__" in call.arguments and call.main_file is not None:
+        load_main(call.main_file)
+    carried, args, kwargs = pickle.loads(call.arguments)
+    return function or carried, args, kwargs
+
+
+def _function(call: Call) -> Callable[..., Any]:
     _importing.append(call.file or call.module)
     try:
-        if call.module == "__main__":
+        if call.module == "__main__" and call.file is not None:
             module = load_main(call.file)
         elif call.file is None or _known_file(call.module) == call.file:
             module = importlib.import_module(call.module)
@@ -368,26 +474,13 @@ def resolve(call: Call) -> Callable[..., Any]:
     return found
 
 
-def load_main(file: str | None) -> ModuleType:
+def load_main(file: str) -> ModuleType:
     """Load the caller's main module, without what it guards by `__name__ == "__main__"`."""
-    if file is None:
-        raise ValueError(
-            "the function lives in a __main__ without a file (an interactive session); put it "
-            "into a module"
-        )
     module = sys.modules.get(MAIN_IN_RANK)
     if module is None or getattr(module, "__file__", None) != file:
         module = _load_file(MAIN_IN_RANK, file)
         sys.modules["__main__"] = module
     return module
-
-
-def load_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of a call, in a rank."""
-    if b"__main__" in call.arguments and call.main_file is not None:
-        load_main(call.main_file)
-    args, kwargs = pickle.loads(call.arguments)
-    return args, kwargs
 
 
 class StoragePickler(pickle.Pickler):
@@ -398,7 +491,8 @@ class StoragePickler(pickle.Pickler):
         if torch is not None and isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)):
             _, arguments = obj.__reduce__()
             return _load_storage, arguments
-        return NotImplemented
+        # cloudpickle's, where that is a base too.
+        return getattr(super(), "reducer_override", lambda _: NotImplemented)(obj)
 
 
 def _load_storage(data: bytes) -> Any:
@@ -408,10 +502,15 @@ def _load_storage(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
-def dump_result(result: Any) -> bytes:
+def dump_result(result: Any, *, by_value: bool) -> bytes:
     """Pickle a rank's result so that the caller need not import Megatron to read it."""
+    kind: type[pickle.Pickler] = StoragePickler
+    if by_value:
+        import cloudpickle
+
+        kind = type("ByValue", (StoragePickler, cloudpickle.Pickler), {})
     out = io.BytesIO()
-    StoragePickler(out).dump(result)
+    kind(out).dump(result)
     return out.getvalue()
 
 

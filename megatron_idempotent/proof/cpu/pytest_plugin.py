@@ -62,9 +62,12 @@ def megatron_ranks(
     """Return `RankPool.run` of the session's pool, which has fresh ranks for every call.
 
     `megatron_ranks(world_size, fn, *args, timeout_s=…, **kwargs)` returns the ranks' results. A
-    rank that raises or dies, or a hang, fails the test, with the traceback or the Python stacks of
-    all ranks.
+    rank that raises or dies, or a hang, fails the test. An `assert` on a rank shows its values. The
+    traceback is that of the rank that failed, with a line for each that failed because it left;
+    `--full-trace` has the tracebacks of all.
     """
+    from .errors import RankError
+
     default_timeout_s = float(request.config.getini("megatron_ranks_timeout_s"))
 
     def run(
@@ -75,6 +78,11 @@ def megatron_ranks(
         **kwargs: Any,
     ) -> list[Any]:
         __tracebackhide__ = True
-        return megatron_rank_pool.run(world_size, fn, *args, timeout_s=timeout_s, **kwargs)
+        try:
+            return megatron_rank_pool.run(world_size, fn, *args, timeout_s=timeout_s, **kwargs)
+        except RankError as error:
+            if request.config.getoption("fulltrace"):
+                error.args = (error.full,)
+            raise
 
     return run

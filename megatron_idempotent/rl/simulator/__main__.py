@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_idempotent.patching.settings import did_you_mean
+
 SHIPPED = Path(__file__).with_name("scenarios")
 
 
@@ -20,27 +22,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     It is 0, or 2 for a scenario that cannot be read or a package that is missing.
     """
-    parser = argparse.ArgumentParser(
-        prog="megatron-idempotent simulate",
-        description="Run the asynchronous controller on a virtual clock.",
-    )
-    shipped = ", ".join(sorted(each.stem for each in SHIPPED.glob("*.toml")))
-    parser.add_argument("scenario", help=f"a TOML file, or one that is shipped: {shipped}")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="such as engine.slots=32"
-    )
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=A,B,…",
-        help="a run for each value; with several of them, for each combination",
-    )
-    parser.add_argument("--json", action="store_true", help="all numbers, for machines")
-    asked = parser.parse_args(arguments)
+    asked = parser().parse_args(arguments)
     path = Path(asked.scenario)
     if not path.suffix:
         path = SHIPPED / f"{asked.scenario}.toml"
+        if not path.exists():
+            print(
+                f"error: no scenario {asked.scenario!r}: give a TOML file, or one of "
+                f"{', '.join(shipped())}.{did_you_mean(asked.scenario, shipped())}",
+                file=sys.stderr,
+            )
+            return 2
     try:
         # Here and not above: `--help` needs nothing that is not installed with the package.
         from .report import print_table
@@ -64,6 +56,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print_table(found)
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of `simulate`."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-idempotent simulate",
+        description="Runs the asynchronous controller on a virtual clock. Exit code 0; 2 for a "
+        "scenario that cannot be read.",
+    )
+    parser.add_argument(
+        "scenario",
+        metavar="SCENARIO",
+        help=f"a TOML file, or one that is shipped: {', '.join(shipped())}",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="such as engine.slots=32"
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,…",
+        help="a run for each value; with several of them, for each combination",
+    )
+    parser.add_argument("--json", action="store_true", help="all numbers, for machines")
+    return parser
+
+
+def shipped() -> list[str]:
+    """Return the names of the scenarios that come with the package."""
+    return sorted(each.stem for each in SHIPPED.glob("*.toml"))
 
 
 def _combinations(sweeps: Sequence[str]) -> list[tuple[str, ...]]:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if "pydantic" in missing:  # without which there are no settings, and no defaults to show
         return _tell(missing)
-    options = _parser().parse_args(list(argv))
+    options = parser().parse_args(list(argv))
     options.argv = list(argv)
     if missing and not options.schema:
         return _tell(missing)
@@ -244,13 +244,16 @@ def run_rank(job: Job) -> None:
     work(job)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of `train`."""
     from .config import SECTIONS, default
 
     parser = argparse.ArgumentParser(
         prog="megatron-idempotent train",
-        description="Train a decoder by GRPO on a verifiable task: real Megatron on CPU ranks, "
-        "each optimizer step taken in chunks, and engines that are given the new weights.",
+        description="Trains a decoder by GRPO on a verifiable task: real Megatron on CPU ranks, "
+        "each optimizer step taken in chunks, and engines that are given the new weights. Exit "
+        "code 0 at the end; 1 where ranks or the controller failed; 2 for a mistake in settings, "
+        "data, output or checkpoint; 130 after Ctrl-C; 143 after SIGTERM, with a checkpoint.",
     )
 
     parser.add_argument(

@@ -1,0 +1,121 @@
+"""Sums a report up in a line, and lists its patches in groups, problems first."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from .catalog import MEGATRON, outlines, patches
+from .decide import OFF_BY_DEFAULT
+from .report import PROBLEMS, Report, Row
+from .table import render, wrapped
+
+# The most problems that the first line names.
+_NAMED = 4
+# Status → (words of the first line after a number, heading of the group), in order.
+_GROUPS = {
+    "fixed_upstream": ("fixed upstream", "Fixed upstream: nothing to repair"),
+    "missing_target": ("absent here", "Absent here: what is installed lacks the code"),
+    "unsupported_version": ("for other releases", "For other releases"),
+}
+
+
+def overview(
+    report: Report, width: int | None, *, dry_run: bool = False, notes: Iterable[str] = ()
+) -> str:
+    """Return a report as text: one line that sums up, the problems, and then the rest by group.
+
+    Args:
+        report: the result of `apply()`.
+        width: the terminal's width in columns; None for a pipe, which gets one line per patch with
+            its whole reason.
+        dry_run: True if the report only says what `apply()` would do.
+        notes: sentences that come after the first line.
+    """
+    in_place = [*_with(report, "applied"), *_with(report, "already_applied")]
+    waiting = _with(report, "pending_import")
+    groups = [
+        ("Problems: the hazard is here, and its patch is refused", report.problems),
+        ("In place", in_place),
+        (
+            f"{'Would land when' if dry_run else 'Land as soon as'} their modules are imported",
+            waiting,
+        ),
+        ("Off", _with(report, "disabled")),
+        *((heading, _with(report, status)) for status, (_, heading) in _GROUPS.items()),
+    ]
+    land = "would land on" if dry_run else "wait for the import of"
+    lines = [_answer(report, in_place, waiting, land), *notes]
+    if _with(report, "drifted"):
+        lines.append("`megatron-idempotent drift --diff` shows what is new in a body that drifted.")
+    lines += report.incomplete
+    parts = ["\n".join(line for text in lines for line in wrapped(text, width))]
+    parts += [_group(heading, rows, width) for heading, rows in groups if rows]
+    absent = Counter(_distribution(row) for row in _with(report, "not_installed"))
+    if absent:
+        names = (f"{name} ({n} patch{'es' if n > 1 else ''})" for name, n in absent.items())
+        parts.append("\n".join(wrapped(f"Not installed: {', '.join(names)}", width)))
+    return "\n\n".join(parts)
+
+
+def _answer(report: Report, in_place: Sequence[Row], waiting: Sequence[Row], land: str) -> str:
+    """Sum up a report in one line; `land` is the verb of those that wait."""
+    concerned = [*in_place, *waiting, *report.problems]
+    found = {_distribution(row): row.version for row in concerned}
+    order = sorted(found, key=lambda name: (name != MEGATRON, name))
+    on = ", ".join(f"{name} {found[name]}" for name in order)
+    if in_place:
+        rest = f", {len(waiting)} wait for their modules" if waiting else ""
+        parts = [f"{len(in_place)} of {len(concerned)} in place on {on}{rest}"]
+    elif concerned:
+        parts = [f"{len(waiting)} of {len(concerned)} {land} {on}"]
+    else:
+        parts = ["none would land" if land == "would land on" else "none in place"]
+    counts: Counter[str] = Counter(row.status for row in report)
+    for status in sorted(PROBLEMS):
+        ids = [row.id for row in _with(report, status)]
+        if ids:
+            more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+            parts.append(f"{len(ids)} {status.upper()}: {', '.join(ids[:_NAMED])}{more}")
+    default = sum(row.reason == OFF_BY_DEFAULT for row in report)
+    absent = {_distribution(row): row for row in _with(report, "not_installed")}
+    if MEGATRON in absent:
+        parts.append(f"{absent.pop(MEGATRON).reason} (asked with {sys.executable})")
+    frameworks = len(absent)
+    for count, words in (
+        (default, "off by default"),
+        (counts["disabled"] - default, "switched off"),
+        *((counts[status], words) for status, (words, _) in _GROUPS.items()),
+        (frameworks, f"framework{'s' if frameworks > 1 else ''} not installed"),
+    ):
+        if count:
+            parts.append(f"{count} {words}")
+    return "; ".join(parts)
+
+
+def _distribution(row: Row) -> str:
+    return outlines()[row.id].distribution
+
+
+def _with(report: Report, status: str) -> list[Row]:
+    return [row for row in report if row.status == status]
+
+
+def _group(heading: str, rows: Sequence[Row], width: int | None) -> str:
+    cells = [(f"  {row.id}", *_status(row), _reason(row, width)) for row in rows]
+    return f"{heading} ({len(rows)})\n{render((), cells, width)}"
+
+
+def _status(row: Row) -> tuple[str, ...]:
+    return (row.status,) if row.status in PROBLEMS else ()
+
+
+def _reason(row: Row, width: int | None) -> str:
+    if row.status in PROBLEMS:
+        return f"{patches()[row.id].summary}; {row.reason}"
+    if width is None:
+        return row.reason
+    # The heading says when they land; a terminal has no room for modules beside what else there is.
+    reason = row.reason.partition("; lands when ")[0].replace("; body reviewed on ", ", ")
+    return reason.removeprefix("lands when ").removesuffix(" is imported")
