@@ -148,8 +148,6 @@ def test_patched_functions_can_be_copied_pickled_and_inspected_like_upstreams():
 
 def put(kind: str) -> Any:
     """Replace `model_parallel_cuda_manual_seed` as others do; return what stands there then."""
-    import wrapt
-
     module = sys.modules[scenarios.SEED]
     original = getattr(module, NAME)
 
@@ -162,18 +160,13 @@ def put(kind: str) -> Any:
     if kind == "recompiled":  # in upstream's own globals, as source patchers do
         exec(f"def {NAME}(seed):\n    '''Not upstream's.'''\n", vars(module))
     else:
-        proxy = wrapt.FunctionWrapper(
-            original, lambda f, instance, args, kwargs: f(*args, **kwargs)
-        )
-        new = {"polite": polite, "wrapt": proxy, "replacement": replacement, "removed": None}
+        new = {"polite": polite, "replacement": replacement, "removed": None}
         setattr(module, NAME, new[kind])
     return getattr(module, NAME)
 
 
 FOREIGN = {
-    "polite": "test_megatron.py",
-    "wrapt": "FunctionWrapper, not upstream's function",
-    "replacement": "test_megatron.py",
+    "replacement": "of test_megatron",
     "recompiled": "from <string>:1",
     "removed": "a builtins.NoneType, not upstream's function",
 }
@@ -199,7 +192,7 @@ def test_somebody_elses_function_is_a_conflict_and_stays_untouched(kind):
 @in_child()
 def test_a_conflict_raises_where_it_was_asked_for_and_nothing_is_installed(arguments):
     import_megatron()
-    theirs = put("polite")
+    theirs = put("replacement")
     with pytest.raises(megatron_idempotent.PatchError, match=f"{SEED}: conflict: "):
         megatron_idempotent.apply(**arguments)
     assert live()["seed"] is theirs
@@ -232,11 +225,13 @@ def test_a_wrapper_on_top_of_ours_is_fine_and_keeps_an_inert_layer_after_revert(
     ours = module.model_parallel_cuda_manual_seed
     theirs = put("polite")
     megatron_idempotent.verify()
-    assert megatron_idempotent.report()[SEED].status == "applied"
+    row = megatron_idempotent.report()[SEED]
+    assert row.status == "applied"
+    assert row.reason.endswith("; wrapped by test_megatron: runs outside of ours")
     assert megatron_idempotent.apply()[SEED].status == "already_applied"
     reverted = megatron_idempotent.revert()[SEED]
     assert reverted.status == "conflict"
-    assert f"someone wrapped {scenarios.SEED}:" in reverted.reason
+    assert f"test_megatron wrapped {scenarios.SEED}:" in reverted.reason
     assert "our layer stays below, doing nothing" in reverted.reason
     site = install.state.sites[f"{scenarios.SEED}:{NAME}"]
     assert (site.layers, site._call) == ({}, upstream)
@@ -258,7 +253,7 @@ def test_a_replaced_function_is_found_by_verify_and_by_the_next_apply():
     theirs = put("replacement")
     with pytest.raises(
         megatron_idempotent.VerificationError,
-        match=rf"^no longer in place: {SEED} \(.*call apply\(\) after whatever replaced them",
+        match=rf"^no longer in place: {SEED} \(.* by test_megatron\).*call apply\(\) after whatever replaced them",
     ):
         megatron_idempotent.verify()
     assert megatron_idempotent.apply()[SEED].status == "conflict"
