@@ -1,16 +1,18 @@
 """Implements `doctor`, which says what would be applied here, and why.
 
-It imports neither torch nor Megatron.
+It imports neither torch nor Megatron, unless it is to look at others who patch Megatron, too.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
 
 from megatron_idempotent.lazy import untried_torch
+from megatron_idempotent.patching import api, import_hooks, install
 from megatron_idempotent.patching.api import apply
 from megatron_idempotent.patching.catalog import (
     MEGATRON,
@@ -28,6 +30,12 @@ from megatron_idempotent.patching.trees import contents
 
 from .doors import hook_here
 
+#: Those who replace functions of Megatron → what does so, for `--beside`.
+_NEIGHBOURS = {
+    "liger_kernel": "liger_kernel.megatron:apply_liger_kernel_to_megatron",
+    "mcore_bridge": "mcore_bridge",
+    "mindspeed": "mindspeed.megatron_adaptor",
+}
 # The most problems that the first line names.
 _NAMED = 4
 # Status → (words of the first line after a number, heading of the group), in order.
@@ -38,19 +46,39 @@ _GROUPS = {
 }
 
 
-def doctor(*, as_json: bool) -> int:
+def doctor(*, as_json: bool, beside: str | None = None) -> int:
     """Print one line that sums up, and then the patches in groups, or all rows as JSON.
+
+    Args:
+        as_json: print JSON.
+        beside: a module that patches Megatron when it is imported, or `module:function` to call.
+            Patches are applied before that, and the rows say who stands at their functions.
 
     Returns:
         The exit code: 1 if a patch failed, drifted or is in conflict, so that a person has to look;
         else 0.
+
+    Raises:
+        ValueError: there is no such module or function, or importing it fails.
     """
-    report = apply(dry_run=True)
+    report = apply(dry_run=True) if beside is None else _applied_beside(beside)
     if as_json:
         print(json.dumps([row.as_dict() | {"files": _files(row)} for row in report], indent=2))
     else:
         print(overview(report, terminal_width()))
     return 1 if report.problems else 0
+
+
+def _applied_beside(what: str) -> Report:
+    module, _, function = what.partition(":")
+    apply()
+    try:
+        found = importlib.import_module(module)
+        if function:
+            getattr(found, function)()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--beside {what}: {type(error).__name__}: {error}") from error
+    return api.report()
 
 
 def overview(report: Report, width: int | None) -> str:
@@ -62,9 +90,16 @@ def overview(report: Report, width: int | None) -> str:
             its whole reason.
     """
     land = [row for row in report if row.status in COVERED]
+    shared = [row for row in land if install.INSIDE in row.reason or install.OUTSIDE in row.reason]
+    alone = [row for row in land if row not in shared]
     groups = [
         ("Problems: the hazard is here, and its patch is refused", report.problems),
-        ("Would land when their modules are imported", land),
+        ("In place, with somebody else at the same function", shared),
+        ("In place", [row for row in alone if row.status == "applied"]),
+        (
+            "Would land when their modules are imported",
+            [row for row in alone if row.status != "applied"],
+        ),
         ("Off", _with(report, "disabled")),
         *((heading, _with(report, status)) for status, (_, heading) in _GROUPS.items()),
     ]
@@ -74,6 +109,11 @@ def overview(report: Report, width: int | None) -> str:
     lines += map(without_case_file, lost())
     lines += report.incomplete
     lines += filter(None, [untried_torch(), hook_here()])
+    lines += [
+        f"{name} is here, which patches Megatron, too: `doctor --beside {what}` says where"
+        for name, what in _NEIGHBOURS.items()
+        if import_hooks.find(name) is not None and name not in sys.modules
+    ]
     parts = ["\n".join(line for text in lines for line in wrapped(text, width))]
     parts += [_group(heading, rows, width) for heading, rows in groups if rows]
     absent = Counter(patches()[row.id].distribution for row in _with(report, "not_installed"))

@@ -48,6 +48,7 @@ class State(PerProcess):
 REVERTED = "reverted"
 LEFT = "bound before us and left alone"
 PAST = "calls go past it"
+INSIDE, OUTSIDE = "runs inside of ours", "runs outside of ours"
 
 state = State(__name__, "state")
 lock = PerProcessLock(__name__, "lock", RLock)
@@ -128,7 +129,7 @@ def _accepted(patch: Outline, reason: str) -> Row:
         reasons.append(f"{LEFT}: {', '.join(left)}")
     inside = dict.fromkeys(who for site in sites for who in site.inside)
     if inside:
-        reasons.append(f"wrapped by {', '.join(inside)} before us: runs inside of ours")
+        reasons.append(f"wrapped by {', '.join(inside)} before us: {INSIDE}")
     waits = missing(patch)
     if waits:
         reasons.append(f"rest lands with {', '.join(waits)}")
@@ -246,7 +247,7 @@ def current(patch: Outline, around: Mapping[str, list[str]] = NOTHING) -> Row:
         reasons = [known.reason]
         outside = dict.fromkeys(who for site in sites for who in site.outside)
         if outside:
-            reasons.append(f"wrapped by {', '.join(outside)}: runs outside of ours")
+            reasons.append(f"wrapped by {', '.join(outside)}: {OUTSIDE}")
         past = [
             f"{target.qualname}: {each}"
             for target in patch.targets

@@ -51,7 +51,7 @@ def layers(
 
 
 def _below(value: Any) -> tuple[list[Any], list[Any]]:
-    """Return what a callable holds, which may be a layer, and what its code can name beside that."""
+    """Return what a callable holds, which may be layers, and what its code can name."""
     kind = type(value)
     if issubclass(kind, _SHELLS):
         return [value.__func__], []
