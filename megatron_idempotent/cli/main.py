@@ -96,7 +96,7 @@ def _run(argv: list[str]) -> int:
         if arguments.command == "doctor":
             from .doctor import doctor
 
-            return doctor(as_json=arguments.json)
+            return doctor(as_json=arguments.json, beside=arguments.beside)
         if arguments.command == "explain":
             return explain(arguments.id)
         if arguments.command == "completion":
@@ -150,6 +150,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         "doctor", help="what applies to the installed Megatron, and why", description=_DOCTOR
     )
     doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
+    doctor.add_argument(
+        "--beside",
+        metavar="MODULE[:FUNCTION]",
+        help="apply, then import this module and call the function, which patch Megatron, too; "
+        "say who stands at the same functions",
+    )
 
     explain = commands.add_parser(
         "explain",

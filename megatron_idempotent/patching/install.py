@@ -48,6 +48,7 @@ class State(PerProcess):
 REVERTED = "reverted"
 LEFT = "bound before us and left alone"
 PAST = "calls go past it"
+INSIDE, OUTSIDE = "runs inside of ours", "runs outside of ours"
 
 state = State(__name__, "state")
 lock = PerProcessLock(__name__, "lock", RLock)
@@ -126,6 +127,9 @@ def _accepted(patch: Outline, reason: str) -> Row:
     left += [name for name in users if import_hooks.is_complete(name)]
     if left:
         reasons.append(f"{LEFT}: {', '.join(left)}")
+    inside = dict.fromkeys(who for site in sites for who in site.inside)
+    if inside:
+        reasons.append(f"wrapped by {', '.join(inside)} before us: {INSIDE}")
     waits = missing(patch)
     if waits:
         reasons.append(f"rest lands with {', '.join(waits)}")
@@ -187,7 +191,8 @@ def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
         for patch_id in ours:
             site.remove(patch_id)
         if not site.layers and not site.uninstall(told):
-            reason = f"someone wrapped {address} after us: our layer stays below, doing nothing"
+            who = ", ".join(site.outside)
+            reason = f"{who} wrapped {address} after us: our layer stays below, doing nothing"
             rows |= {name: row(outlines()[name], "conflict", reason) for name in ours}
     if names is None:
         told.rebind()
@@ -232,19 +237,26 @@ def current(patch: Outline, around: Mapping[str, list[str]] = NOTHING) -> Row:
     known = state.rows.get(patch.id)
     if known is None:
         return row(patch, "disabled", "apply() was not called")
-    if known.status in ("applied", "already_applied") and not landed(patch):
-        return row(patch, "conflict", "its function was replaced after the patch landed")
+    sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]
     if known.status in ("applied", "already_applied"):
+        lost = [site for site in sites if not site.in_place]
+        if lost or not landed(patch):
+            by = ", ".join(f"{site.target.address} by {site.replaced_by}" for site in lost)
+            reason = f"its function was replaced after the patch landed: {by}"
+            return row(patch, "conflict", reason)
+        reasons = [known.reason]
+        outside = dict.fromkeys(who for site in sites for who in site.outside)
+        if outside:
+            reasons.append(f"wrapped by {', '.join(outside)}: {OUTSIDE}")
         past = [
             f"{target.qualname}: {each}"
             for target in patch.targets
             for each in around.get(target.address, ())
         ]
         if past:
-            reason = f"{known.reason}; {PAST}: {', '.join(past)}"
-            return row(patch, known.status, reason)
+            reasons.append(f"{PAST}: {', '.join(past)}")
+        return row(patch, known.status, "; ".join(reasons))
     if known.reason == REVERTED:
-        sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]
         left = [said for site in sites if (said := site.leftover) is not None]
         return row(patch, known.status, "; ".join([REVERTED, *left]))
     return known

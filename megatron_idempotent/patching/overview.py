@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from .catalog import MEGATRON, outlines, patches
 from .decide import OFF_BY_DEFAULT
+from .install import INSIDE, OUTSIDE
 from .report import PROBLEMS, Report, Row
 from .table import render, wrapped
 
@@ -35,9 +36,11 @@ def overview(
     """
     in_place = [*_with(report, "applied"), *_with(report, "already_applied")]
     waiting = _with(report, "pending_import")
+    shared = [row for row in in_place if INSIDE in row.reason or OUTSIDE in row.reason]
     groups = [
         ("Problems: the hazard is here, and its patch is refused", report.problems),
-        ("In place", in_place),
+        ("In place, with somebody else at the same function", shared),
+        ("In place", [row for row in in_place if row not in shared]),
         (
             f"{'Would land when' if dry_run else 'Land as soon as'} their modules are imported",
             waiting,

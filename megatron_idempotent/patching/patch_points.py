@@ -15,11 +15,13 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .base import Conflict
+from .decide import package_of
 from .import_hooks import namespace
+from .neighbours import layers, mentioned, who
 from .record import Target
 
 if TYPE_CHECKING:
@@ -111,7 +113,8 @@ def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
     """Return by address of a site what live code reaches past our function, each as a clause.
 
     That is a subclass with a method of its own that calls none of that name, a second name in a
-    class, or a table of a module or class that holds upstream's function.
+    class, or what holds upstream's function: a table of a module or class, or what `torch.compile`
+    or another wrapper has made of it.
     """
     known = {site.target.address: site for site in sites if site.is_installed}
     ours = {id(each) for site in known.values() for each in (site.installed, site.function)}
@@ -126,7 +129,7 @@ def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
                 found[address].append(f"{_path(heir)} overrides it")
     by_id = {id(site.original): address for address, site in known.items()}
     for where, name, holder in _holders(known.values()):
-        for item in _items(holder):
+        for item in () if id(_unbound(holder)) in ours else _items(holder):
             if (place := by_id.get(id(_unbound(item)))) is not None:
                 found[place].append(f"{where}.{name} holds upstream's")
     return {address: said for address, said in found.items() if said}
@@ -147,13 +150,9 @@ def _path(cls: type) -> str:
 def _mentions(function: Any, name: str) -> bool:
     """Tell if a function, or one below its decorators, asks some object for that name."""
     for _ in range(64):
-        waiting = [getattr(function, "__code__", None)]
-        while waiting:
-            code = waiting.pop()
-            if isinstance(code, types.CodeType):
-                if name in code.co_names:
-                    return True
-                waiting += code.co_consts
+        code = getattr(function, "__code__", None)
+        if isinstance(code, types.CodeType) and name in mentioned(code):
+            return True
         function = getattr(function, "__wrapped__", None)
         if function is None:
             break
@@ -164,12 +163,17 @@ def _holders(sites: Iterable[PatchPoint]) -> Iterator[tuple[str, str, Any]]:
     """Yield what may hold a function beside a name of a module: path of its owner, name, value."""
     for module_name, module in {id(module): (name, module) for name, module in _modules()}.values():
         for name, value in list(namespace(module).items()):
-            if issubclass(type(value), _TABLES):
+            if issubclass(type(value), _TABLES) or _decorates(value):
                 yield module_name, name, value
     classes: set[type] = {heir for site in sites for heir in _heirs(site.owner)}
     for each in classes:
         for name, value in list(namespace(each).items()):
             yield _path(each), name, value
+
+
+def _decorates(value: Any) -> bool:
+    # Its __dict__ is not asked for, which Python makes at that moment.
+    return type(value) is types.FunctionType and hasattr(value, "__wrapped__")
 
 
 _TABLES = (dict, list, tuple, set, frozenset, functools.partial)
@@ -182,7 +186,7 @@ def _items(holder: Any) -> Iterable[Any]:
     if issubclass(kind, functools.partial):
         return (holder.func,)
     if not issubclass(kind, _TABLES):
-        return (holder,)
+        return (holder, holder.__wrapped__) if _decorates(holder) else (holder,)
     if len(holder) > _LARGE:
         return ()
     return list(dict.values(holder)) if issubclass(kind, dict) else list(holder)
@@ -205,6 +209,8 @@ class PatchPoint:
             `ABSENT`.
         inherited: what a base class has in its `__dict__`, if raw is `ABSENT`.
         held_elsewhere: references to raw besides the owner's; None where nobody counted.
+        inside: other people's layers in raw, around upstream's function, outermost first.
+        upstream: a site of upstream's own function below these, for names that still hold that.
     """
 
     def __init__(
@@ -214,8 +220,12 @@ class PatchPoint:
         raw: Any,
         inherited: Any = None,
         held_elsewhere: int | None = None,
+        inside: Sequence[Any] = (),
+        upstream: PatchPoint | None = None,
     ) -> None:
         self.target, self.owner, self.raw = target, owner, raw
+        self.inside = who(inside)
+        self._upstream = upstream
         stands = inherited if raw is ABSENT else raw
         self.original: Callable[..., Any] = _unbound(stands)
         self.body = ""
@@ -249,21 +259,37 @@ class PatchPoint:
         return self.target.qualname.rpartition(".")[2]
 
     @property
-    def in_place(self) -> bool:
-        """True if upstream's module, as `sys.modules` has it, still leads to our function."""
+    def standing(self) -> Any:
+        """What stands at the target in upstream's module, as `sys.modules` has it; or None."""
         module = sys.modules.get(self.target.module)
         try:
             found = None if module is None else find_owner(module, self.target.qualname)
         except AttributeError:  # the module is just being loaded again
-            return False
-        if found is not self.owner:
-            return False
-        value = namespace(self.owner).get(self.name)
-        for _ in range(64):  # somebody may have wrapped ours politely; no chain is this long
-            if value is None or value is self.installed or value is self.function:
-                break
-            value = getattr(value, "__wrapped__", None)
-        return value is self.installed or value is self.function
+            return None
+        return namespace(self.owner).get(self.name) if found is self.owner else None
+
+    @property
+    def in_place(self) -> bool:
+        """True if upstream's module, as `sys.modules` has it, still leads to our function."""
+        return self._above() is not None
+
+    @property
+    def outside(self) -> list[str]:
+        """Packages that have wrapped our function, outermost first."""
+        return who(self._above() or ())
+
+    @property
+    def replaced_by(self) -> str:
+        """The package whose object stands in the place of our function, or a word for nothing."""
+        value = self.standing
+        return "nothing" if value is None else who([_unbound(value)])[0]
+
+    def _above(self) -> list[Any] | None:
+        value = self.standing
+        if value is self.installed or value is self.function:
+            return []
+        reached = layers(value, lambda each: each is self.installed or each is self.function)
+        return None if reached is None else reached[0]
 
     def same_place(self, other: PatchPoint) -> bool:
         """Return whether `other` is a site of the same live function."""
@@ -273,13 +299,15 @@ class PatchPoint:
         """Put a patch's wrapper around the function."""
         self.layers[patch_id] = wrapper
         self._compose()
+        if self._upstream is not None:
+            self._upstream.add(patch_id, wrapper)
 
     def remove(self, patch_id: str) -> None:
         """Take a patch's wrapper off. The function stays until the last one is gone."""
         if self.layers.pop(patch_id, None) is not None:
             self._compose()
-        if self.previous is not None:
-            self.previous.remove(patch_id)
+        for site in filter(None, (self.previous, self._upstream)):
+            site.remove(patch_id)
 
     def _compose(self) -> None:
         call = self.original
@@ -323,15 +351,18 @@ class PatchPoint:
             setattr(self.owner, self.name, self.installed)
         if isinstance(self.owner, types.ModuleType):
             names.follow(self)
+        if self._upstream is not None:
+            self._upstream.prefixes, self._upstream.is_installed = self.prefixes, True
+            names.follow(self._upstream)
 
     def uninstall(self, names: StaleReferences) -> bool:
         """Put upstream's function back; return False if someone has wrapped ours in the meantime.
 
         In that case ours stays below theirs as an inert layer that only passes calls on.
         """
-        if self.previous is not None:
-            self.previous.uninstall(names)
-            self.previous = None
+        for site in filter(None, (self.previous, self._upstream)):
+            site.uninstall(names)
+        self.previous = None
         was_installed, self.is_installed = self.is_installed, False
         found = namespace(self.owner).get(self.name)
         replaced = found is not self.installed
@@ -375,25 +406,35 @@ def open_patch_point(target: Target, body: Body) -> PatchPoint:
         Conflict: the live function was not compiled from that source.
         AttributeError: nothing stands there.
     """
-    check_patch_point(target, body)
+    inside, upstream = check_patch_point(target, body)
     owner = find_owner(sys.modules[target.module], target.qualname)
     name = target.qualname.rpartition(".")[2]
     held_elsewhere = references(namespace(owner), name)  # as long as nothing here holds it
     raw = namespace(owner).get(name, ABSENT)
-    if raw is not ABSENT:
-        return PatchPoint(target, owner, raw, held_elsewhere=held_elsewhere)
-    inherited = next(vars(base)[name] for base in owner.__mro__ if name in vars(base))
-    return PatchPoint(target, owner, ABSENT, inherited=inherited)
+    if raw is ABSENT:
+        inherited = next(vars(base)[name] for base in owner.__mro__ if name in vars(base))
+        return PatchPoint(target, owner, ABSENT, inherited=inherited)
+    # A class is asked for its method at each call; a module's function may have been bound before
+    # they wrapped it.
+    early = inside and isinstance(owner, types.ModuleType)
+    below = PatchPoint(target, owner, upstream) if early else None
+    return PatchPoint(
+        target, owner, raw, held_elsewhere=held_elsewhere, inside=inside, upstream=below
+    )
 
 
-def check_patch_point(target: Target, body: Body) -> None:
+def check_patch_point(target: Target, body: Body) -> tuple[list[Any], Any]:
     """Compare the live function with the source, without making a site.
 
     A site refers to itself, and one that is dropped would hold the function until the next garbage
     collection.
 
+    Returns:
+        Layers that others have put around upstream's function, outermost first, and the function
+        below them. Both are empty where there are none.
+
     Raises:
-        Conflict: the live function was not compiled from that source.
+        Conflict: the live function was not compiled from that source, and calls none that was.
         AttributeError: nothing stands there.
     """
     module = sys.modules[target.module]
@@ -403,10 +444,26 @@ def check_patch_point(target: Target, body: Body) -> None:
     if raw is ABSENT:
         if not any(name in vars(base) for base in getattr(owner, "__mro__", ())):
             raise AttributeError(f"{target.module} has no {target.qualname}")
-        return
+        return [], None
     foreign = _foreign(raw, module, body, target.qualname)
-    if foreign is not None:
-        raise Conflict(f"{target.address} is {foreign}")
+    if foreign is None:
+        return [], None
+    reached = layers(raw, lambda each: _is_upstream(each, module, body, target.qualname))
+    if reached is None:
+        (by,) = who([_unbound(raw)])
+        known = by in ("builtins", package_of(module.__name__))
+        raise Conflict(f"{target.address} is {foreign}{'' if known else f', of {by}'}")
+    above, upstream = reached
+    if package_of(__name__) in who(above):
+        raise Conflict(f"{target.address} is patched by another copy of this package")
+    decorators = len(body.tree.decorator_list) - isinstance(raw, (staticmethod, classmethod))
+    return above[: max(0, len(above) - decorators)], upstream
+
+
+def _is_upstream(value: Any, module: types.ModuleType, body: Body, qualname: str) -> bool:
+    if type(value) is not types.FunctionType or value.__code__.co_name != body.tree.name:
+        return False
+    return _undecorated(value, module, body, qualname) is None
 
 
 def find_owner(module: types.ModuleType, qualname: str) -> Any:
@@ -428,8 +485,6 @@ def _unbound(raw: Any) -> Any:
 
 
 def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
-    from .source import difference  # with the body's source, which apply() may do without
-
     # A function keeps the globals of the module that compiled it, whatever functools.wraps copied
     # onto it. Only as many layers are looked through as upstream itself put there.
     function = _unbound(raw)
@@ -438,6 +493,13 @@ def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> s
         decorators -= 1  # that one is no layer around the function
     for _ in range(decorators):
         function = getattr(function, "__wrapped__", function)
+    return _undecorated(function, module, body, qualname)
+
+
+def _undecorated(function: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
+    """Say what the function is, as the end of a sentence, if it is not upstream's; else None."""
+    from .source import difference  # with the body's source, which apply() may do without
+
     if type(function) is not types.FunctionType:
         kind = type(function)
         return f"a {kind.__module__}.{kind.__qualname__}, not upstream's function"

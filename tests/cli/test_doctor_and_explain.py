@@ -179,6 +179,43 @@ def test_doctor_puts_problems_first_and_names_no_release_where_nothing_would_lan
     assert max(map(len, overview(rows(), 80).splitlines())) <= 80
 
 
+NEIGHBOUR = """
+import functools
+from megatron.core.tensor_parallel import random
+
+below = random.model_parallel_cuda_manual_seed
+
+@functools.wraps(below)
+def wrapper(*args, **kwargs):
+    return below(*args, **kwargs)
+
+random.model_parallel_cuda_manual_seed = wrapper
+
+def replace():
+    random.CudaRNGStatesTracker.add = lambda self, name, seed: None
+"""
+
+
+def test_doctor_names_who_else_stands_at_a_function(tmp_path):
+    (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
+    (tmp_path / "mindspeed.py").touch()
+    environ = dict(os.environ, PYTHONPATH=str(tmp_path))
+    command = [sys.executable, "-m", "megatron_idempotent", "doctor", "--beside"]
+    options = {"capture_output": True, "text": True, "env": environ, "timeout": 120}
+    done = subprocess.run([*command, "neighbour:replace"], **options)
+    assert done.returncode == 1, done.stderr
+    assert "mindspeed is here, which patches Megatron, too: `doctor --beside" in done.stdout
+    _, problems, shared, *_ = done.stdout.split("\n\n")
+    assert "CudaRNGStatesTracker.add by neighbour" in problems
+    assert shared.startswith("In place, with somebody else at the same function (2)")
+    assert "pipeline-seed-offset" in shared
+    assert "wrapped by neighbour: runs outside of ours" in shared
+    for what, why in (("nobody", "No module named 'nobody'"), ("json:no", "no attribute 'no'")):
+        done = subprocess.run([*command, what], **options)
+        assert (done.returncode, f"--beside {what}: " in done.stderr) == (2, True)
+        assert why in done.stderr
+
+
 def test_doctor_json_names_the_files_that_it_read():
     rows = json.loads(run("doctor", "--json").stdout)
     assert [row["id"] for row in rows] == list(patches())
@@ -282,7 +319,7 @@ def test_a_reader_that_leaves_ends_the_command_without_a_word(arguments):
 
 
 def test_another_broken_pipe_is_an_error_like_any(monkeypatch):
-    def broken(*, as_json):
+    def broken(**_):
         raise BrokenPipeError("a rank left")
 
     monkeypatch.setattr("megatron_idempotent.cli.doctor.doctor", broken)

@@ -148,8 +148,6 @@ def test_patched_functions_can_be_copied_pickled_and_inspected_like_upstreams():
 
 def put(kind: str) -> Any:
     """Replace `model_parallel_cuda_manual_seed` as others do; return what stands there then."""
-    import wrapt
-
     module = sys.modules[scenarios.SEED]
     original = getattr(module, NAME)
 
@@ -162,18 +160,13 @@ def put(kind: str) -> Any:
     if kind == "recompiled":  # in upstream's own globals, as source patchers do
         exec(f"def {NAME}(seed):\n    '''Not upstream's.'''\n", vars(module))
     else:
-        proxy = wrapt.FunctionWrapper(
-            original, lambda f, instance, args, kwargs: f(*args, **kwargs)
-        )
-        new = {"polite": polite, "wrapt": proxy, "replacement": replacement, "removed": None}
+        new = {"polite": polite, "replacement": replacement, "removed": None}
         setattr(module, NAME, new[kind])
     return getattr(module, NAME)
 
 
 FOREIGN = {
-    "polite": "test_megatron.py",
-    "wrapt": "FunctionWrapper, not upstream's function",
-    "replacement": "test_megatron.py",
+    "replacement": "of test_megatron",
     "recompiled": "from <string>:1",
     "removed": "a builtins.NoneType, not upstream's function",
 }
@@ -199,7 +192,7 @@ def test_somebody_elses_function_is_a_conflict_and_stays_untouched(kind):
 @in_child()
 def test_a_conflict_raises_where_it_was_asked_for_and_nothing_is_installed(arguments):
     import_megatron()
-    theirs = put("polite")
+    theirs = put("replacement")
     with pytest.raises(megatron_idempotent.PatchError, match=f"{SEED}: conflict: "):
         megatron_idempotent.apply(**arguments)
     assert live()["seed"] is theirs
@@ -232,11 +225,13 @@ def test_a_wrapper_on_top_of_ours_is_fine_and_keeps_an_inert_layer_after_revert(
     ours = module.model_parallel_cuda_manual_seed
     theirs = put("polite")
     megatron_idempotent.verify()
-    assert megatron_idempotent.report()[SEED].status == "applied"
+    row = megatron_idempotent.report()[SEED]
+    assert row.status == "applied"
+    assert row.reason.endswith("; wrapped by test_megatron: runs outside of ours")
     assert megatron_idempotent.apply()[SEED].status == "already_applied"
     reverted = megatron_idempotent.revert()[SEED]
     assert reverted.status == "conflict"
-    assert f"someone wrapped {scenarios.SEED}:" in reverted.reason
+    assert f"test_megatron wrapped {scenarios.SEED}:" in reverted.reason
     assert "our layer stays below, doing nothing" in reverted.reason
     site = install.state.sites[f"{scenarios.SEED}:{NAME}"]
     assert (site.layers, site._call) == ({}, upstream)
@@ -258,7 +253,7 @@ def test_a_replaced_function_is_found_by_verify_and_by_the_next_apply():
     theirs = put("replacement")
     with pytest.raises(
         megatron_idempotent.VerificationError,
-        match=rf"^no longer in place: {SEED} \(.*call apply\(\) after whatever replaced them",
+        match=rf"^no longer in place: {SEED} \(.* by test_megatron\).*call apply\(\) after whatever replaced them",
     ):
         megatron_idempotent.verify()
     assert megatron_idempotent.apply()[SEED].status == "conflict"
@@ -406,3 +401,48 @@ def test_a_spawned_child_has_no_patches_until_it_applies_them():
         came, without, patched = pool.apply(in_spawned_child)
     assert came == {"apply() was not called"}
     assert (without, patched) == ([True] * 4, [False] * 4)
+
+
+@in_child(among="frozen-weight-bias-untrained", timeout_s=240)
+def test_a_compiled_function_runs_inside_and_outside_of_ours_and_follows_revert():
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    upstream, patch_id = layers.linear_with_frozen_weight, "frozen-weight-bias-untrained"
+
+    def trains_its_bias(function: Any) -> bool:
+        """The patch is what gives the bias a gradient."""
+        weight, bias = torch.ones(5, 4), torch.zeros(5, requires_grad=True)
+        data = torch.ones(3, 4, requires_grad=True)
+        out = function(data, weight, bias, False, False, False, None)
+        out.sum().backward()
+        assert torch.equal(out, torch.full((3, 5), 4.0))
+        return bias.grad is not None
+
+    def compiled() -> Any:
+        return torch.compile(layers.linear_with_frozen_weight, backend="eager")
+
+    def reason() -> str:
+        return megatron_idempotent.report()[patch_id].reason
+
+    before = sys.modules["test_megatron"].compiled_early = compiled()
+    assert not trains_its_bias(before)
+    megatron_idempotent.apply(only=[patch_id])
+    after = compiled()
+    assert trains_its_bias(layers.linear_with_frozen_weight)
+    assert trains_its_bias(after)
+    assert not trains_its_bias(before)
+    assert "test_megatron.compiled_early holds upstream's" in reason()
+    layers.linear_with_frozen_weight = after
+    assert "wrapped by torch.compile: runs outside of ours" in reason()
+    assert megatron_idempotent.apply(only=[patch_id])[patch_id].status == "already_applied"
+    assert "torch.compile wrapped " in megatron_idempotent.revert()[patch_id].reason
+    assert layers.linear_with_frozen_weight is after
+    assert not trains_its_bias(after)
+    layers.linear_with_frozen_weight = upstream
+    layers.linear_with_frozen_weight = before
+    megatron_idempotent.apply(only=[patch_id])
+    assert "wrapped by torch.compile before us: runs inside of ours" in reason()
+    assert trains_its_bias(layers.linear_with_frozen_weight)
+    megatron_idempotent.revert()
+    assert layers.linear_with_frozen_weight is before

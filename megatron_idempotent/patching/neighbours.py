@@ -1,0 +1,128 @@
+"""Tells who else has wrapped or replaced a function, and if what stands there still calls another.
+
+Liger, MindSpeed, Primus and others do that to Megatron, too. A wrapper can reach the function below
+it: through its closure, an argument's default, a global that it names, or an attribute. That a
+`__wrapped__` points there is no evidence, because replacements set it as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from .decide import package_of
+from .import_hooks import namespace
+
+#: So many objects are looked at for one function. A wrapper's closure may hold a whole model.
+_MOST = 256
+#: A larger one is data.
+_LARGE = 64
+_OWNERS = (type, types.ModuleType)
+_SHELLS = (staticmethod, classmethod, types.MethodType)
+#: Part of a module's name → what its users call it.
+_KNOWN_AS = {"torch._dynamo": "torch.compile"}
+
+
+def layers(
+    value: Any, wanted: Callable[[Any], bool]
+) -> tuple[list[Callable[..., Any]], Callable[..., Any]] | None:
+    """Return the layers above the first function below `value` that is wanted, and that function.
+
+    The list begins with the outermost layer, and is empty if `value` itself is wanted. None means
+    that nothing wanted can be reached.
+    """
+    waiting: list[tuple[Any, list[Any]]] = [(value, [])]
+    seen: set[int] = set()
+    for each, above in waiting:  # it grows while it is read
+        if wanted(each):
+            return above, each
+        if id(each) in seen or len(seen) == _MOST:
+            continue
+        seen.add(id(each))
+        here = above if issubclass(type(each), _SHELLS) else [*above, each]
+        through, named = _below(each)
+        for inner in named:
+            if wanted(inner):
+                return here, inner
+        waiting += [(inner, here) for inner in through]
+    return None
+
+
+def _below(value: Any) -> tuple[list[Any], list[Any]]:
+    """Return what a callable holds, which may be layers, and what its code can name."""
+    kind = type(value)
+    if issubclass(kind, _SHELLS):
+        return [value.__func__], []
+    if issubclass(kind, functools.partial):
+        return [value.func, *_callables([*value.args, *value.keywords.values()])], []
+    if kind is not types.FunctionType:
+        proxied = [value.__wrapped__] if hasattr(kind, "__wrapped__") else []
+        return [*proxied, *_callables(namespace(value).values())], []
+    cells = []
+    for cell in value.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    held = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    asked = set(mentioned(value.__code__))
+    known = [value.__globals__[name] for name in asked if name in value.__globals__]
+    attributes = [
+        namespace(each)[name]
+        for each in [*known, *cells]
+        if issubclass(type(each), _OWNERS)
+        for name in asked & namespace(each).keys()
+    ]
+    named = list(_callables([*known, *attributes]))
+    below = list(_callables(held))
+    wrapped = value.__dict__.get("__wrapped__")
+    below += [each for each in named if each is wrapped]
+    return below, named
+
+
+def _callables(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield those of the values that may be layers, and those in tables and attributes of them."""
+    # No isinstance(), which asks a lazy proxy and wakes it.
+    for value in values:
+        kind = type(value)
+        if issubclass(kind, _OWNERS):
+            continue
+        if callable(value) or issubclass(kind, _SHELLS):
+            yield value
+        elif issubclass(kind, dict):
+            yield from _functions(value.values() if len(value) <= _LARGE else ())
+        elif issubclass(kind, (list, tuple)):
+            yield from _functions(value if len(value) <= _LARGE else ())
+        else:
+            yield from _functions(namespace(value).values())
+
+
+def _functions(values: Iterable[Any]) -> Iterator[Any]:
+    for value in list(values):
+        if callable(value) and not issubclass(type(value), _OWNERS):
+            yield value
+
+
+def mentioned(code: types.CodeType) -> Iterator[str]:
+    """Yield the globals and attributes that code asks for, that of inner functions included."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from mentioned(each)
+
+
+def who(layers: Iterable[Any]) -> list[str]:
+    """Return the packages whose code these layers run, outermost first, each once."""
+    return list(dict.fromkeys(map(_package, layers)))
+
+
+def _package(layer: Any) -> str:
+    # Not `__module__`, which `functools.wraps` takes over from the function below.
+    kind = type(layer)
+    function = layer._self_wrapper if hasattr(kind, "_self_wrapper") else layer  # wrapt's
+    of_it = type(function) is types.FunctionType
+    module = str(function.__globals__.get("__name__") if of_it else type(function).__module__)
+    known = (name for part, name in _KNOWN_AS.items() if module.startswith(part))
+    return next(known, None) or package_of(module)
