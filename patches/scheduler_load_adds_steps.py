@@ -74,7 +74,8 @@ def reproduce() -> None:
     now = scheduler.optimizer.param_groups[0]["lr"]
     if (scheduler.num_steps, now) != (30, lr):
         raise RuntimeError(
-            f"saved at step 30 with lr {lr:.1f}, loaded at step {scheduler.num_steps} with {now:.1f}"
+            f"saved at step 30 with lr {lr:.1f}, "
+            f"loaded at step {scheduler.num_steps} with {now:.1f}"
         )
 
 
