@@ -82,3 +82,41 @@ def test_a_loaded_run_goes_on_to_the_bit(tmp_path, sharding, layout):
         load(loaded, sharding, tmp_path)
         advance(loaded, 2)
         assert same(saved.parameters(), loaded.parameters())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@on_ranks(2)
+def test_steps_that_a_save_is_written_in_are_not_saved(tmp_path, persistent):
+    """Two saves, each written while two steps run, by a worker per save or by one that stays."""
+    from functools import partial
+
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron_idempotent.patches._scenarios import once_there
+
+    from megatron_idempotent.megatron.layer_specs import takes
+
+    how = {"async_sharded_save": True}
+    if takes(dist_checkpointing.save, "async_strategy"):
+        how["async_strategy"] = "mcore"
+    going_on = built(seed=1)
+    advance(going_on, 0)
+    queue = AsyncCallsQueue(persistent=persistent)
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir(exist_ok=True)
+        request = dist_checkpointing.save(sharded(going_on, DP, False), str(folder), **how)
+        stepped = folder / "stepped"
+        queue.schedule_async_request(
+            request._replace(async_fn=partial(once_there, stepped, request.async_fn))
+        )
+        for data_seed in (1, 2):
+            advance(going_on, data_seed)
+        stepped.touch()
+        queue.maybe_finalize_async_calls(blocking=True)
+        loaded = built(seed=2)
+        load(loaded, DP, folder)
+        for data_seed in (1, 2):
+            advance(loaded, data_seed)
+        assert same(going_on.parameters(), loaded.parameters())
+    queue.close()
