@@ -95,3 +95,12 @@ def interrupt(running: Any) -> None:
     finally:
         running._forward_step = step
     raise AssertionError("train() swallowed the exception")
+
+
+def once_there(path: Any, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Call `function` once a file exists; a partial of this can be sent to another process."""
+    import time
+
+    while not path.exists():
+        time.sleep(0.01)
+    function(*args, **kwargs)

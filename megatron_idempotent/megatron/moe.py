@@ -40,6 +40,40 @@ def ranks_of_a_sequence() -> int:
     return int(group.size())
 
 
+def agreed_metrics(sizes: dict[str, int], *, pg_collection: Any = None) -> dict[str, int]:
+    """Return the metrics of all pipeline stages, in one order, each with its largest size.
+
+    Takes part: all ranks of the pipeline, in one collective of objects if it has several stages.
+
+    Args:
+        sizes: the elements that each metric has on this stage.
+        pg_collection: has the pipeline's group as `pp`; by default Megatron's global one.
+    """
+    import torch
+    from megatron.core import parallel_state
+
+    group = getattr(pg_collection, "pp", None)
+    if group is None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return sizes
+    everywhere: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(everywhere, sizes, group=group)
+    names = dict.fromkeys(name for stage in everywhere for name in stage)
+    return {name: max(stage.get(name, 0) for stage in everywhere) for name in names}
+
+
+def legacy_metrics() -> dict[str, Any]:
+    """Return the metrics that routers have recorded before 0.18, by name."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+
+    # In 0.12 they belong to parallel_state.
+    owner = moe_utils if "get_moe_layer_wise_logging_tracker" in vars(moe_utils) else parallel_state
+    found: dict[str, Any] = owner.get_moe_layer_wise_logging_tracker()
+    return found
+
+
 _COEFFICIENTS = (
     ("num_moe_experts", "moe_aux_loss_coeff"),
     ("num_moe_experts", "moe_z_loss_coeff"),

@@ -112,6 +112,7 @@ PROVIDED: Mapping[str, str] = {
     "deferred-embedding-paired": "with MTP it is made of inputs and gradients of the same calls",
     "forward-only-counts-nothing": "a forward-only schedule counts no tokens for expert biases",
     "aux-losses-count-all-tokens": "per token, auxiliary losses count all of a sequence's tokens",
+    "expert-bias-knows-padding": "a router with an expert bias takes a padding mask",
     "output-processor": "a GPTModel takes an output_processor",
 }
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_idempotent.fp8.packing import Pack, TokenAlignment
 from megatron_idempotent.logprobs.targets import context_parallel_part, context_parallel_whole
+from megatron_idempotent.patching.needs import absent, is_provided
 
 from .loss import needs_groups
 from .microbatches import (
@@ -639,9 +640,11 @@ def _padding(config: Any, pack: Pack) -> dict[str, Tensor]:
     routes = getattr(config, "num_moe_experts", None) is not None
     knows = "padding_mask" in inspect.signature(GPTModel.forward).parameters
     balanced = getattr(config, "moe_router_load_balancing_type", None)
-    # Upstream combines masks of other shapes for the bias, and quantiles know no padding.
-    biased = getattr(config, "moe_router_enable_expert_bias", False)
-    if routes and knows and not biased and balanced != "quantile_balancing":
+    if getattr(config, "moe_router_enable_expert_bias", False):
+        # Upstream combines masks of other shapes for the bias.
+        name = "expert-bias-knows-padding"
+        knows = knows and (is_provided(name) or not absent(name, a_door=False))
+    if routes and knows and balanced != "quantile_balancing":  # quantiles know no padding
         found["padding_mask"] = ~pack.mask[None]
     if getattr(config, "mtp_num_layers", None):
         found["loss_mask"] = pack.mask[None].float()

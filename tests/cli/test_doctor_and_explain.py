@@ -204,7 +204,7 @@ def test_doctor_names_who_else_stands_at_a_function(tmp_path):
     options = {"capture_output": True, "text": True, "env": environ, "timeout": 120}
     done = subprocess.run([*command, "neighbour:replace"], **options)
     assert done.returncode == 1, done.stderr
-    assert "mindspeed is here, which patches Megatron, too: `doctor --beside" in done.stdout
+    assert "mindspeed patches Megatron, too: `doctor --beside" in done.stdout
     _, problems, shared, *_ = done.stdout.split("\n\n")
     assert "CudaRNGStatesTracker.add by neighbour" in problems
     assert shared.startswith("In place, with somebody else at the same function (2)")

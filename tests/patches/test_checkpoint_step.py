@@ -1,4 +1,4 @@
-"""A run that loads the distributed optimizer goes on as the run that saved it."""
+"""A run that loads a checkpoint goes on as the run that saved it, in each format of the state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from megatron_idempotent.patching.decide import installed
 pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
 
 MEGATRON = installed("megatron-core")
+#: The formats that releases save from 0.16 on.
+DP, FULL = "dp_reshardable", "fully_reshardable"
+ONE_BUCKET = {"ddp_overrides": {"bucket_size": None}}
 
 
 # 0.12's writer calls a private function of torch that takes one more argument today; 0.15
@@ -20,34 +23,100 @@ def _saves_what_torch_has():
         pytest.skip(f"megatron-core {MEGATRON.text} cannot save torch's Adam of today")
 
 
-@on_ranks(2)
-def test_a_loaded_run_goes_on_to_the_bit(tmp_path):
-    """Three steps, saved after two; loaded into a model that never stepped, or did."""
+def sharded(bench, sharding, is_loading):
+    model = bench.chunks[0].module.sharded_state_dict()
+    how = {"metadata": {"distrib_optim_sharding_type": sharding}}
+    optimizer = bench.optimizer.sharded_state_dict(model, is_loading=is_loading, **how)
+    return {"model": model, "optimizer": optimizer}
+
+
+def load(bench, sharding, folder):
     import torch
     from megatron.core import dist_checkpointing
 
-    def sharded(bench, is_loading):
-        model = bench.chunks[0].module.sharded_state_dict()
-        how = {"metadata": {"distrib_optim_sharding_type": "dp_reshardable"}}
-        optimizer = bench.optimizer.sharded_state_dict(model, is_loading=is_loading, **how)
-        return {"model": model, "optimizer": optimizer}
+    state = dist_checkpointing.load(sharded(bench, sharding, True), str(folder))
+    bench.chunks[0].module.load_state_dict(state["model"])
+    with torch.no_grad():  # upstream copies into fp32 parameters in place
+        bench.optimizer.load_state_dict(state["optimizer"])
 
-    def advance(bench, data_seed):
-        bench.forward_backward(2, data_seed=data_seed)
-        bench.step()
 
-    saved = built(seed=1)
+def advance(bench, data_seed):
+    bench.forward_backward(2, data_seed=data_seed)
+    bench.step()
+
+
+@pytest.mark.parametrize(
+    ("sharding", "layout"),
+    [(DP, {}), (FULL, {}), (FULL, ONE_BUCKET), (FULL, {"tp": 2})],
+    ids=["dp", "full", "full into one bucket", "full into tensor parallel ranks"],
+)
+@on_ranks(2)
+def test_a_loaded_run_goes_on_to_the_bit(tmp_path, sharding, layout):
+    """Three steps, saved after two; loaded into a model that never stepped, or did.
+
+    Tensor-parallel ranks add up in another order, so that there the state that was loaded is saved
+    again, and loaded into the layout that it came from.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+
+    # A norm over shards depends on how they are cut.
+    unclipped = {"optimizer_overrides": {"clip_grad": 0.0}}
+    saved = built(seed=1, **unclipped)
     advance(saved, 0)
     advance(saved, 1)
-    dist_checkpointing.save(sharded(saved, False), str(tmp_path))
+    dist_checkpointing.save(sharded(saved, sharding, False), str(tmp_path))
     advance(saved, 2)
+    if "tp" in layout:
+        parallel_state.destroy_model_parallel()
+        other = built(seed=2, **layout, **unclipped)
+        load(other, sharding, tmp_path)
+        tmp_path = tmp_path / "again"
+        tmp_path.mkdir(exist_ok=True)
+        dist_checkpointing.save(sharded(other, sharding, False), str(tmp_path))
+        parallel_state.destroy_model_parallel()
+        layout = {}
     for steps_before in (0, 1):
-        loaded = built(seed=2)
+        loaded = built(seed=2, **layout, **unclipped)
         for data_seed in range(steps_before):
             advance(loaded, data_seed)
-        state = dist_checkpointing.load(sharded(loaded, True), str(tmp_path))
-        loaded.chunks[0].module.load_state_dict(state["model"])
-        with torch.no_grad():  # upstream copies into fp32 parameters in place
-            loaded.optimizer.load_state_dict(state["optimizer"])
+        load(loaded, sharding, tmp_path)
         advance(loaded, 2)
         assert same(saved.parameters(), loaded.parameters())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@on_ranks(2)
+def test_steps_that_a_save_is_written_in_are_not_saved(tmp_path, persistent):
+    """Two saves, each written while two steps run, by a worker per save or by one that stays."""
+    from functools import partial
+
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron_idempotent.patches._scenarios import once_there
+
+    from megatron_idempotent.megatron.layer_specs import takes
+
+    how = {"async_sharded_save": True}
+    if takes(dist_checkpointing.save, "async_strategy"):
+        how["async_strategy"] = "mcore"
+    going_on = built(seed=1)
+    advance(going_on, 0)
+    queue = AsyncCallsQueue(persistent=persistent)
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir(exist_ok=True)
+        request = dist_checkpointing.save(sharded(going_on, DP, False), str(folder), **how)
+        stepped = folder / "stepped"
+        queue.schedule_async_request(
+            request._replace(async_fn=partial(once_there, stepped, request.async_fn))
+        )
+        for data_seed in (1, 2):
+            advance(going_on, data_seed)
+        stepped.touch()
+        queue.maybe_finalize_async_calls(blocking=True)
+        loaded = built(seed=2)
+        load(loaded, DP, folder)
+        for data_seed in (1, 2):
+            advance(loaded, data_seed)
+        assert same(going_on.parameters(), loaded.parameters())
+    queue.close()

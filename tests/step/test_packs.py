@@ -121,6 +121,34 @@ def test_losses_that_are_means_over_tokens_do_not_depend_on_packing(megatron_ran
     assert max(max(each.values()) for each in found) < SOFTMAX_IN_FP32, found
 
 
+def counted() -> list[list[float]]:
+    """Runs on a rank: what a router with an expert bias counts of sequences, also if padded."""
+    import torch
+    from packs import PackLoss, double, rows
+    from scenario import DEADLINE_S
+
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.fp8 import TokenAlignment
+
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    model = double(experts=4, config_overrides={**bias, "moe_router_load_balancing_type": "none"})
+    router = model.chunks[0].module.decoder.layers[0].mlp.router
+    found = []
+    for alignment in (None, TokenAlignment(sequence=4, pack=16)):
+        step = TrainStep(model.chunks, alignment=alignment, deadline_s=DEADLINE_S)
+        step_id = step.begin(PackLoss(), global_batch_size=12, max_tokens_per_microbatch=64)
+        step.microbatch(step_id, rows(dtype=torch.float64))
+        found.append(router.local_tokens_per_expert.tolist())
+        step.abort(step_id)
+    return found
+
+
+def test_an_expert_bias_counts_no_padding(megatron_ranks):
+    ((without, padded),) = megatron_ranks(1, counted)
+    # Routers cannot be told of padding before 0.16.
+    assert (padded == without) != BEFORE_PADDING_MASKS
+
+
 CUT: dict[str, dict[str, Any]] = {
     "rows": {"micro_batch_size": 2},
     "packs of 64": {"max_tokens_per_microbatch": 64},

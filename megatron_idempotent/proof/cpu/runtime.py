@@ -225,7 +225,28 @@ def _compiler(module: ModuleType, replace: Complete) -> None:
         replace(module, "_stance", module.DynamoStance("force_eager"))
 
 
+class _Forked:
+    """Stands for `torch.multiprocessing` and starts all processes by a fork.
+
+    One that is spawned would import Megatron, which takes some ten seconds, without this runtime.
+    """
+
+    def get_context(self, method: str | None = None) -> Any:
+        return torch.multiprocessing.get_context("fork")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.multiprocessing, name)
+
+
+def _writers(module: ModuleType, complete: Complete) -> None:
+    """Let the writers of an asynchronous save be forks of the rank."""
+    complete(module, "mp", _Forked())
+
+
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 COMPLETE: dict[str, Callable[[ModuleType, Complete], None]] = {
+    f"{_STRATEGIES}.async_utils": _writers,
+    f"{_STRATEGIES}.filesystem_async": _writers,
     "torch._dynamo.eval_frame": _compiler,
     "megatron.core.datasets.utils": _datasets,
     "megatron.core.optimizer.distrib_optimizer": _optimizer,

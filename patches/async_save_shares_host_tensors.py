@@ -1,0 +1,110 @@
+"""A checkpoint that a persistent worker writes has optimizer steps in it that came after the save.
+
+Symptom:
+    After an asynchronous save with a persistent worker (`--async-save
+    --use-persistent-ckpt-worker`) tensors on the host, such as Adam's moments of an optimizer that
+    is offloaded to the CPU, have the values of a later step in the checkpoint, or of two steps.
+    Weights are those of the save. Save and load report success.
+
+Cause:
+    `prepare_write_data` copies a tensor on the host only if it is a view. The worker gets the
+    others through shared memory, in which the optimizer then goes on.
+
+Affects:
+    Every release, with Megatron's own worker (`--async-strategy mcore`). Without
+    `--use-persistent-ckpt-worker` a worker is forked for each save, and sees the tensors as they
+    are then. What the patch does: the persistent worker gets copies of tensors on the host, which
+    live until the save is written. What is on a device was copied before. NVIDIA's
+    nvidia-resiliency-ext 0.4.1 has a worker with the same code, which this does not reach; 0.7.0
+    copies.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/dist_checkpointing/strategies/filesystem_async.py,
+    `_clone_if_needed`, which says what is left to do for this worker. Of checkpoints with other
+    steps in them: https://github.com/NVIDIA-NeMo/RL/issues/3312, where the worker kept tensors on
+    the device.
+
+Remove when:
+    the writer copies host tensors for a persistent worker.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+from . import _scenarios
+
+
+def schedule(original: Callable[..., None], self: Any, async_req: Any) -> None:
+    """Give the worker copies of what is on the host."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    copies: dict[int, Any] = {}  # what prepares the save and what writes it have the same tensors
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().clone()
+        return copies[id(value)]
+
+    prepare = async_req.preload_fn
+    if isinstance(prepare, functools.partial):
+        prepare = functools.partial(
+            prepare.func, *tree_map(copied, prepare.args), **tree_map(copied, prepare.keywords)
+        )
+    arguments = tree_map(copied, async_req.async_fn_args)
+    original(self, async_req._replace(async_fn_args=arguments, preload_fn=prepare))
+
+
+def reproduce() -> None:
+    """Save a tensor on the host, and change it before the worker gets to write it."""
+    import inspect
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    def sharded(tensor: Any) -> dict[str, Any]:
+        make = dist_checkpointing.ShardedTensor.from_rank_offsets
+        return {"moments": make("moments", tensor)}
+
+    moments = torch.zeros(8)
+    how: dict[str, Any] = {"async_sharded_save": True}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+        how["async_strategy"] = "mcore"  # without nvidia-resiliency-ext
+    queue = AsyncCallsQueue(persistent=True)
+    with tempfile.TemporaryDirectory() as folder:
+        request = dist_checkpointing.save(sharded(moments), folder, **how)
+        stepped = Path(folder, "stepped")
+        write = functools.partial(_scenarios.once_there, stepped, request.async_fn)
+        queue.schedule_async_request(request._replace(async_fn=write))
+        moments += 1
+        stepped.touch()
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        loaded = dist_checkpointing.load(sharded(torch.zeros(8)), folder)["moments"]
+    if loaded.any():
+        raise RuntimeError(f"saved at 0, and {float(loaded[0]):g} is in the checkpoint")
+
+
+PATCH = Patch(
+    summary="with a persistent worker an asynchronous save has later values of host tensors",
+    targets=(
+        Target(
+            "megatron.core.dist_checkpointing.strategies.async_utils:"
+            "PersistentAsyncCaller.schedule_async_call",
+            schedule,
+        ),
+    ),
+    ranks=1,
+    needs=("psutil",),
+    stock_error=r"RuntimeError: saved at 0, and 1 is in the checkpoint",
+)

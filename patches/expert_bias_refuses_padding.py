@@ -1,0 +1,78 @@
+"""A router with an expert bias raises if it is told where padding is, or counts padding.
+
+Symptom:
+    With `moe_router_enable_expert_bias` and `padding_mask` a training forward raises
+    `RuntimeError: The size of tensor a … must match the size of tensor b …`. With as many tokens on
+    a rank as there are experts it does not, and leaves experts out in place of tokens: the bias
+    moves to wrong loads. Without the mask padding counts as tokens, in the bias and in the
+    auxiliary losses.
+
+Cause:
+    `_apply_expert_bias` combines the routing map [tokens, experts] with a mask [tokens].
+
+Affects:
+    0.16 and later, in which routers take a mask. Repaired on Megatron main. What the patch does:
+    the mask is one of [tokens, 1].
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/issues/6111,
+    https://github.com/NVIDIA/Megatron-LM/pull/6114, and for routers that are not told of padding
+    https://github.com/NVIDIA/Megatron-LM/issues/1984.
+
+Remove when:
+    No release without that change is supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target, a_body_has
+
+
+def count(
+    original: Callable[..., None], self: Any, routing_map: Any, padding_mask: Any = None
+) -> None:
+    """Give upstream a mask that leaves out tokens."""
+    if padding_mask is not None and padding_mask.dim() == 1:
+        padding_mask = padding_mask[:, None]
+    original(self, routing_map, padding_mask=padding_mask)
+
+
+def reproduce() -> None:
+    """Route as many tokens as there are experts, of which one counts: it is to be counted alone."""
+    import torch
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    experts = 4
+    model = tiny.build(
+        experts=experts,
+        config_overrides={
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+        },
+    )
+    router = model.chunks[0].module.decoder.layers[0].mlp.router
+    tokens = torch.randn(experts, 1, tiny.HIDDEN, device="cuda")
+    router(tokens, torch.tensor([[False], [True], [True], [True]], device="cuda"))
+    counted = router.local_tokens_per_expert.clone()
+    router.local_tokens_per_expert.zero_()
+    router(tokens[:1])
+    if not torch.equal(counted, router.local_tokens_per_expert):
+        raise RuntimeError(
+            f"{counted.tolist()} assignments are counted, and one token has "
+            f"{router.local_tokens_per_expert.tolist()}"
+        )
+
+
+PATCH = Patch(
+    summary="a router with an expert bias and a padding mask raises, or counts padding",
+    since="0.16",
+    targets=(Target("megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias", count),),
+    fixed_when=a_body_has("(~padding_mask).unsqueeze(-1)"),
+    provides=("expert-bias-knows-padding",),
+    ranks=1,
+    stock_error=r"RuntimeError: \[.*\] assignments are counted, and one token has",
+)

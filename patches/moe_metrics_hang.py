@@ -1,0 +1,85 @@
+"""Pipeline stages that have recorded different MoE metrics hang when they log them.
+
+Symptom:
+    With a pipeline stage without MoE layers, or one that has recorded no auxiliary loss yet,
+    `track_moe_metrics` without names, or `reduce_aux_losses_tracker_across_ranks`, never returns on
+    the other stages. No error until the process groups time out. Where stages have recorded other
+    metrics, or in another order, each adds up different ones. Before 0.17 MTP layers hang with
+    names, too.
+
+Cause:
+    Each stage all-reduces over the pipeline what it has itself. Only with `force_initialize` and
+    names does it make what it lacks, before 0.17 in another size than with MTP layers.
+
+Affects:
+    0.12 to 0.17; later releases have `moe-tracker-hangs`. What the patch does: stages say in one
+    collective of objects what they have and in which size, and each makes what it lacks, of zeros.
+    Without a pipeline nothing changes. On a stage that has recorded nothing a metric is not summed
+    over tensor- and context-parallel ranks, as in upstream's own loop: log on one that has.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/issues/1444,
+    https://github.com/NVIDIA/Megatron-LM/pull/3401, https://github.com/NVIDIA-NeMo/RL/pull/3419
+
+Remove when:
+    stages agree on what they reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.megatron import moe
+from megatron_idempotent.patching import Patch, Target
+
+_MODULE = "megatron.core.transformer.moe.moe_utils"
+
+
+def reduce(
+    original: Callable[..., None], track_names: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """Let all stages have the same metrics, in one order, then reduce them.
+
+    Takes part: all ranks of the pipeline.
+    """
+    import torch
+
+    tracker = moe.legacy_metrics()
+    sizes = moe.agreed_metrics(
+        {name: len(entry["values"]) for name, entry in tracker.items()},
+        pg_collection=kwargs.get("pg_collection", args[0] if args else None),
+    )
+    held = dict(tracker)
+    tracker.clear()
+    for name, size in sizes.items():
+        entry = held.get(name, {"values": torch.zeros(0, device="cuda")})
+        lacking = size - len(entry["values"])
+        if lacking:
+            entry["values"] = torch.nn.functional.pad(entry["values"], (0, lacking))
+        tracker[name] = {"reduce_group": None, "avg_group": None, **entry}
+    original(track_names, *args, **kwargs)
+
+
+def reproduce() -> None:
+    """Record one metric on each of two stages: after the reduction each has to be itself."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    moe.legacy_metrics().clear()
+    mine = f"loss of stage {parallel_state.get_pipeline_model_parallel_rank()}"
+    moe_utils.save_to_aux_losses_tracker(mine, torch.ones((), device="cuda"), 1, 2)
+    moe_utils.reduce_aux_losses_tracker_across_ranks()
+    found = float(moe.legacy_metrics()[mine]["values"].sum())
+    if found != 1.0:
+        raise RuntimeError(f"a metric of 1 is {found:g} after its reduction over the pipeline")
+
+
+PATCH = Patch(
+    summary="pipeline stages that have recorded different MoE metrics hang in their reduction",
+    before="0.18",
+    targets=(Target(f"{_MODULE}:reduce_aux_losses_tracker_across_ranks", reduce),),
+    stock_error=r"RuntimeError: a metric of 1 is 2 after its reduction over the pipeline",
+)

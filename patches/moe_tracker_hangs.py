@@ -1,0 +1,77 @@
+"""Pipeline stages whose MoE tracker has recorded different metrics hang in its report.
+
+Symptom:
+    With a pipeline stage without MoE layers, or one that has recorded no auxiliary loss yet, the
+    tracker's `report` without names never returns on the other stages. No error until the process
+    groups time out. Where stages have recorded other metrics, or in another order, each adds up
+    different ones.
+
+Cause:
+    `_sync_metrics` all-reduces over the pipeline what a stage has itself. Only with
+    `force_initialize` and names does `report` make what it lacks.
+
+Affects:
+    0.18 and later; before it is `moe-metrics-hang`. What the patch does: stages say in one
+    collective of objects what they have and in which size, and each makes what it lacks, of zeros.
+    Without a pipeline nothing changes. On a stage that has recorded nothing a metric is not summed
+    over tensor- and context-parallel ranks, as in upstream's own loop: log on one that has.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/issues/1444,
+    https://github.com/NVIDIA/Megatron-LM/pull/3401, https://github.com/NVIDIA-NeMo/RL/pull/3419
+
+Remove when:
+    stages agree on what they reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.megatron import moe
+from megatron_idempotent.patching import Patch, Target
+
+
+def sync(
+    original: Callable[..., None], self: Any, metric_names: list[str], pg_collection: Any = None
+) -> None:
+    """Let all stages have the same metrics, in one order, then reduce them.
+
+    Takes part: all ranks of the pipeline.
+    """
+    sizes = moe.agreed_metrics(
+        {n: len(self._metrics[n].values) if n in self._metrics else 0 for n in metric_names},
+        pg_collection=pg_collection,
+    )
+    for name, size in sizes.items():
+        if size:
+            self.ensure_initialized(name, size)
+    metric_names[:] = sizes  # report() goes on to log these
+    original(self, metric_names, pg_collection)
+
+
+def reproduce() -> None:
+    """Record one metric on each of two stages: after the reduction each has to be itself."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    mine = f"stage {parallel_state.get_pipeline_model_parallel_rank()} loss"
+    tracker, logged = MoEMetricsTracker(), dict[str, Any]()
+    tracker.record(mine, torch.ones((), device="cuda"), layer_number=1, num_layers=2)
+    tracker.report(1.0, iteration=1, num_layers=1, total_loss_dict=logged)
+    values = {name: float(value) for name, value in logged.items()}
+    if values != {"stage 0 loss": 1.0, "stage 1 loss": 1.0}:
+        raise RuntimeError(f"of two metrics of 1 this stage logs {values}")
+
+
+PATCH = Patch(
+    summary="pipeline stages that have recorded different MoE metrics hang in the tracker's report",
+    since="0.18",
+    targets=(
+        Target("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics", sync),
+    ),
+    stock_error=r"RuntimeError: of two metrics of 1 this stage logs \{'stage . loss': 2",
+)

@@ -1,0 +1,76 @@
+"""Torch's Adam cannot load the optimizer state that can be loaded into any layout.
+
+Symptom:
+    Without Transformer Engine and Apex: `KeyError: 'step'` from loading the format
+    `fully_reshardable`, whose save reports no error. The model's weights are loaded already.
+
+Cause:
+    The format leaves the step counter out, which is in the parameter groups.
+    `_set_main_param_and_optimizer_states` asks for all that the optimizer has of a parameter, and
+    torch's Adam has a counter there.
+
+Affects:
+    0.15 and later, with torch's Adam or AdamW as the fallback. What the patch does: a counter that
+    the loaded state lacks stays as `load_state_dict` has set it from the parameter groups.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/distrib_optimizer.py,
+    `load_parameter_state_from_fully_reshardable`.
+
+Remove when:
+    the load takes a state without counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.megatron import optimizers
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Patch
+
+
+def set_states(
+    original: Callable[..., None], self: Any, model_param: Any, tensors: dict[str, Any]
+) -> None:
+    """Let upstream copy the counter that the parameter has, if it is given none."""
+    if "step" not in tensors and optimizers.is_torch_adam(self):
+        index, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[index]["params"][order]
+        tensors = {**tensors, "step": self.optimizer.state[main_param]["step"]}
+    original(self, model_param, tensors)
+
+
+def reproduce() -> None:
+    """Load what an optimizer itself gives to save: that has to change nothing."""
+    import torch
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    model = tiny.build()
+    model.forward_backward(1, data_seed=0)
+    model.step()
+    before = model.parameters()
+    (optimizer,) = model.optimizer.chained_optimizers
+    state = optimizer.sharded_state_dict(
+        model.chunks[0].module.sharded_state_dict(),
+        metadata={"distrib_optim_sharding_type": "fully_reshardable"},
+    )
+    loaded = {
+        index: {("fp32_param" if name == "param" else name): part.data for name, part in of.items()}
+        for index, of in state["param_state"].items()
+    }
+    with torch.no_grad():
+        optimizer.load_parameter_state_from_fully_reshardable(loaded)
+    if not torch.equal(model.parameters(), before):
+        raise RuntimeError("a load of its own state has changed the parameters")
+
+
+PATCH = Patch(
+    summary="torch's Adam cannot load fully reshardable optimizer state",
+    since="0.15",
+    targets=(target("distributed._set_main_param_and_optimizer_states", set_states),),
+    given=("reshardable-state-shifted",),
+    stock_error=r"KeyError: 'step'",
+)

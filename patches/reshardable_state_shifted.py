@@ -1,0 +1,85 @@
+"""Optimizer state that can be loaded into any layout is saved shifted where buckets are padded.
+
+Symptom:
+    After a load of the format `fully_reshardable` (`--dist-ckpt-optim-fully-reshardable`) Adam's
+    moments and the main weights are those of other parameters from the second bucket on, and zeros
+    at the end of the buffer. The save warns once per parameter that it pads with zeros "which can
+    lead to data corruption"; without that the state is wrong as well.
+
+Cause:
+    `get_parameter_state_dp_zero` leaves the padding at the end of each bucket out;
+    `sharded_param_state_fully_reshardable` cuts parameters at positions that count it.
+
+Affects:
+    0.15 and later, if a buffer has several buckets and one before the last is padded. Repaired on
+    Megatron main. What the patch does: parameters are cut at positions without padding. What stock
+    Megatron has saved stays wrong: load its weights alone, or another format.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/5077
+
+Remove when:
+    No release without that change is supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Patch, a_body_has
+
+
+def sharded_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let buffers say during the call where parameters are without the buckets' padding."""
+    padded = [(buffer, buffer.param_index_map) for buffer in self.buffers]
+    for buffer, positions in padded:
+        buffer.param_index_map = _without_padding(buffer.buckets, positions)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        for buffer, positions in padded:
+            buffer.param_index_map = positions
+
+
+def _without_padding(buckets: Any, positions: dict[Any, Any]) -> dict[Any, Any]:
+    """Return each parameter's (first element, end, bucket's id), counting no padding of buckets."""
+    padding, before = 0, {}
+    for bucket in buckets:
+        before[bucket.bucket_id] = padding
+        padding += bucket.grad_data.numel() - bucket.numel_unpadded
+    return {
+        param: (start - before[index], end - before[index], index)
+        for param, (start, end, index) in positions.items()
+    }
+
+
+def reproduce() -> None:
+    """Train in fp32 and make the state dict to save: main weights have to be the model's."""
+    import torch
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    model = tiny.build()
+    model.forward_backward(1, data_seed=0)
+    model.step()
+    (optimizer,) = model.optimizer.chained_optimizers
+    state = optimizer.sharded_state_dict(
+        model.chunks[0].module.sharded_state_dict(),
+        metadata={"distrib_optim_sharding_type": "fully_reshardable"},
+    )
+    params = [param for buffer in optimizer.buffers for param in buffer.param_index_map]
+    saved = [entry["param"].data for entry in state["param_state"].values()]
+    wrong = sum(not torch.equal(*pair) for pair in zip(saved, params, strict=True))
+    if wrong:
+        raise RuntimeError(f"the state of {wrong} of {len(params)} parameters is another's")
+
+
+PATCH = Patch(
+    summary="fully reshardable optimizer state is saved shifted where buckets are padded",
+    since="0.15",
+    targets=(target("distributed.sharded_param_state_fully_reshardable", sharded_state),),
+    fixed_when=a_body_has("param_world_start - padding_adjustment"),
+    stock_error=r"RuntimeError: the state of \d+ of \d+ parameters is another's",
+)

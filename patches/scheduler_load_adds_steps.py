@@ -1,0 +1,92 @@
+"""Loading the scheduler's state adds the saved steps to those that were counted since.
+
+Symptom:
+    A rollback in place, or a load into a scheduler that has stepped, trains on with another
+    learning rate: saved at step 30, loaded at step 40, the scheduler is at 70. With a linear decay
+    over 100 steps from 1.0 that is 0.3 in place of 0.7. Two loads in a row count twice. And where
+    the checkpoint's weight decay differs from the scheduler's own, the first step after any load
+    takes the scheduler's. No error.
+
+Cause:
+    `load_state_dict` ends in `step(increment=num_steps)`, which adds to `num_steps`, and puts the
+    four settings of the weight decay back after that.
+
+Affects:
+    Every release. Frameworks that call `step(increment=…)` themselves after a load count the saved
+    steps twice in the same way, and still do: load, and step no more. What the patch does: after a
+    load the scheduler is at the saved step, with learning rate and weight decay of the settings
+    that it then has. A load that raises leaves the scheduler as it was.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/7468 is about the weight decay. Rates that were wrong
+    after a load: https://github.com/THUDM/slime/pull/1547,
+    https://github.com/THUDM/slime/issues/1761,
+    https://github.com/NVIDIA-NeMo/Automodel/issues/3882.
+
+Remove when:
+    `load_state_dict` assigns `num_steps`, and sets the groups when all settings are back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+
+def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
+    """Let upstream add the saved steps to none, then set learning rates and weight decays."""
+    before = dict(vars(self))
+    self.num_steps = 0
+    try:
+        original(self, state_dict)
+    except BaseException:
+        vars(self).update(before)
+        self.step(0)
+        raise
+    self.step(0)
+
+
+def reproduce() -> None:
+    """Load a state of step 30 at step 40: it must be at 30 again, with the rate of step 30."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    scheduler = OptimizerParamScheduler(
+        tiny.build(optimizer_overrides={"lr": 1.0, "min_lr": 0.0}).optimizer,
+        init_lr=0.0,
+        max_lr=1.0,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=100,
+        lr_decay_style="linear",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=100,
+        wd_incr_style="constant",
+    )
+    scheduler.step(30)
+    saved, lr = scheduler.state_dict(), scheduler.optimizer.param_groups[0]["lr"]
+    scheduler.step(10)
+    scheduler.load_state_dict(saved)
+    now = scheduler.optimizer.param_groups[0]["lr"]
+    if (scheduler.num_steps, now) != (30, lr):
+        raise RuntimeError(
+            f"saved at step 30 with lr {lr:.1f}, "
+            f"loaded at step {scheduler.num_steps} with {now:.1f}"
+        )
+
+
+PATCH = Patch(
+    summary="loading the learning-rate scheduler adds the saved steps to those counted since",
+    targets=(
+        Target(
+            "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
+            load_state_dict,
+        ),
+    ),
+    ranks=1,
+    stock_error=r"RuntimeError: saved at step 30 with lr 0\.7, loaded at step 70 with 0\.3",
+)
