@@ -166,7 +166,8 @@ def run(argv: Sequence[str]) -> int:
             except OSError as error:
                 reports, said = "", f"patches are not counted ({error}): set TMPDIR to a folder"
         try:
-            code = _supervise(command, _environment(reports) if wanted else os.environ)
+            given = run_environment(reports) if wanted else {}
+            code = _supervise(command, {**os.environ, **given})
         except OSError as error:
             return _not_started(command[0], error)
         if reports != outer:
@@ -182,17 +183,12 @@ def _refused(code: int, said: str) -> int:
     return code
 
 
-def _environment(reports: str) -> Mapping[str, str]:
-    """Return the environment of the command: Python's start applies patches and tells of them."""
+def run_environment(reports: str) -> Mapping[str, str]:
+    """Return the variables that `run` sets: Python's start applies patches and tells of them."""
     given = os.environ.get("PYTHONPATH")
     before = given.split(os.pathsep) if given else []
     path = [_STARTUP, *(each for each in before if each != _STARTUP)]
-    return {
-        **os.environ,
-        SWITCH: "1",
-        f"{SWITCH}_RUN": reports,
-        "PYTHONPATH": os.pathsep.join(path),
-    }
+    return {SWITCH: "1", f"{SWITCH}_RUN": reports, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
