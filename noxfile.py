@@ -128,13 +128,19 @@ def fsdp(session: nox.Session, torch: str) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("version", TABLE["patching"])
 def patching(session: nox.Session, version: str) -> None:
-    """The tests of patching/ without torch or Megatron: `nox -s "patching(version='3.10')"`."""
+    """The tests of patching/ and of doors without torch or Megatron.
+
+    On the oldest Python with the oldest packages: `nox -s "patching(version='3.10')"`.
+    """
     folder = WORK / f"patching-{version}"
     python = _environment(session, version, folder)
     groups = nox.project.dependency_groups(PROJECT, "patching")
-    _install(session, python, "-e", ".", *groups)
+    bounds = PROJECT["project"]["dependencies"] if version == TABLE["patching"][0] else []
+    oldest = [each.replace(">=", "==") for each in bounds]
+    _install(session, python, "-e", ".", *groups, *oldest)
     cache = f"cache_dir={folder / 'pytest'}"
-    chosen = session.posargs or ["tests/patching"]
+    doors = [f"tests/cli/test_{name}.py" for name in ("doors", "hook", "run_door")]
+    chosen = session.posargs or ["tests/patching", *doors]
     session.run(str(python), "-m", "pytest", "-o", cache, *chosen, external=True)
 
 

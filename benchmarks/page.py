@@ -24,6 +24,7 @@ BUSY = 0.25
 #: Of each benchmark's numbers those that are ratios, by the end or the beginning of their names.
 RATIOS = {
     "apply_cost": r"apply\(\), of import asyncio$",
+    "hook_cost": r", of a start$",
     "rank_calls": r"^ratio$",
     "cpu_overhead": r"^ratio, ",
     "patched_step": r"ratio$|of_lower_quartiles$",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import json
 import os
 import shlex
-import shutil
 import signal
+import site
 import subprocess
 import sys
 import sysconfig
@@ -16,16 +18,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import megatron_idempotent
+from megatron_idempotent.hook import PACKAGES
 from megatron_idempotent.patching.report import COVERED, PROBLEMS
-from megatron_idempotent.patching.settings import SWITCH
+from megatron_idempotent.patching.settings import OFF, SWITCH, switch
 
-# After an editable install's own file, which puts this package on the path: names come in order.
 HOOK = "zz_megatron_idempotent.pth"
+_WATCH = f"""\
+class MegatronIdempotentHook:
+ waits = True
+ def find_spec(self, name, path=None, target=None):
+  if self.waits and name in {sorted(PACKAGES)}:
+   self.waits = False
+   try: import importlib.util, megatron_idempotent.auto
+   except ImportError as e: print("megatron-idempotent: no patches by {HOOK}:", e, file=sys.stderr)
+   else: return importlib.util.find_spec(name)
+if "MegatronIdempotentHook" not in [type(each).__name__ for each in sys.meta_path]:
+ sys.meta_path.insert(0, MegatronIdempotentHook())
+"""
 LINE = (
-    f'import os; os.environ.get("{SWITCH}", "").lower() in ("1", "true", "on", "yes") '
-    'and __import__("megatron_idempotent.auto")\n'
+    f'import os, sys; os.environ.get("{SWITCH}", "").strip().lower() not in {("", *sorted(OFF))} '
+    f'and exec({_WATCH!r}, {{"sys": sys}})\n'
 )
-"""Python runs it at each start: it looks at one variable, and imports only if that is on."""
+"""Python runs it at each start: it looks at one variable, and unless that is off a finder waits.
+
+The line itself has the finder, because `.pth` files are read while the path is incomplete: those of
+the user's folder before those of the environment, where this package may be. In a venv Python reads
+them twice.
+"""
 
 _PASSED_ON = (
     signal.SIGHUP,
@@ -36,6 +55,7 @@ _PASSED_ON = (
     signal.SIGUSR2,
 )
 _FROM_TERMINAL = 0x80  # SI_KERNEL: the terminal has told the command, too
+_STARTUP = str(Path(megatron_idempotent.__file__).parent / "startup")
 
 
 def hook(argv: Sequence[str]) -> int:
@@ -81,11 +101,25 @@ def hook_parser() -> argparse.ArgumentParser:
 
 
 def hook_here() -> str | None:
-    """Say in a line what the hook does in this environment; None without hook and variable."""
-    file = Path(sysconfig.get_path("purelib")) / HOOK
-    if not file.exists() and os.environ.get(SWITCH) is None:
+    """Say in a line what the hook does in this environment; None where nobody asks for it."""
+    user, own = Path(site.getusersitepackages()), Path(sysconfig.get_path("purelib"))
+    folders = dict.fromkeys([own, *map(Path, site.getsitepackages()), user])
+    files = [folder / HOOK for folder in folders if (folder / HOOK).exists()]
+    asked = os.environ.get(SWITCH, "").strip().lower() not in ("", *OFF)
+    below_run = _STARTUP in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if not files and not asked:
         return None
-    return hook_line(file, file.read_text(encoding="utf-8") if file.exists() else None)
+    if sys.flags.no_site:
+        return "this Python was started with -S, which reads neither a hook nor what `run` sets"
+    if below_run and not sys.flags.ignore_environment:
+        return "`megatron-idempotent run` applies patches here"
+    read = [file for file in files if file.parent != user or site.ENABLE_USER_SITE]
+    if files and not read:
+        return f"{files[0]} is not read here: with -I or -s, and in a venv, Python passes it over"
+    lines = [hook_line(file, file.read_text("utf-8")) for file in read]
+    if below_run:
+        lines.append("-E and -I keep `megatron-idempotent run` out of this Python")
+    return "; ".join(lines or [hook_line(own / HOOK, None)])
 
 
 def hook_line(file: Path, found: str | None) -> str:
@@ -105,21 +139,45 @@ def run(argv: Sequence[str]) -> int:
     Signals are passed on. When the command has ended, one line on standard error says in which
     processes patches are in place.
 
+    Below another `run` of this machine, that one counts. `MEGATRON_IDEMPOTENT=0` starts the command
+    without patches.
+
     Returns:
-        The command's exit code; 128 + n if signal n ended it; 2 if there is no such command.
+        The command's exit code; 128 + n if signal n ended it; 127 if there is no such command, 126
+        if it cannot be executed, 2 if none is given or the variable has no meaning.
     """
     given = run_parser().parse_args(argv).command
     command: list[str] = given[1:] if given[:1] == ["--"] else given
-    if not command or shutil.which(command[0]) is None:
-        what = f"no command {command[0]!r} on the PATH" if command else "no command"
-        print(
-            f"megatron-idempotent run: {what}; write megatron-idempotent run -- torchrun …",
-            file=sys.stderr,
-        )
-        return 2
-    with tempfile.TemporaryDirectory(prefix="megatron-idempotent-") as reports:
-        code = _supervise(command, _environment(reports))
-        print(f"megatron-idempotent: {_summary(_read(Path(reports)))}", file=sys.stderr)
+    try:
+        wanted = switch(os.environ, SWITCH, default=True)
+    except ValueError as error:
+        return _refused(2, str(error))
+    if not command:
+        return _refused(2, "no command; write megatron-idempotent run -- torchrun …")
+    reports = outer = os.environ.get(f"{SWITCH}_RUN", "")
+    said = ""
+    with contextlib.ExitStack() as stack:
+        if not wanted:
+            said = f"{SWITCH}={os.environ[SWITCH]}, so no patch is in place"
+        elif not os.path.isdir(outer):
+            try:
+                # Processes that outlive the command may still write into it.
+                made = tempfile.TemporaryDirectory(
+                    prefix="megatron-idempotent-", ignore_cleanup_errors=True
+                )
+                reports = stack.enter_context(made)
+            except OSError as error:
+                reports, said = "", f"patches are not counted ({error}): set TMPDIR to a folder"
+        try:
+            given = run_environment(reports) if wanted else {}
+            code = _supervise(command, {**os.environ, **given})
+        except OSError as error:
+            return _not_started(command[0], error)
+        if reports != outer:
+            said = said or _summary(_read(Path(reports)))
+        if said:
+            with contextlib.suppress(OSError):  # the reader of standard error has gone
+                print(f"megatron-idempotent: {said}", file=sys.stderr)
     return code
 
 
@@ -136,22 +194,29 @@ def run_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _environment(reports: str) -> Mapping[str, str]:
-    """Return the environment of the command: Python's start applies patches and tells of them."""
-    path = [str(Path(megatron_idempotent.__file__).parent / "startup")]
-    path += filter(None, [os.environ.get("PYTHONPATH")])
-    return {
-        **os.environ,
-        SWITCH: "1",
-        f"{SWITCH}_RUN": reports,
-        "PYTHONPATH": os.pathsep.join(path),
-    }
+def _refused(code: int, said: str) -> int:
+    print(f"megatron-idempotent run: {said}", file=sys.stderr)
+    return code
+
+
+def run_environment(reports: str) -> Mapping[str, str]:
+    """Return the variables that `run` sets: Python's start applies patches and tells of them."""
+    given = os.environ.get("PYTHONPATH")
+    before = given.split(os.pathsep) if given else []
+    path = [_STARTUP, *(each for each in before if each != _STARTUP)]
+    return {SWITCH: "1", f"{SWITCH}_RUN": reports, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the command to its end, pass signals on, and return its exit code as a shell does."""
+    """Run the command to its end, pass signals on, and return its exit code as a shell does.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
     watched = {*_PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    # A parent that ignores it, as some daemons do, would have the kernel forget the exit code.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         process = subprocess.Popen(
             command,
@@ -168,6 +233,18 @@ def _supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _not_started(name: str, error: OSError) -> int:
+    if error.errno == errno.ENOEXEC:
+        return _refused(126, f"{name} has no first line #!…: write its interpreter before it")
+    if error.errno != errno.ENOENT:
+        return _refused(126, f"{name} cannot be executed: {error.strerror}")
+    if not os.path.exists(name):
+        where = "no file" if "/" in name else "not on the PATH:"
+        return _refused(127, f"{where} {name}; write megatron-idempotent run -- torchrun …")
+    why = "its first line #! names no program" if "/" in name else "it is not on the PATH"
+    return _refused(127, f"{name} is no command, as {why}: write its interpreter before it")
+
+
 def _read(folder: Path) -> list[tuple[int | None, list[dict[str, str]]]]:
     """Return the rank and the rows of each process that imported Megatron or a framework."""
     found = []
@@ -182,7 +259,10 @@ def _summary(reports: Sequence[tuple[int | None, Sequence[Mapping[str, str]]]]) 
     landed = [(rank, rows) for rank, rows in reports if any(r["status"] == "applied" for r in rows)]
     if not landed:
         others = f" ({len(reports)} imported a framework alone)" if reports else ""
-        return f"no process on this machine imported Megatron{others}, so no patch is in place"
+        return (
+            f"no process on this machine imported Megatron{others}, so no patch is in place (one "
+            "that is given a PYTHONPATH of its own needs `megatron-idempotent hook install`)"
+        )
     counts = {sum(row["status"] in COVERED for row in rows) for _, rows in landed}
     ranks = sorted({rank for rank, _ in landed if rank is not None})
     who = f"{len(landed)} process{'es' if len(landed) > 1 else ''}"

@@ -224,7 +224,8 @@ def write_report() -> None:
     paths = []
     if told.report_path is not None:
         paths.append((f"{settings.SWITCH}_REPORT", told.report_path.replace("{rank}", rank or "0")))
-    if told.run_folder is not None:
+    # On another machine, and after the end of `run`, nobody looks there.
+    if told.run_folder is not None and os.path.isdir(told.run_folder):
         name = f"{rank or 'none'}-{os.getpid()}.json"
         paths.append((f"{settings.SWITCH}_RUN", os.path.join(told.run_folder, name)))
     for variable, path in paths:

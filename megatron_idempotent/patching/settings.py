@@ -35,7 +35,8 @@ _ELSEWHERE = frozenset(
         *("PEER_PYTHON", "RAY", "VLLM_PYTHON"),  # of this project's own tests and benchmarks
     )
 )
-_TRUE, _FALSE = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off", "no"})
+ON, OFF = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off", "no"})
+"""The values of a switch, in any case."""
 
 
 class Settings(Record):
@@ -77,11 +78,11 @@ def read(known: Iterable[str], environ: Mapping[str, str] | None = None) -> Sett
     environ = os.environ if environ is None else environ
     known = tuple(known)
     return Settings(
-        enabled=_switch(environ, SWITCH, default=True),
+        enabled=switch(environ, SWITCH, default=True),
         disable=_ids(environ, f"{SWITCH}_DISABLE", known),
         only=_only(environ, f"{SWITCH}_ONLY", known),
-        strict=_switch(environ, f"{SWITCH}_STRICT", default=False),
-        debug=_switch(environ, f"{SWITCH}_CHECK", default=False),
+        strict=switch(environ, f"{SWITCH}_STRICT", default=False),
+        debug=switch(environ, f"{SWITCH}_CHECK", default=False),
         rebind=_packages(environ, f"{SWITCH}_REBIND"),
         report_path=environ.get(f"{SWITCH}_REPORT") or None,
         run_folder=environ.get(f"{SWITCH}_RUN") or None,
@@ -107,7 +108,7 @@ def _seconds(environ: Mapping[str, str], variable: str, *, default: float) -> fl
 
 def looks(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether `MEGATRON_IDEMPOTENT_CHECK` asks for what only looks, at a cost."""
-    return _switch(os.environ if environ is None else environ, f"{SWITCH}_CHECK", default=False)
+    return switch(os.environ if environ is None else environ, f"{SWITCH}_CHECK", default=False)
 
 
 def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozenset[str]:
@@ -197,10 +198,15 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _switch(environ: Mapping[str, str], variable: str, *, default: bool) -> bool:
+def switch(environ: Mapping[str, str], variable: str, *, default: bool) -> bool:
+    """Return whether a variable is on; `default` if it is unset or blank.
+
+    Raises:
+        ValueError: it is neither on nor off.
+    """
     value = environ.get(variable, "").strip().lower()
     if not value:
         return default
-    if value in _TRUE | _FALSE:
-        return value in _TRUE
+    if value in ON | OFF:
+        return value in ON
     raise ValueError(f"{variable}={environ[variable]!r} is neither on nor off: set it to 1 or 0")

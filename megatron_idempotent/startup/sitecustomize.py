@@ -13,12 +13,16 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "megatron_idempotent":
         raise
-    # An interpreter of another environment, such as a tool that the command calls.
-    print(
-        f"megatron-idempotent: not installed in {sys.prefix}, so what {sys.executable} runs goes "
-        "without patches",
-        file=sys.stderr,
-    )
+    # An interpreter of another environment, such as a tool that the command calls: said once.
+    _told = f"{os.environ.get('MEGATRON_IDEMPOTENT_RUN', '')}/without{sys.prefix.replace('/', '-')}"
+    if not os.path.exists(_told):
+        print(
+            f"megatron-idempotent: not installed in {sys.prefix}, so what {sys.executable} runs "
+            "goes without patches",
+            file=sys.stderr,
+        )
+        if os.path.isdir(os.path.dirname(_told)):
+            open(_told, "w").close()
 
 _here = os.path.dirname(os.path.abspath(__file__))
 _path = sys.path[:]

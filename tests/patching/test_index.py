@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_idempotent.patching import catalog
@@ -70,7 +71,7 @@ def test_apply_imports_no_case_file_and_nothing_from_the_standard_library(packag
     assert not [name for name in found if ".patches." in name]
     # Importing changes nothing; applying leaves one finder, which waits for Megatron.
     assert not [name for name in imported if ".patches" in name]
-    assert added == ["_ImportSentinel"]
+    assert added == ["_ImportSentinel"] * (find_spec("megatron") is not None)
 
 
 def test_a_case_file_that_the_index_lacks_is_found(package):

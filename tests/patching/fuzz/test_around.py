@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from mutants import Around, detours, renames, slots
 
 import megatron_idempotent
@@ -24,6 +23,8 @@ from megatron_idempotent.patching.catalog import MEGATRON, patches
 from megatron_idempotent.patching.decide import in_range, judge
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.trees import SourceTree
+
+torch = pytest.importorskip("torch")
 
 COUNT = 6
 #: Names of Python and torch that bytecode mentions, and of variables in upstream's closures, whose

@@ -1,0 +1,78 @@
+"""Measures what the hook and `run` cost a process that never imports Megatron.
+
+    python -m benchmarks.hook_cost [--json]
+
+Fresh interpreters of a virtual environment with nothing else in it, in turn: without the hook, with
+it while the variable is unset and set, and as below `megatron-idempotent run`. CPU time from the
+start to the first line of the program, and resident memory there; medians.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+from benchmarks._record import options, tell
+from megatron_idempotent.cli.doors import HOOK, LINE, run_environment
+
+ROUNDS = 60
+PROGRAM = "import time; print(time.process_time(), open('/proc/self/statm').read().split()[1])"
+PAGE_KIB = os.sysconf("SC_PAGESIZE") / 1024
+
+
+def _environment(folder: Path, hook: str) -> Path:
+    """Make an environment that has this package on its path, and `hook`; return its Python."""
+    venv.create(folder, with_pip=False)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+    root = Path(__file__).parents[1]
+    (packages / "a_checkout.pth").write_text(f"{root}\n{sysconfig.get_path('purelib')}\n")
+    (packages / HOOK).write_text(hook)
+    return folder / "bin" / "python"
+
+
+def _measure(python: Path, environ: dict[str, str]) -> tuple[float, float]:
+    """Return the milliseconds and KiB of one start."""
+    started = [python, "-c", PROGRAM]
+    done = subprocess.run(started, env=environ, capture_output=True, text=True, check=True)
+    seconds, pages = done.stdout.split()
+    return 1000 * float(seconds), int(pages) * PAGE_KIB
+
+
+def main() -> None:
+    """Print what a start costs, and what each door adds to it: ms, KiB and the ratio of times."""
+    asked = options(__doc__).parse_args()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_IDEMPOTENT")}
+    kept = {**kept, "PYTHONDONTWRITEBYTECODE": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        bare = _environment(Path(folder, "bare"), "\n")
+        hooked = _environment(Path(folder, "hooked"), LINE)
+        arms = {
+            "a start": (bare, kept),
+            "the hook, variable unset": (hooked, kept),
+            "the hook, variable set": (hooked, {**kept, "MEGATRON_IDEMPOTENT": "1"}),
+            "below run": (bare, {**kept, **run_environment("")}),
+        }
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+        for _ in range(ROUNDS):
+            for name, (python, environ) in arms.items():
+                found[name].append(_measure(python, environ))
+    medians = {name: [*map(statistics.median, zip(*each))] for name, each in found.items()}
+    start_ms, start_kib = medians.pop("a start")
+    added = {
+        name: {
+            "added_ms": ms - start_ms,
+            "added_kib": kib - start_kib,
+            "of a start": ms / start_ms,
+        }
+        for name, (ms, kib) in medians.items()
+    }
+    tell({"a start": {"ms": start_ms, "kib": start_kib}, **added}, asked.json)
+
+
+if __name__ == "__main__":
+    main()

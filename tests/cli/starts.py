@@ -1,0 +1,26 @@
+"""Starts programs for tests of doors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "megatron_idempotent")
+LOADED = "import sys; print(*sorted(m for m in sys.modules if m.startswith('megatron')))"
+#: A program that imports Megatron, if there is one, and says whether patches were applied.
+IMPORTS = """
+import sys
+try:
+    import megatron
+except ModuleNotFoundError:
+    pass
+print("megatron_idempotent.patching.api" in sys.modules)
+"""
+
+
+def environment(**given: str) -> dict[str, str]:
+    """Return this process's environment without this package's variables, and with `given`."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_IDEMPOTENT")}
+    return {**kept, **given}

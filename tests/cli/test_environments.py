@@ -1,0 +1,126 @@
+"""The hook works in environments that pip, uv and Ray make from the wheel, beside other hooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import uv
+from starts import IMPORTS, ROOT, environment
+
+from megatron_idempotent.cli.doors import HOOK
+
+pytestmark = pytest.mark.exhaustive
+
+UV = uv.find_uv_bin()
+
+
+def said(*command: object, **given: str) -> str:
+    """Run a command outside of the repository; return what it printed, with its errors."""
+    done = subprocess.run(
+        [*map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(**given),
+        cwd="/",
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a wheel of this tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    said(sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture
+def fresh(wheel: Path, tmp_path: Path) -> Path:
+    """Return the Python of a new environment with the wheel, coverage, setuptools and the hook."""
+    folder = tmp_path / "fresh"
+    said(UV, "venv", "--quiet", "--python", sys.executable, folder)
+    python = folder / "bin" / "python"
+    said(UV, "pip", "install", "--quiet", "--python", python, wheel, "coverage", "setuptools")
+    assert "is in place" in said(folder / "bin" / "megatron-idempotent", "hook", "install")
+    return python
+
+
+def test_coverage_and_setuptools_start_beside_the_hook_in_both_orders(fresh, tmp_path):
+    (hook,) = fresh.parents[1].glob(f"lib/python*/site-packages/{HOOK}")
+    others = {path.name for path in hook.parent.glob("*.pth")} - {HOOK, "_virtualenv.pth"}
+    assert {name.partition(".")[0].lstrip("a1_") for name in others} >= {"coverage"}
+    (tmp_path / "settings").write_text(f"[run]\ndata_file = {tmp_path / 'counted'}\n")
+    given = {"MEGATRON_IDEMPOTENT": "1", "COVERAGE_PROCESS_START": str(tmp_path / "settings")}
+    program = f"{IMPORTS}\nprint(*[type(each).__name__ for each in sys.meta_path])"
+    for name in (HOOK, f"a0_{HOOK}"):
+        hook = hook.rename(hook.with_name(name))
+        found = said(fresh, "-W", "ignore", "-c", program, **given)
+        assert found.splitlines()[0] == "True"
+        assert "DistutilsMetaFinder" in found
+        assert (tmp_path / "counted").exists()
+        (tmp_path / "counted").unlink()
+
+
+def test_uv_run_has_the_hook_of_its_environment_also_below_another_one(fresh):
+    program = ("python", "-c", IMPORTS)
+    for more in ((), ("--with", "iniconfig")):
+        command = (UV, "run", "--quiet", "--no-project", "--python", fresh, *more, *program)
+        assert said(*command, MEGATRON_IDEMPOTENT="1") == "True\n"
+
+
+def test_after_an_uninstall_an_import_of_megatron_says_so_in_a_line(fresh):
+    said(UV, "pip", "uninstall", "--quiet", "--python", fresh, "megatron-idempotent")
+    on = {"MEGATRON_IDEMPOTENT": "1"}
+    assert said(fresh, "-c", "pass", **on) == ""
+    assert said(fresh, "-c", IMPORTS, **on).splitlines() == [
+        f"megatron-idempotent: no patches by {HOOK}: No module named 'megatron_idempotent'",
+        "False",
+    ]
+
+
+IN_RAY = """
+import json, ray, sys
+IMPORTS, wheel, python = sys.argv[1:]
+@ray.remote
+def told():
+    import contextlib, io
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(IMPORTS, {})
+    return said.getvalue().strip(), sys.prefix
+on = {"env_vars": {"MEGATRON_IDEMPOTENT": "1"}}
+ways = {
+    "none": {},
+    "variable": on,
+    "pip": {"pip": [wheel], **on},
+    "uv": {"uv": [wheel], **on},
+    "py_executable": {"py_executable": python + " -I", **on},
+}
+ray.init("local", num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
+found = {way: ray.get(told.options(runtime_env=env).remote()) for way, env in ways.items()}
+print(json.dumps(found))
+"""
+
+
+def test_ray_s_environments_have_the_hook_of_the_one_that_ray_runs_in(fresh, wheel):
+    needs = ("ray[default]>=2.40", "pip", "virtualenv", "uv")
+    said(UV, "pip", "install", "--quiet", "--python", fresh, *needs)
+    path = os.pathsep.join([str(fresh.parent), os.environ["PATH"]])
+    given = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "PATH": path}
+    told = said(fresh, "-c", IN_RAY, IMPORTS, wheel, fresh, **given)
+    found = json.loads(told.splitlines()[-1])
+    patched = {way: value for way, (value, _) in found.items()}
+    assert patched == {"none": "False", **dict.fromkeys(list(found)[1:], "True")}
+    made = {prefix for way, (_, prefix) in found.items() if way in ("pip", "uv")}
+    assert len(made) == 2
+    assert str(fresh.parents[1]) not in made
