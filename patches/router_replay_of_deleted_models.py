@@ -30,10 +30,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
 _MOE = "megatron.core.transformer.moe"
 #: The router of each RouterReplay, neither kept alive.
-_routers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_routers: PerProcessWeakKeys[Any, weakref.ref[Any]] = PerProcessWeakKeys(__name__, "_routers")
 
 
 def router(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
