@@ -71,6 +71,7 @@ def hook(argv: Sequence[str]) -> int:
         if arguments.action == "install":
             part = file.with_suffix(f".{os.getpid()}")
             part.write_text(LINE, encoding="utf-8")
+            part.chmod(0o644)  # other users' Pythons read it, also under a strict umask
             part.replace(file)  # a Python that starts meanwhile reads no half of it
         elif arguments.action == "remove":
             file.unlink(missing_ok=True)

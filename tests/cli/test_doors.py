@@ -13,6 +13,7 @@ from starts import LOADED, environment
 import megatron_idempotent
 from megatron_idempotent.hook import PACKAGES
 from megatron_idempotent.patching.catalog import outlines
+from megatron_idempotent.patching.report import COVERED
 
 
 def test_every_package_that_has_patches_is_waited_for():
@@ -24,7 +25,9 @@ def test_a_function_that_a_framework_calls_with_its_arguments():
     try:
         report = megatron_idempotent.init(argparse.Namespace(lr=0.1))
         assert {row.id for row in report} == set(outlines())
-        assert megatron_idempotent.init() == report
+        # In a process where an earlier test has imported Megatron they are on already.
+        on = [row.id for row in report if row.status in COVERED]
+        assert [row.id for row in megatron_idempotent.init() if row.status in COVERED] == on
     finally:
         megatron_idempotent.revert()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import uv
-from starts import IMPORTS, ROOT, environment
+from starts import COMMAND, IMPORTS, ROOT, environment
 
 from megatron_idempotent.cli.doors import HOOK
 
@@ -124,3 +124,37 @@ def test_ray_s_environments_have_the_hook_of_the_one_that_ray_runs_in(fresh, whe
     made = {prefix for way, (_, prefix) in found.items() if way in ("pip", "uv")}
     assert len(made) == 2
     assert str(fresh.parents[1]) not in made
+
+
+TRAINS = """
+from megatron_idempotent.proof import cpu
+cpu.enable()
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron_idempotent.proof.cpu import tiny
+torch.distributed.init_process_group("gloo")
+parallel_state.initialize_model_parallel()
+tensor_parallel.model_parallel_cuda_manual_seed(1)
+tiny.build().forward_backward(1, data_seed=3)
+torch.distributed.barrier()
+"""
+
+
+def test_a_rank_of_torchrun_that_comes_by_no_door_ends_the_job_with_its_number(tmp_path):
+    (tmp_path / "train.py").write_text(TRAINS)
+    starts = f'[ "$RANK" = 0 ] || unset PYTHONPATH; exec {sys.executable} {tmp_path}/train.py'
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python")
+    done = subprocess.run(
+        [*COMMAND, "run", "--", sys.executable, *torchrun, "bash", "-c", starts],
+        capture_output=True,
+        text=True,
+        env=environment(MEGATRON_IDEMPOTENT_VERIFY="2"),
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "VerificationError: no patches on rank 1, 2 s after the first training" in done.stderr
+    assert "all of the job with `megatron-idempotent run`" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(
+        "patches in place in 1 process (rank 0); missing: none"
+    )

@@ -206,8 +206,11 @@ def test_the_hook_is_shown_repaired_and_removed(elsewhere, capsys):
     (packages / HOOK).write_text("import os\n")
     assert main(["hook", "status", *into]) == 1
     assert "is of another version" in capsys.readouterr().out
+    before = os.umask(0o077)
     assert main(["hook", "install", *into]) == 0
+    os.umask(before)
     assert sorted(packages.glob("zz_*")) == [packages / HOOK]
+    assert (packages / HOOK).stat().st_mode & 0o777 == 0o644
     assert main(["hook", "remove", *into]) == main(["hook", "remove", *into]) == 0
     assert main(["hook", "status", *into]) == 1
     assert shown(elsewhere, "-c", FOUND, MEGATRON_IDEMPOTENT="1").split() == []

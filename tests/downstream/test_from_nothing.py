@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,22 @@ def test_the_first_report_is_five_commands_away(wheels, tmp_path, framework, com
         stderr=subprocess.STDOUT,
         text=True,
         cwd=tmp_path,
-        env={**kept, "PATH": os.pathsep.join(map(str, path)), "UV_FIND_LINKS": str(wheels)},
+        env={
+            **kept,
+            "PATH": os.pathsep.join(map(str, path)),
+            "UV_FIND_LINKS": str(wheels),
+            # NeMo-RL attaches to any cluster of this machine, and a socket's path is short.
+            "RAY_TMPDIR": tempfile.mkdtemp(dir="/tmp"),
+        },
         timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-1] == output, done.stdout
+    assert _without_number(done.stdout.splitlines()[-1]) == _without_number(output), done.stdout
+
+
+def _without_number(line: str) -> str:
+    return re.sub(r"[1-9]\d* patches", "some patches", line)
 
 
 def test_each_framework_of_the_page_is_run():
