@@ -103,6 +103,21 @@ def _restarting() -> Any:
     )
 
 
+def slime() -> None:
+    """Load the file that replaces a reduction of `finalize_model_grads`."""
+    file = "slime/backends/megatron_utils/megatron_patch/megatron_chunked_grad_coalesce_patch.py"
+    path = os.path.join(os.environ["SLIME_SOURCE"], file)
+    spec = importlib.util.spec_from_file_location("slime_patch", path)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    import megatron.core.distributed.finalize_model_grads as theirs  # the package has a function
+
+    module = sys.modules[theirs.__module__]
+    where = module._allreduce_non_tensor_model_parallel_grads.__code__.co_filename
+    assert where == path
+
+
 def mcore_bridge() -> None:
     """Run its patcher's functions for Megatron's own classes."""
     import megatron.core.extensions.transformer_engine as engine
@@ -178,6 +193,7 @@ NEIGHBOURS = {
         "nvidia_resiliency_ext",
         dict.fromkeys(("no-sync-func-reentry", "gc-stays-off"), "wraps"),
     ),
+    "slime": Neighbour(slime, "SLIME_SOURCE", "slime", {}),
     "mcore-bridge": Neighbour(mcore_bridge, None, "mcore_bridge", {}),
 }
 
@@ -198,10 +214,9 @@ def standing() -> dict[str, int]:
 
 def told(name: str, order: str) -> dict[str, tuple[str, str]]:
     """Install both in this order on a rank, apply twice, revert; return the rows in between."""
-    import megatron.core.models.gpt
-    import megatron.training.training
-
     import megatron_idempotent
+
+    importlib.import_module("megatron.training.training")
 
     neighbour = NEIGHBOURS[name]
     if order == "theirs first":
@@ -236,11 +251,12 @@ def told(name: str, order: str) -> dict[str, tuple[str, str]]:
 
 def taken(name: str, order: str) -> bytes:
     """Take three steps beside the neighbour on a rank; return the parameters' bits."""
-    import megatron.training.training
     import torch
 
     import megatron_idempotent
     from megatron_idempotent.proof.cpu import tiny
+
+    importlib.import_module("megatron.training.training")
 
     actions = {"theirs": NEIGHBOURS[name].install, "ours": megatron_idempotent.apply}
     for each in order.split():
@@ -255,10 +271,10 @@ def taken(name: str, order: str) -> bytes:
 
 def reproduced(name: str, hazard: str, order: str) -> None:
     """Run a hazard's reproduction on a rank beside the neighbour."""
-    import megatron.training.training
-
     import megatron_idempotent
     from megatron_idempotent.patching.catalog import hazards
+
+    importlib.import_module("megatron.training.training")
 
     actions = {"theirs": NEIGHBOURS[name].install, "ours": megatron_idempotent.apply}
     for each in order.split():
@@ -291,7 +307,9 @@ def test_a_neighbour_is_named_and_left_in_place(megatron_ranks, name, order):
             assert (status, said in reason) == ("applied", True), (patch_id, status, reason)
         else:
             assert (status, neighbour.package in reason) == ("conflict", True), reason
-    others = {patch_id for patch_id, (_, reason) in rows.items() if neighbour.package in reason}
+    others = {
+        patch_id for patch_id, (_, reason) in rows.items() if f"by {neighbour.package}" in reason
+    }
     if not neighbour.at:
         assert others == set()
     refused = {each for each, (status, _) in rows.items() if status in ("conflict", "failed")}
