@@ -29,7 +29,9 @@ def mindspeed() -> None:
     # They read this option of the Megatron that they are for, which was renamed since.
     ddp_config.DistributedDataParallelConfig.use_custom_fsdp = False
 
-    def register() -> None:
+    # Twice, as `repatch` does.
+    for _ in range(2):
+        MindSpeedPatchesManager.remove_patches()
         wrap = MindSpeedPatchesManager.register_patch
         wrap(
             "megatron.core.optimizer.get_megatron_optimizer", theirs.get_megatron_optimizer_wrapper
@@ -44,11 +46,6 @@ def mindspeed() -> None:
             theirs.start_param_sync,
         )
         MindSpeedPatchesManager.apply_patches()
-
-    register()
-    MindSpeedPatchesManager.remove_patches()
-    MindSpeedPatchesManager.patches_info.clear()
-    register()
 
 
 def mindspeed_replacement() -> None:
@@ -337,6 +334,36 @@ def test_a_hazard_is_gone_in_both_orders(megatron_ranks, name, hazard):
         megatron_ranks(ranks, reproduced, name, hazard, "theirs")
     for order in ("theirs ours", "ours theirs"):
         megatron_ranks(ranks, reproduced, name, hazard, order)
+
+
+def patched_again(order: str) -> tuple[bool, str, bool]:
+    """Let MindSpeed patch again after both; return if ours stays, what is said, what helps."""
+    import megatron_idempotent
+    from megatron_idempotent import VerificationError
+
+    importlib.import_module("megatron.training.training")
+    actions = {"theirs": mindspeed, "ours": megatron_idempotent.apply}
+    for each in order.split():
+        actions[each]()
+    mindspeed()
+    try:
+        megatron_idempotent.verify()
+        said = ""
+    except VerificationError as error:
+        said = str(error)
+    megatron_idempotent.apply()
+    helped = megatron_idempotent.verify()["params-stale-after-step"].reason
+    return not said, said, "mindspeed" in helped
+
+
+@pytest.mark.skipif("MINDSPEED_SOURCE" not in os.environ, reason="MINDSPEED_SOURCE names none")
+def test_mindspeed_s_repatch_keeps_ours_below_and_is_named_where_it_drops_ours(megatron_ranks):
+    assert megatron_ranks(1, patched_again, "ours theirs") == [(True, "", True)]
+    ((kept, said, helped),) = megatron_ranks(1, patched_again, "theirs ours")
+    assert not kept
+    assert "megatron.core.optimizer:get_megatron_optimizer by mindspeed" in said
+    assert "call apply() after whatever replaced them" in said
+    assert helped
 
 
 def liger() -> None:
