@@ -59,7 +59,7 @@ def _below(value: Any) -> tuple[list[Any], list[Any]]:
         return [value.func, *_callables([*value.args, *value.keywords.values()])], []
     if kind is not types.FunctionType:
         proxied = [value.__wrapped__] if hasattr(kind, "__wrapped__") else []
-        return [*proxied, *_callables(namespace(value).values())], []
+        return [*proxied, *_callables(list(namespace(value).values()))], []
     cells = []
     for cell in value.__closure__ or ():
         try:

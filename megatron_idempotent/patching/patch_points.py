@@ -285,6 +285,11 @@ class PatchPoint:
         value = self.standing
         return "nothing" if value is None else who([_unbound(value)])[0]
 
+    @property
+    def bound_before(self) -> list[str]:
+        """Names in others' modules that lead to upstream's function, or to theirs around it."""
+        return [*self.left, *(self._upstream.left if self._upstream is not None else ())]
+
     def _above(self) -> list[Any] | None:
         value = self.standing
         if value is self.installed or value is self.function:

@@ -145,6 +145,15 @@ def test_who_has_wrapped_before_us_runs_inside_of_ours_and_is_left_there(toys, m
     assert sys.modules["toy_up.user"].greet is upstream
 
 
+def test_names_from_before_a_wrapper_that_we_may_not_change_are_told(toys, module):
+    sys.modules["neighbour"].early = module.greet
+    module.greet = neighbour("functools.wraps")(module.greet)
+    sys.modules["neighbour"].late = module.greet
+    reason = toys.apply()["toy-a"].reason
+    for name in ("early", "late"):
+        assert f"neighbour.{name}" in reason.partition("bound before us and left alone: ")[2]
+
+
 def test_what_has_wrapped_upstream_s_before_us_under_a_name_of_its_own_is_told(toys, module):
     sys.modules["neighbour"].fast = neighbour("functools.wraps")(module.greet)
     toys.apply()
