@@ -27,6 +27,11 @@ NEWEST = list(RELEASES)[-1]
 TORCHES = {each["torch"]: each for each in TABLE["torches"]}
 COMMITS = {commit["name"]: commit for commit in TABLE["commits"]}
 UPSTREAM = "https://github.com/NVIDIA/Megatron-LM"
+#: Others who patch Megatron, and what is imported by them and by those among TABLE["sources"].
+NEIGHBOURS = (
+    *("liger-kernel==0.8.5", "mcore-bridge==1.6.5", "peft>=0.11,<0.21"),
+    *("defusedxml>=0.7", "nvidia-ml-py>=12.570"),
+)
 WORK = Path(".nox")
 PROVEN = WORK / "proven"
 LAYOUTS = WORK / "layouts"
@@ -364,6 +369,7 @@ def downstream(session: nox.Session) -> None:
     """
     folder = WORK / "commits"
     python = _with_newest(session, folder / "python")
+    _install(session, python, *NEIGHBOURS)
     env = {**ENVIRON, "OMP_NUM_THREADS": "1"}
     for source in TABLE["sources"]:
         tree = _unpacked(session, source, folder)

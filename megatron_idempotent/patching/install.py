@@ -122,7 +122,7 @@ def _land(patch: Patch, names: StaleReferences, accepted: dict[str, str]) -> Row
 def _accepted(patch: Outline, reason: str) -> Row:
     reasons = [reason]
     sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]
-    left = [name for site in sites for name in site.left]
+    left = [name for site in sites for name in site.bound_before]
     users = [name for target in load(patch.id).targets for name in target.early_users]
     left += [name for name in users if import_hooks.is_complete(name)]
     if left:

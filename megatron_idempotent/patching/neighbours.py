@@ -59,7 +59,7 @@ def _below(value: Any) -> tuple[list[Any], list[Any]]:
         return [value.func, *_callables([*value.args, *value.keywords.values()])], []
     if kind is not types.FunctionType:
         proxied = [value.__wrapped__] if hasattr(kind, "__wrapped__") else []
-        return [*proxied, *_callables(namespace(value).values())], []
+        return [*proxied, *_callables(list(namespace(value).values()))], []
     cells = []
     for cell in value.__closure__ or ():
         try:
@@ -121,6 +121,8 @@ def who(layers: Iterable[Any]) -> list[str]:
 def _package(layer: Any) -> str:
     # Not `__module__`, which `functools.wraps` takes over from the function below.
     kind = type(layer)
+    if issubclass(kind, functools.partial):
+        return _package(layer.func)
     function = layer._self_wrapper if hasattr(kind, "_self_wrapper") else layer  # wrapt's
     of_it = type(function) is types.FunctionType
     module = str(function.__globals__.get("__name__") if of_it else type(function).__module__)

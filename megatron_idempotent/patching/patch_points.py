@@ -224,7 +224,7 @@ class PatchPoint:
         upstream: PatchPoint | None = None,
     ) -> None:
         self.target, self.owner, self.raw = target, owner, raw
-        self.inside = who(inside)
+        self.inside = who(inside) if inside else []
         self._upstream = upstream
         stands = inherited if raw is ABSENT else raw
         self.original: Callable[..., Any] = _unbound(stands)
@@ -260,7 +260,7 @@ class PatchPoint:
 
     @property
     def standing(self) -> Any:
-        """What stands at the target in upstream's module, as `sys.modules` has it; or None."""
+        """The object at the target in upstream's module, as `sys.modules` has it; or None."""
         module = sys.modules.get(self.target.module)
         try:
             found = None if module is None else find_owner(module, self.target.qualname)
@@ -276,7 +276,8 @@ class PatchPoint:
     @property
     def outside(self) -> list[str]:
         """Packages that have wrapped our function, outermost first."""
-        return who(self._above() or ())
+        above = self._above()
+        return who(above) if above else []
 
     @property
     def replaced_by(self) -> str:
@@ -284,10 +285,17 @@ class PatchPoint:
         value = self.standing
         return "nothing" if value is None else who([_unbound(value)])[0]
 
+    @property
+    def bound_before(self) -> list[str]:
+        """Names in others' modules that lead to upstream's function, or to theirs around it."""
+        return [*self.left, *(self._upstream.left if self._upstream is not None else ())]
+
     def _above(self) -> list[Any] | None:
         value = self.standing
         if value is self.installed or value is self.function:
             return []
+        if value is None or value is self.raw:
+            return None  # it was there before our function
         reached = layers(value, lambda each: each is self.installed or each is self.function)
         return None if reached is None else reached[0]
 

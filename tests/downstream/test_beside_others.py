@@ -29,7 +29,9 @@ def mindspeed() -> None:
     # They read this option of the Megatron that they are for, which was renamed since.
     ddp_config.DistributedDataParallelConfig.use_custom_fsdp = False
 
-    def register() -> None:
+    # Twice, as `repatch` does.
+    for _ in range(2):
+        MindSpeedPatchesManager.remove_patches()
         wrap = MindSpeedPatchesManager.register_patch
         wrap(
             "megatron.core.optimizer.get_megatron_optimizer", theirs.get_megatron_optimizer_wrapper
@@ -44,11 +46,6 @@ def mindspeed() -> None:
             theirs.start_param_sync,
         )
         MindSpeedPatchesManager.apply_patches()
-
-    register()
-    MindSpeedPatchesManager.remove_patches()
-    MindSpeedPatchesManager.patches_info.clear()
-    register()
 
 
 def mindspeed_replacement() -> None:
@@ -101,6 +98,21 @@ def _restarting() -> Any:
         monitor_process_interval=timedelta(seconds=0.1),
         last_call_wait=timedelta(seconds=0.1),
     )
+
+
+def slime() -> None:
+    """Load the file that replaces a reduction of `finalize_model_grads`."""
+    file = "slime/backends/megatron_utils/megatron_patch/megatron_chunked_grad_coalesce_patch.py"
+    path = os.path.join(os.environ["SLIME_SOURCE"], file)
+    spec = importlib.util.spec_from_file_location("slime_patch", path)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    import megatron.core.distributed.finalize_model_grads as theirs  # the package has a function
+
+    module = sys.modules[theirs.__module__]
+    where = module._allreduce_non_tensor_model_parallel_grads.__code__.co_filename
+    assert where == path
 
 
 def mcore_bridge() -> None:
@@ -178,6 +190,7 @@ NEIGHBOURS = {
         "nvidia_resiliency_ext",
         dict.fromkeys(("no-sync-func-reentry", "gc-stays-off"), "wraps"),
     ),
+    "slime": Neighbour(slime, "SLIME_SOURCE", "slime", {}),
     "mcore-bridge": Neighbour(mcore_bridge, None, "mcore_bridge", {}),
 }
 
@@ -198,10 +211,9 @@ def standing() -> dict[str, int]:
 
 def told(name: str, order: str) -> dict[str, tuple[str, str]]:
     """Install both in this order on a rank, apply twice, revert; return the rows in between."""
-    import megatron.core.models.gpt
-    import megatron.training.training
-
     import megatron_idempotent
+
+    importlib.import_module("megatron.training.training")
 
     neighbour = NEIGHBOURS[name]
     if order == "theirs first":
@@ -236,11 +248,12 @@ def told(name: str, order: str) -> dict[str, tuple[str, str]]:
 
 def taken(name: str, order: str) -> bytes:
     """Take three steps beside the neighbour on a rank; return the parameters' bits."""
-    import megatron.training.training
     import torch
 
     import megatron_idempotent
     from megatron_idempotent.proof.cpu import tiny
+
+    importlib.import_module("megatron.training.training")
 
     actions = {"theirs": NEIGHBOURS[name].install, "ours": megatron_idempotent.apply}
     for each in order.split():
@@ -255,10 +268,10 @@ def taken(name: str, order: str) -> bytes:
 
 def reproduced(name: str, hazard: str, order: str) -> None:
     """Run a hazard's reproduction on a rank beside the neighbour."""
-    import megatron.training.training
-
     import megatron_idempotent
     from megatron_idempotent.patching.catalog import hazards
+
+    importlib.import_module("megatron.training.training")
 
     actions = {"theirs": NEIGHBOURS[name].install, "ours": megatron_idempotent.apply}
     for each in order.split():
@@ -291,7 +304,9 @@ def test_a_neighbour_is_named_and_left_in_place(megatron_ranks, name, order):
             assert (status, said in reason) == ("applied", True), (patch_id, status, reason)
         else:
             assert (status, neighbour.package in reason) == ("conflict", True), reason
-    others = {patch_id for patch_id, (_, reason) in rows.items() if neighbour.package in reason}
+    others = {
+        patch_id for patch_id, (_, reason) in rows.items() if f"by {neighbour.package}" in reason
+    }
     if not neighbour.at:
         assert others == set()
     refused = {each for each, (status, _) in rows.items() if status in ("conflict", "failed")}
@@ -319,6 +334,36 @@ def test_a_hazard_is_gone_in_both_orders(megatron_ranks, name, hazard):
         megatron_ranks(ranks, reproduced, name, hazard, "theirs")
     for order in ("theirs ours", "ours theirs"):
         megatron_ranks(ranks, reproduced, name, hazard, order)
+
+
+def patched_again(order: str) -> tuple[bool, str, bool]:
+    """Let MindSpeed patch again after both; return if ours stays, what is said, what helps."""
+    import megatron_idempotent
+    from megatron_idempotent import VerificationError
+
+    importlib.import_module("megatron.training.training")
+    actions = {"theirs": mindspeed, "ours": megatron_idempotent.apply}
+    for each in order.split():
+        actions[each]()
+    mindspeed()
+    try:
+        megatron_idempotent.verify()
+        said = ""
+    except VerificationError as error:
+        said = str(error)
+    megatron_idempotent.apply()
+    helped = megatron_idempotent.verify()["params-stale-after-step"].reason
+    return not said, said, "mindspeed" in helped
+
+
+@pytest.mark.skipif("MINDSPEED_SOURCE" not in os.environ, reason="MINDSPEED_SOURCE names none")
+def test_mindspeed_s_repatch_keeps_ours_below_and_is_named_where_it_drops_ours(megatron_ranks):
+    assert megatron_ranks(1, patched_again, "ours theirs") == [(True, "", True)]
+    ((kept, said, helped),) = megatron_ranks(1, patched_again, "theirs ours")
+    assert not kept
+    assert "megatron.core.optimizer:get_megatron_optimizer by mindspeed" in said
+    assert "call apply() after whatever replaced them" in said
+    assert helped
 
 
 def liger() -> None:

@@ -253,7 +253,8 @@ def test_a_replaced_function_is_found_by_verify_and_by_the_next_apply():
     theirs = put("replacement")
     with pytest.raises(
         megatron_idempotent.VerificationError,
-        match=rf"^no longer in place: {SEED} \(.* by test_megatron\).*call apply\(\) after whatever replaced them",
+        match=rf"^no longer in place: {SEED} \(.* by test_megatron\); "
+        r"call apply\(\) after whatever replaced them",
     ):
         megatron_idempotent.verify()
     assert megatron_idempotent.apply()[SEED].status == "conflict"
