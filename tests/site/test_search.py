@@ -158,7 +158,10 @@ def test_what_a_user_pastes_finds_its_hazard_first(search, hazard, asked):
 
 @pytest.mark.parametrize(
     ("asked", "page"),
-    [("log-probs", "logprobs"), ("fp8", "fp8"), ("pip install", "use"), ("matrix", "matrix")],
+    [
+        *(("log-probs", "logprobs"), ("asynchronous controller", "async")),
+        *(("install and apply", "use"), ("matrix", "matrix")),
+    ],
 )
 def test_a_few_words_find_the_guide_that_has_them_for_a_title(search, asked, page):
     assert search(asked)[0] == f"/{page}/"
