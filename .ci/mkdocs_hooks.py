@@ -1,4 +1,4 @@
-"""Lets MkDocs take the generated pages, and move links: `megatron_idempotent/cli/site.py`."""
+"""Lets MkDocs take generated pages and their navigation, and move links: see `cli/site.py`."""
 
 from pathlib import Path
 

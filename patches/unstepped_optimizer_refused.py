@@ -2,8 +2,9 @@
 
 Symptom:
     A bare `AssertionError` from `optimizer.state_dict()`, in `assert len(steps) == 1`, and so from
-    saving a run before its first step and from loading one at its start, which is where runs load.
-    Without Transformer Engine and Apex only.
+    saving a run before its first step and from loading one at its start, which is where runs load:
+    `sharded_state_dict` begins with `state_dict = self.state_dict()`. Without Transformer Engine
+    and Apex only.
 
 Cause:
     `state_dict` reads the one step counter of torch's Adam from the state of its parameters, and

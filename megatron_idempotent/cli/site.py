@@ -125,7 +125,7 @@ def _recipes(
     hazard: Hazard, root: Path, proven: Proven, project: Mapping[str, Any]
 ) -> dict[str, None]:
     """List links to the recipes of frameworks whose Megatron, or own code, has the hazard."""
-    links = {}
+    links: dict[str, None] = {}
     for each in project["frameworks"]:
         seen = any(proven.get(name, {}).get(hazard.id) in _HERE for name in each["megatron"])
         for name in each["name"].split(", "):

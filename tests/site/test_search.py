@@ -99,9 +99,9 @@ ASKED = {
     "start-param-sync-reentry": "assert self.param_gather_handle is None",
     "unstepped-optimizer-refused": "Traceback (most recent call last):\n"
     '  File "/opt/venv/lib/python3.12/site-packages/megatron/core/optimizer/distrib_optimizer.py", '
-    "line 693, in sharded_state_dict\n    state_dict = self.state_dict()\n"
+    "line 1532, in sharded_state_dict\n    state_dict = self.state_dict()\n"
     '  File "/opt/venv/lib/python3.12/site-packages/megatron/core/optimizer/distrib_optimizer.py", '
-    "line 611, in state_dict\n    assert len(steps) == 1\n           ^^^^^^^^^^^^^^^\n"
+    "line 839, in state_dict\n    assert len(steps) == 1\n           ^^^^^^^^^^^^^^^\n"
     "AssertionError",
     "mtp-tied-output-weight": "assert output_layer_weight_key not in sharded_state_dict, "
     "sharded_state_dict.keys()",
@@ -158,7 +158,10 @@ def test_what_a_user_pastes_finds_its_hazard_first(search, hazard, asked):
 
 @pytest.mark.parametrize(
     ("asked", "page"),
-    [("log-probs", "logprobs"), ("fp8", "fp8"), ("pip install", "use"), ("matrix", "matrix")],
+    [
+        *(("log-probs", "logprobs"), ("asynchronous controller", "async")),
+        *(("install and apply", "use"), ("matrix", "matrix")),
+    ],
 )
 def test_a_few_words_find_the_guide_that_has_them_for_a_title(search, asked, page):
     assert search(asked)[0] == f"/{page}/"
