@@ -199,7 +199,8 @@ def test_a_controller_that_is_told_to_stop_is_continued_bit_for_bit(
     monkeypatch.setattr("megatron_idempotent.rl.trainer.async_run.run_controller", here)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the command sets
     out = tmp_path / "run"
-    assert main([*OPTIONS, "--out", str(out), "--set", "controller.drain_s=60"]) == 143
+    asked = [word for word in OPTIONS if word != "--quiet"]
+    assert main([*asked, "--out", str(out), "--set", "controller.drain_s=60"]) == 143
     *phases, told = capsys.readouterr().err.splitlines()
     assert told.endswith(f"continue with --resume --out {out}")
     said = "\n".join(phases)
