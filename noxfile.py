@@ -369,7 +369,7 @@ def downstream(session: nox.Session) -> None:
     """
     folder = WORK / "commits"
     python = _with_newest(session, folder / "python")
-    _install(session, python, *NEIGHBOURS)
+    _install(session, python, *NEIGHBOURS, "nbclient>=0.10", "ipykernel>=6")
     env = {**ENVIRON, "OMP_NUM_THREADS": "1"}
     for source in TABLE["sources"]:
         tree = _unpacked(session, source, folder)

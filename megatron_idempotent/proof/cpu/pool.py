@@ -352,13 +352,17 @@ def cloudpickled(value: object) -> bytes:
     return data
 
 
+# What a rank needs of pytest's rewriting; a release without it shows assertions as Python does.
+_OF_PYTEST = ("AssertionRewritingHook", "_read_pyc", "get_cache_dir", "PYC_TAIL", "rewrite_asserts")
+
+
 def rewritten_by_pytest() -> dict[str, str]:
     """Return name and file of each module whose assertions pytest has rewritten here.
 
     Installed ones are left out: pytest rewrites its plugins, too.
     """
     rewrite = sys.modules.get("_pytest.assertion.rewrite")
-    if rewrite is None:
+    if rewrite is None or not all(hasattr(rewrite, name) for name in _OF_PYTEST):
         return {}
     installed = sysconfig.get_path("purelib") + os.sep
     found = {}
@@ -453,7 +457,7 @@ def resolve(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, 
     if call.rewritten:
         sys.meta_path.insert(0, RewritingFinder(call.rewritten))
     function = _function(call) if call.module else None
-    if b"__main__" in call.arguments and call.main_file is not None:
+    if not call.by_value and b"__main__" in call.arguments and call.main_file is not None:
         load_main(call.main_file)
     carried, args, kwargs = pickle.loads(call.arguments)
     return function or carried, args, kwargs

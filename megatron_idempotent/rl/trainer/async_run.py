@@ -158,6 +158,7 @@ async def _run(job: Job, prompts: PromptSet, pool: RankPool | None) -> bool:
         ranks = make_ranks(job, pool=pool)
         stack.push_async_callback(ranks.close)
         await ranks.start()
+        job.say("building the model, and starting engines")
         timeline = None
         if job.config.controller.timeline:
             timeline = Timeline(tracks=("train", "weights", "rollouts"))
@@ -175,6 +176,7 @@ async def _run(job: Job, prompts: PromptSet, pool: RankPool | None) -> bool:
         if table is not None:
             showing = asyncio.ensure_future(keep_showing(table, controller.ping))
             stack.callback(showing.cancel)
+        job.say("the first rollout")
         with _drained_by_sigterm(controller):
             status = await controller.run(until=last)
         if status.trainer_version < last:

@@ -50,12 +50,15 @@ def work(job: Job) -> None:
     """Train as one rank until the job is done. Collective over the default process group."""
     rank, steps = get_rank(), job.config.optimizer.steps_per_rollout
     with output_to(job.out / "logs" / f"rank-{rank}.log") as terminal, ExitStack() as stack:
+        if rank == 0:
+            job.say("building the model", terminal)
         started = start_policy(job)
         stock, first = started.policy.stock, 0
         if job.resume_from:
             first = load_weights(stock, job.resume_from / "megatron") // steps
         shown = []
         if rank == 0 and not job.quiet:
+            job.say("evaluating, and then the first rollout", terminal)
             shown = [RolloutProgress(job.config, first_rollout=first, terminal=terminal)]
         # The other ranks log nothing. No event loop waits here, and a thread that draws the bar
         # would take a core from the ranks.

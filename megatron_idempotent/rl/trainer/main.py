@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,10 +88,10 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_idempotent.rl.workers import under_torchrun
     from megatron_idempotent.rl.workers.protocol import RankFailed, RanksLost
 
-    from .async_run import serve_rank, torchrun_overrides
     from .config import load_config
-    from .output import CONFIG_FILE, data_path, prepare, run_to_resume
+    from .output import CONFIG_FILE, data_path, prepare, run_to_resume, say
 
+    began_s = time.time()
     overrides = list(options.set)
     named = {path: getattr(options, path) for _, path, *_ in _NAMED}
     overrides += [f"{path}={value}" for path, value in named.items() if value is not None]
@@ -105,14 +106,24 @@ def _run(options: argparse.Namespace) -> int:
         if config_file is None and (out / CONFIG_FILE).is_file():
             config_file = out / CONFIG_FILE
     if under_torchrun() and not options.controller:
+        from .async_run import serve_rank
+
         return serve_rank(config_file, overrides, options.argv)
     if options.controller:
+        from .async_run import torchrun_overrides
+
         overrides += torchrun_overrides()
     config = load_config(config_file, overrides)
     prompts = read_prompts(data_path(config), words=not config.model.path)
+    if not options.quiet:
+        say("checking settings, prompts and model", began_s)
     check(config, prompts)
     job = prepare(
-        config, resume=options.resume, quiet=options.quiet, started_anew=options.controller
+        config,
+        resume=options.resume,
+        quiet=options.quiet,
+        started_anew=options.controller,
+        began_s=began_s,
     )
     again = f"continue with --resume --out {job.out}"
     try:
@@ -207,6 +218,7 @@ def launch(job: Job, prompts: PromptSet) -> bool:
 
     # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
     os.environ["OMP_NUM_THREADS"] = "1"
+    job.say(f"starting {job.config.run.ranks} ranks: importing torch and Megatron")
     ended, step = True, "rollout"
     if job.config.run.mode == "async":
         from .async_run import run_controller

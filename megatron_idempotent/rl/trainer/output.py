@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -43,6 +44,18 @@ class Job:
     """The complete checkpoint from which the run goes on; None for a new run."""
     quiet: bool = False
     """True to print errors only."""
+    began_s: float = dataclasses.field(default_factory=time.time)
+    """Seconds since 1970 at the start of the command."""
+
+    def say(self, what: str, to: IO[str] | None = None) -> None:
+        """Print the phase that begins, on standard error or `to`, unless the run is quiet."""
+        if not self.quiet:
+            say(what, self.began_s, to)
+
+
+def say(what: str, began_s: float, to: IO[str] | None = None) -> None:
+    """Print a phase of the start, with the seconds that the command has taken before it."""
+    print(f"{time.time() - began_s:6.1f} s  {what}", file=to or sys.stderr, flush=True)
 
 
 def data_path(config: Config) -> Path:
@@ -66,7 +79,14 @@ _FREE = {
 }
 
 
-def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = False) -> Job:
+def prepare(
+    config: Config,
+    *,
+    resume: bool,
+    quiet: bool,
+    started_anew: bool = False,
+    began_s: float | None = None,
+) -> Job:
     """Make the output directory or, to resume, check the newest checkpoint in it; return the job.
 
     With `started_anew`, which is for a run that something else starts again when it dies, it
@@ -105,7 +125,8 @@ def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = F
         except ValueError as error:
             raise OutputError(f"{error}; remove that line to go on without it") from error
     (out / CONFIG_FILE).write_text(as_toml(config), encoding="utf-8")
-    return Job(config=config, out=out, resume_from=checkpoint, quiet=quiet)
+    began_s = time.time() if began_s is None else began_s
+    return Job(config=config, out=out, resume_from=checkpoint, quiet=quiet, began_s=began_s)
 
 
 def resume_state(config: Config) -> dict[str, Any]:

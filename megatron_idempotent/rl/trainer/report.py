@@ -67,10 +67,10 @@ def print_summary(summary: Mapping[str, float], out: Path) -> None:
     Console().print(table)
 
 
-def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> None:
+def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any:
     """Draw reward and loss over steps as a PNG; `step` names their unit, such as "rollout".
 
-    At least one row has to have an evaluation.
+    At least one row has to have an evaluation. Returns matplotlib's figure.
     """
     # The object interface: pyplot would look for a display and keep the figure.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -101,11 +101,15 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Non
             fontsize=9,
         )
     reward_axes.set(ylabel="mean reward", ylim=(0, 1.02))
-    reward_axes.legend(loc="lower right", frameon=False)
+    # Above the axes, where no run has a line.
+    reward_axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=2, frameon=False
+    )
     loss_axes.plot(*_column(rows, LOSS), linewidth=1, color="tab:blue", alpha=0.7)
     loss_axes.set(ylabel="loss per token", xlabel=step)
     figure.align_ylabels()
     figure.savefig(path, dpi=110)
+    return figure
 
 
 def _column(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

@@ -1,6 +1,8 @@
 """Functions on several ranks: results, failures, hangs, and what remains after them."""
 
+import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import tomllib
 from megatron_idempotent.lazy import untried_torch
 from megatron_idempotent.proof import cpu
 from megatron_idempotent.proof.cpu import pool as pool_module
+from megatron_idempotent.proof.cpu.errors import RankFailure
 
 PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
 NEWEST = PROJECT["tool"]["megatron-idempotent"]["torch"]
@@ -128,6 +131,14 @@ def unpicklable():
     return lambda: None
 
 
+def wrong_sum_on(rank):
+    import torch.distributed as dist
+
+    values = [1, 2, 3 + (dist.get_rank() == rank)]
+    assert sum(values) == 6, "a sum"
+    dist.barrier()
+
+
 def test_results_come_in_order_of_rank_and_collectives_are_real(megatron_ranks):
     results = megatron_ranks(2, rank_and_sum, 10, scale=2)
     assert [(rank, float(total), local, world) for rank, total, local, world in results] == [
@@ -143,6 +154,107 @@ def test_an_exception_names_its_rank_type_message_and_line(megatron_ranks):
     assert (error.rank, error.exception_type) == (1, "ValueError")
     assert error.message == "bad sample on 1"
     assert 'raise ValueError(f"bad sample on {rank}")' in error.traceback
+
+
+def test_an_assertion_shows_its_values_and_the_peers_a_line_each(
+    megatron_ranks, monkeypatch, pytestconfig
+):
+    with pytest.raises(cpu.RankError) as caught:
+        megatron_ranks(3, wrong_sum_on, 1)
+    failed, *peers = str(caught.value).split("\n\n")
+    assert failed.startswith("rank 1: AssertionError: a sum\nTraceback ")
+    assert failed.endswith("a sum\nassert 7 == 6\n +  where 7 = sum([1, 2, 4])")
+    assert "launcher.py" not in failed
+    *told, hint = peers[0].splitlines()
+    assert len(told) == 2
+    for line in told:
+        assert re.fullmatch(rf"rank [02]: .*(peer|pipe).* at {re.escape(__file__)}:\d+", line), line
+        assert len(line) < 100 + len(__file__)
+    assert "--full-trace" in hint
+    assert caught.value.full.count("Traceback") == 3
+    monkeypatch.setattr(pytestconfig.option, "fulltrace", True)
+    with pytest.raises(cpu.RankError) as caught:
+        megatron_ranks(3, wrong_sum_on, 1)
+    assert str(caught.value).count("Traceback") == 3
+
+
+def test_a_rank_that_died_comes_before_the_peers_that_were_heard_first():
+    lost = "[/pytorch/gloo/transport/tcp/pair.cc:545] Connection closed by peer [::1]:5. Advice."
+    place = 'File "/mine/loop.py", line 7, in step\n  File "/x/site-packages/torch/c10d.py", line 9'
+    stack = (
+        'Thread 0x1 (most recent call first):\n  File "/mine/wait.py", line 3 in hold\n  File "b"'
+    )
+    peers = [
+        RankFailure(rank=rank, exception_type=kind, message=lost, traceback=place)
+        for rank, kind in ((0, "RuntimeError"), (2, "torch.distributed.DistBackendError"))
+    ]
+    dead = RankFailure(rank=1, exception_type="", message="ended", traceback="", exit_code=-9)
+    error = cpu.RankError([*peers, dead], {3: stack})
+    assert (error.rank, [each.rank for each in error.failures]) == (1, [1, 0, 2])
+    assert str(error).splitlines()[:5] == [
+        "rank 1 died with signal SIGKILL",
+        "",
+        "rank 0: RuntimeError: Connection closed by peer [::1]:5 at /mine/loop.py:7",
+        "rank 2: torch.distributed.DistBackendError: Connection closed by peer [::1]:5"
+        " at /mine/loop.py:7",
+        "rank 3 was still running and has been ended at /mine/wait.py:3",
+    ]
+    assert stack in error.full
+    other = RankFailure(rank=2, exception_type="KeyError", message="'x'", traceback="its own")
+    assert "its own" in str(cpu.RankError([dead, other], {})), "another fault is told in full"
+
+
+def test_assertions_are_rewritten_where_pytest_left_no_byte_code(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def check(found):\n    assert found == 2\n")
+    finder = pool_module.RewritingFinder({"mine": str(file)})
+    spec = finder.find_spec("mine")
+    assert finder.find_spec("os") is None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(AssertionError, match="assert 1 == 2"):
+        module.check(1)
+
+
+PROMPT = """
+import copy
+import sys
+from dataclasses import dataclass
+from megatron_idempotent.proof import cpu
+
+SCALE = 3
+
+@dataclass
+class Point:
+    x: int
+
+def scaled(x):
+    return x * SCALE
+
+def run(point):
+    return Point(scaled(point.x))
+
+pool = cpu.RankPool(1, preload=("torch",))
+(point,) = pool.run(1, run, Point(2), distributed=False)
+assert point == Point(6) and type(point) is Point, point
+(same,) = pool.run(1, copy.copy, point, distributed=False)
+assert same == point and type(same) is Point, same
+sys.modules["cloudpickle"] = None
+try:
+    pool.run(1, run, Point(2), distributed=False)
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("typed", ["at a prompt", "after -c"])
+def test_a_function_that_no_file_has_runs_on_ranks_by_value(typed):
+    arguments = {"input": PROMPT} if typed == "at a prompt" else {}
+    command = [sys.executable, *(["-"] if arguments else ["-c", PROMPT])]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, **arguments)
+    assert said.returncode == 0, said.stderr
+    assert "needs cloudpickle, which is not installed: " in said.stdout
+    assert "pip install 'megatron-idempotent[notebook]'" in said.stdout
 
 
 def test_all_failing_ranks_are_listed(megatron_ranks):
@@ -274,8 +386,6 @@ def test_what_ranks_cannot_run_is_refused_with_the_reason(megatron_ranks):
 
 
 def test_functions_of_files_with_the_same_name_are_told_apart(megatron_ranks, tmp_path):
-    import importlib.util
-
     answers = []
     for number in (1, 2):
         folder = tmp_path / str(number)

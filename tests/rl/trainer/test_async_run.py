@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -198,8 +199,13 @@ def test_a_controller_that_is_told_to_stop_is_continued_bit_for_bit(
     monkeypatch.setattr("megatron_idempotent.rl.trainer.async_run.run_controller", here)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the command sets
     out = tmp_path / "run"
-    assert main([*OPTIONS, "--out", str(out), "--set", "controller.drain_s=60"]) == 143
-    assert f"continue with --resume --out {out}" in capsys.readouterr().err
+    asked = [word for word in OPTIONS if word != "--quiet"]
+    assert main([*asked, "--out", str(out), "--set", "controller.drain_s=60"]) == 143
+    *phases, told = capsys.readouterr().err.splitlines()
+    assert told.endswith(f"continue with --resume --out {out}")
+    said = "\n".join(phases)
+    for phase in ("checking settings", "starting 2 ranks: ", "building the model", "first rollout"):
+        assert len(re.findall(rf"^ *[\d.]+ s  .*{phase}", said, re.MULTILINE)) == 1
     monkeypatch.undo()
     continues_as_if_it_had_not_stopped(out, whole, megatron_rank_pool)
 

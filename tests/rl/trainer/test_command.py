@@ -33,6 +33,21 @@ def test_asking_for_help_imports_neither_torch_nor_megatron():
     assert shown.count("(default: ") == 15
 
 
+@needs_the_trainer
+def test_the_first_phase_is_told_before_torch_is_imported(tmp_path):
+    program = (
+        "import sys\n"
+        "import megatron_idempotent.rl.trainer.main as command\n"
+        "command.check = lambda *_: sys.exit('torch' in sys.modules)\n"
+        "command.main(['--rollouts', '1'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.stderr.endswith(" s  checking settings, prompts and model\n")
+    assert done.returncode == 0, "it has imported torch"
+
+
 def test_where_only_the_base_is_installed_help_names_the_one_extra_that_is_needed():
     program = (
         "import importlib.util, sys\n"
@@ -117,9 +132,12 @@ def test_async_is_asynchronous_whatever_the_file_says(tmp_path, monkeypatch, cap
 
 
 def refused(arguments, capsys):
-    """The one line that the command leaves."""
+    """The one line that the command leaves, after the one that says what it does."""
     assert main(arguments) == 2
-    told = capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines(keepends=True)
+    told = "".join(
+        line for line in said if not line.endswith(" s  checking settings, prompts and model\n")
+    )
     assert told.startswith("error: ")
     assert told.count("\n") == 1
     return told

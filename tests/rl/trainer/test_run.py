@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 
@@ -61,6 +62,12 @@ def start_ranks_of(run, patch, function=command.run_rank, *arguments):
     patch.setattr(command, "start_ranks", start_ranks)
 
 
+def run_with_terminal(job, terminal):
+    """Runs on a rank, whose standard error goes to a file."""
+    os.dup2(os.open(terminal, os.O_CREAT | os.O_APPEND | os.O_WRONLY), 2)
+    command.run_rank(job)
+
+
 def fail_in_the_data(job):
     raise ValueError("a bug of mine")
 
@@ -68,7 +75,8 @@ def fail_in_the_data(job):
 def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     megatron_ranks, tmp_path, monkeypatch, capsys
 ):
-    start_ranks_of(megatron_ranks, monkeypatch)
+    terminal = tmp_path / "terminal"
+    start_ranks_of(megatron_ranks, monkeypatch, run_with_terminal, terminal)
     data = tmp_path / "mine.jsonl"
     rows = [
         {"prompt": f"say {a} {b}", "answer": b, "split": split}
@@ -81,7 +89,18 @@ def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     overrides = [word for setting in SMALL for word in ("--set", setting)]
     code = main([*overrides, "--data", str(data), "--rollouts", "1", "--out", str(out)])
     assert code == 0
-    assert "held-out reward at the end" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "held-out reward at the end" in said.out
+    lines = (said.err + terminal.read_text()).splitlines()
+    phases = [found for line in lines if (found := re.fullmatch(r" *([\d.]+) s  (.*)", line))]
+    assert [phase[2] for phase in phases] == [
+        "checking settings, prompts and model",
+        "starting 2 ranks: importing torch and Megatron",
+        "building the model",
+        "evaluating, and then the first rollout",
+    ]
+    seconds = [float(phase[1]) for phase in phases]
+    assert seconds == sorted(seconds)
     for name in ("curves.png", "model/tokenizer.json", "config.toml", "logs/rank-1.log"):
         assert (out / name).stat().st_size > 0
     assert list((out / "tensorboard").glob("events.*"))
@@ -89,6 +108,8 @@ def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     # Resumed with nothing but its name: prompts and settings are those that it left.
     checkpoint = ["--set", "run.checkpoint_every=1"]
     assert main([*checkpoint, "--resume", "--out", str(out), "--rollouts", "2", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    assert len(terminal.read_text().splitlines()) == len(lines) - 2, "nothing more"
     assert [row["step"] for row in read_metrics(out / METRICS_FILE)] == [0, 1, 2]
 
     capsys.readouterr()
