@@ -11,12 +11,12 @@ Cause:
     others through shared memory, in which the optimizer then goes on.
 
 Affects:
-    Every release, with Megatron's own worker (`--async-strategy mcore`). Without
-    `--use-persistent-ckpt-worker` a worker is forked for each save, and sees the tensors as they
-    are then. What the patch does: the persistent worker gets copies of tensors on the host, which
-    live until the save is written. What is on a device was copied before. NVIDIA's
-    nvidia-resiliency-ext 0.4.1 has a worker with the same code, which this does not reach; 0.7.0
-    copies.
+    0.13 and later, with Megatron's own worker (`--async-strategy mcore`); that of 0.12 cannot write
+    with a torch of today. Without `--use-persistent-ckpt-worker` a worker is forked for each save,
+    and sees the tensors as they are then. What the patch does: the persistent worker gets copies of
+    tensors on the host, which live until the save is written. What is on a device was copied
+    before. NVIDIA's nvidia-resiliency-ext 0.4.1 has a worker with the same code, which this does
+    not reach; 0.7.0 copies.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/dist_checkpointing/strategies/filesystem_async.py,
@@ -97,6 +97,7 @@ def reproduce() -> None:
 
 PATCH = Patch(
     summary="with a persistent worker an asynchronous save has later values of host tensors",
+    since="0.13",
     targets=(
         Target(
             "megatron.core.dist_checkpointing.strategies.async_utils:"
