@@ -14,9 +14,30 @@ def is_torch_adam(optimizer: Any) -> bool:
     import torch
     from megatron.core.optimizer import distrib_optimizer
 
-    return not distrib_optimizer.HAVE_APEX_OR_TE and isinstance(
-        optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW)
+    return not distrib_optimizer.HAVE_APEX_OR_TE and all(
+        isinstance(one, (torch.optim.Adam, torch.optim.AdamW))
+        for one in stepping(optimizer.optimizer)
     )
+
+
+def is_hybrid(inner: Any) -> bool:
+    """Return whether a torch optimizer is Megatron's that steps on the host, at any fraction."""
+    return hasattr(inner, "param_to_inner_param")
+
+
+def stepping(inner: Any) -> list[Any]:
+    """Return the torch optimizers that step: those inside of a hybrid one, or the one itself."""
+    return list(inner.sub_optimizers) if is_hybrid(inner) else [inner]
+
+
+def renew_copies(hybrid: Any, *, widened: bool = True) -> None:
+    """Copy parameters to what a hybrid optimizer steps on instead, on the host or in float32.
+
+    Without `widened` leave out float32 copies of 16-bit parameters, which hold more than these.
+    """
+    for parameter, inner in hybrid.param_to_inner_param.items():
+        if inner is not parameter and (widened or inner.dtype == parameter.dtype):
+            inner.data.copy_(parameter.data)
 
 
 SCALED = "_megatron_idempotent_scaled_by_caller"
