@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +40,59 @@ def renew_copies(hybrid: Any, *, widened: bool = True) -> None:
     for parameter, inner in hybrid.param_to_inner_param.items():
         if inner is not parameter and (widened or inner.dtype == parameter.dtype):
             inner.data.copy_(parameter.data)
+
+
+def main_parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's shard of each 16-bit parameter [N], and the float32 one that is stepped.
+
+    Quantized parameters are left out, and Megatron-FSDP, which has main parameters of its own.
+    """
+    import torch
+
+    for part in parts(optimizer):
+        inner: Any = getattr(part, "optimizer", None)
+        widened = getattr(inner, "param_to_fp32_param", {})
+        if hasattr(part, "shard_fp32_from_float16_groups"):
+            sharded = "model_float16_groups", "shard_fp32_from_float16_groups"
+            models, mains, shards = (
+                chain.from_iterable(getattr(part, name))
+                for name in (*sharded, "shard_float16_groups")
+            )
+            for model, main, shard in zip(models, mains, shards, strict=True):
+                if type(model) not in (torch.Tensor, torch.nn.Parameter):
+                    continue
+                if main is None:  # the inner optimizer's own: precision-aware
+                    main = widened.get(shard, inner.state.get(shard, {}).get("master_param"))
+                    if main is None or main.dtype != torch.float32:
+                        continue  # it is made in the first step, or has only what 16 bits lack
+                held = part._get_model_param_range_map(model)["param"]
+                yield model.detach().view(-1)[held.start : held.end], main.detach().view(-1)
+        elif hasattr(part, "fp32_from_float16_groups"):
+            models, mains = (
+                chain.from_iterable(getattr(part, name))
+                for name in ("float16_groups", "fp32_from_float16_groups")
+            )
+            for model, main in zip(models, mains, strict=True):
+                yield model.detach().view(-1), main.detach().view(-1)
+
+
+def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where a main parameter does not round to the model's, and that where the main one is.
+
+    A step leaves no such element: weights were written into the model afterwards.
+    """
+    here = model if main.is_cuda else model.cpu()
+    return main.to(here.dtype).ne(here).logical_and_(~here.isnan()), here
+
+
+def count_outdated(optimizer: Any, device: Any) -> Tensor:
+    """Return the number of such elements of this rank as a float64 scalar; nothing waits for it."""
+    import torch
+
+    found = torch.zeros((), dtype=torch.float64, device=device)
+    for model, main in main_parameters(optimizer):
+        found += outdated(model, main)[0].sum().to(device, non_blocking=True)
+    return found
 
 
 SCALED = "_megatron_idempotent_scaled_by_caller"

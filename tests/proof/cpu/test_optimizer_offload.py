@@ -41,8 +41,7 @@ def trained(overrides: dict[str, Any]) -> tuple[Any, list[float], float]:
 def all_kinds() -> None:
     import torch
 
-    parameters, norms, host = trained({})
-    assert host == 0.0
+    want = None  # that of fraction 0: an optimizer that is not hybrid has not torch's fused Adam
     for fraction, overlap, precise in KINDS:
         found = trained(
             {
@@ -52,8 +51,9 @@ def all_kinds() -> None:
                 "use_precision_aware_optimizer": precise,
             }
         )
-        assert torch.equal(found[0], parameters), (fraction, overlap, precise)
-        assert found[1] == norms
+        want = want or found
+        assert torch.equal(found[0], want[0]), (fraction, overlap, precise)
+        assert found[1] == want[1]
         # Whole parameters go there, until there are enough of them.
         assert fraction <= found[2] <= (fraction + 0.2 if 0 < fraction < 1 else fraction)
 
