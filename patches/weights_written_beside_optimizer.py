@@ -6,8 +6,8 @@ Symptom:
 
 Cause:
     A 16-bit model's optimizer steps on main parameters in float32, or on the host, and writes them
-    over the model. Megatron's `load_checkpoint` calls `reload_model_params()` for that; whoever
-    copies by other ways has to know it. With the precision-aware optimizer of Transformer Engine
+    over the model. Megatron's `load_checkpoint` calls `reload_model_params()` for that; a loop that
+    copies in other ways has to know it. With the precision-aware optimizer of Transformer Engine
     that call returns without a word.
 
 Affects:

@@ -49,7 +49,7 @@ def main_parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """
     import torch
 
-    for part in parts(optimizer):
+    for part in unchained(optimizer):
         inner: Any = getattr(part, "optimizer", None)
         widened = getattr(inner, "param_to_fp32_param", {})
         if hasattr(part, "shard_fp32_from_float16_groups"):
@@ -151,16 +151,20 @@ def trained_by(optimizer: Any) -> list[Any]:
     Those of a kind of optimizer that is not Megatron's own are not known, and left out.
     """
     found: list[Any] = []
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if hasattr(part, "chained_optimizers"):
-            found += trained_by(part)
-            continue
+    for part in unchained(optimizer):
         groups = [group for name in _MODELS_OWN for group in getattr(part, name, ())]
         if not groups and type(part).__name__ == "FP32Optimizer":
             inner = getattr(part, "optimizer", None)
             groups = [group["params"] for group in getattr(inner, "param_groups", ())]
         found += [param for group in groups for param in group if param is not None]
     return found
+
+
+def unchained(optimizer: Any) -> list[Any]:
+    """Return the optimizers of a chain, and of chains in it, else the one."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [one for part in optimizer.chained_optimizers for one in unchained(part)]
 
 
 def parts(optimizer: Any) -> list[Any]:

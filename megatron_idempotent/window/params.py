@@ -83,8 +83,8 @@ def ensure_main_params_synced(optimizer: Any) -> int:
 
     if not hasattr(optimizer, "reload_model_params"):
         raise ValueError(
-            f"ensure_main_params_synced() got a {type(optimizer).__name__}: pass the optimizer that "
-            "get_megatron_optimizer made, not the model's chunks or the torch optimizer in it"
+            f"ensure_main_params_synced() got a {type(optimizer).__name__}: pass the optimizer "
+            "that get_megatron_optimizer made, not the model's chunks or the torch optimizer in it"
         )
     number = 0
     with torch.no_grad():
@@ -93,7 +93,7 @@ def ensure_main_params_synced(optimizer: Any) -> int:
             if where.any():
                 main.copy_(torch.where(where, here.to(main.dtype), main))
                 number += 1
-        for part in optimizers.parts(optimizer):
+        for part in optimizers.unchained(optimizer):
             if optimizers.is_hybrid(getattr(part, "optimizer", None)):
                 optimizers.renew_copies(part.optimizer, widened=False)
     return number

@@ -30,6 +30,7 @@ KINDS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ),
     ({"dtype": "bf16"}, [{}]),
     ({"dtype": "bf16", "distributed_optimizer": False}, [{}]),
+    ({"dtype": "bf16", "experts": 2}, [offload(0.5)]),  # a chain of two
     ({"distributed_optimizer": False}, [offload(0.0), offload(0.5), offload(1.0)]),
 ]
 
