@@ -23,6 +23,7 @@ from .step import TrainStep as TrainStep
 from .window import SessionPoisoned as SessionPoisoned
 from .window import WindowAborted as WindowAborted
 from .window import abort_window as abort_window
+from .window import ensure_main_params_synced as ensure_main_params_synced
 from .window import ensure_params_synced as ensure_params_synced
 from .window import seed_all as seed_all
 from .window import wire_train_config as wire_train_config

@@ -13,12 +13,11 @@ Cause:
     other one copies the shards to the model after its update.
 
 Affects:
-    0.16.0 and later, on a GPU; in 0.15 the methods raise a NameError. Never run there, and the
-    precision-aware optimizer, which needs Transformer Engine, not at all: on the CPU runtime
-    nothing is offloaded, so the reproduction makes tensors say that they are on the device and
-    looks at the views. The patch is therefore off by default; name it in `only=` to use it. What it
-    does: a view of a model's parameter buffer stays where it is, which costs no memory, as the
-    buffer stays too. All else is moved as before.
+    0.16.0 and later; in 0.15 the methods raise a NameError. The reproduction looks at the views of
+    fp32 parameters: the precision-aware optimizer, which needs Transformer Engine, was never run.
+    The patch is therefore off by default; name it in `only=` to use it. What it does: a view of a
+    model's parameter buffer stays where it is, which costs no memory, as the buffer stays too. All
+    else is moved as before.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
@@ -55,19 +54,11 @@ def offload(original: Callable[..., None], self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Offload and restore with tensors that claim to be on a device; look for the views."""
-    import torch
-
+    """Offload the optimizer and bring it back; look for the views."""
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build()
-    tensor: Any = torch.Tensor
-    try:
-        tensor.is_cuda = property(lambda self: True)
-        tensor.cpu = tensor.clone
-        model.optimizer.offload_to_cpu()
-    finally:
-        del tensor.is_cuda, tensor.cpu
+    model.optimizer.offload_to_cpu()
     model.optimizer.restore_from_cpu()
     (optimizer,) = model.optimizer.chained_optimizers
     (buffer,) = optimizer.buffers

@@ -36,7 +36,10 @@ from megatron_idempotent.patching import Patch
 def state_dict(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
     """Fill the state if there is none at all, then has upstream read it."""
     if not self.optimizer.state and optimizers.is_torch_adam(self):
-        _fill(self.optimizer)
+        for one in optimizers.stepping(self.optimizer):
+            _fill(one)
+        if optimizers.is_hybrid(self.optimizer):
+            self.optimizer._sync_sub_optimizers_state_to_hdo()
     return original(self)
 
 

@@ -88,7 +88,9 @@ def launch_quantize(
 ) -> None:
     """Quantize a weight into codes, scales and largest magnitudes, all without gaps in memory."""
     on_device = (
-        torch.cuda.device(weight_ERC.device) if weight_ERC.is_cuda else contextlib.nullcontext()
+        torch.cuda.device(weight_ERC.device)
+        if weight_ERC.device.type == "cuda"
+        else contextlib.nullcontext()
     )
     with on_device:
         quantize_kernel[(scale_Erc.numel(),)](

@@ -406,7 +406,7 @@ def product_into(into: Tensor, left: Tensor, right: Tensor, *, add: bool = False
     beta = int(add)
     if into.dtype == left.dtype:
         return torch.addmm(into, left, right, beta=beta, out=into)
-    widened = _widened_product() if into.is_cuda else None
+    widened = _widened_product() if into.device.type == "cuda" else None
     if widened is not None:
         # The product's own sums are of float32, and are not rounded to half of it in between.
         found: Tensor = widened(into, left, right, into.dtype, beta=beta, out=into)

@@ -149,7 +149,11 @@ def using(**shapes: Shape) -> Iterator[None]:
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the tensor's GPU is the current one, which Triton launches on."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    return (
+        torch.cuda.device(tensor.device)
+        if tensor.device.type == "cuda"
+        else contextlib.nullcontext()
+    )
 
 
 @triton.jit

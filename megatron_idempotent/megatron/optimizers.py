@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,9 +16,83 @@ def is_torch_adam(optimizer: Any) -> bool:
     import torch
     from megatron.core.optimizer import distrib_optimizer
 
-    return not distrib_optimizer.HAVE_APEX_OR_TE and isinstance(
-        optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW)
+    return not distrib_optimizer.HAVE_APEX_OR_TE and all(
+        isinstance(one, (torch.optim.Adam, torch.optim.AdamW))
+        for one in stepping(optimizer.optimizer)
     )
+
+
+def is_hybrid(inner: Any) -> bool:
+    """Return whether a torch optimizer is Megatron's that steps on the host, at any fraction."""
+    return hasattr(inner, "param_to_inner_param")
+
+
+def stepping(inner: Any) -> list[Any]:
+    """Return the torch optimizers that step: those inside of a hybrid one, or the one itself."""
+    return list(inner.sub_optimizers) if is_hybrid(inner) else [inner]
+
+
+def renew_copies(hybrid: Any, *, widened: bool = True) -> None:
+    """Copy parameters to what a hybrid optimizer steps on instead, on the host or in float32.
+
+    Without `widened` leave out float32 copies of 16-bit parameters, which hold more than these.
+    """
+    for parameter, inner in hybrid.param_to_inner_param.items():
+        if inner is not parameter and (widened or inner.dtype == parameter.dtype):
+            inner.data.copy_(parameter.data)
+
+
+def main_parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's shard of each 16-bit parameter [N], and the float32 one that is stepped.
+
+    Quantized parameters are left out, and Megatron-FSDP, which has main parameters of its own.
+    """
+    import torch
+
+    for part in unchained(optimizer):
+        inner: Any = getattr(part, "optimizer", None)
+        widened = getattr(inner, "param_to_fp32_param", {})
+        if hasattr(part, "shard_fp32_from_float16_groups"):
+            sharded = "model_float16_groups", "shard_fp32_from_float16_groups"
+            models, mains, shards = (
+                chain.from_iterable(getattr(part, name))
+                for name in (*sharded, "shard_float16_groups")
+            )
+            for model, main, shard in zip(models, mains, shards, strict=True):
+                if type(model) not in (torch.Tensor, torch.nn.Parameter):
+                    continue
+                if main is None:  # the inner optimizer's own: precision-aware
+                    main = widened.get(shard, inner.state.get(shard, {}).get("master_param"))
+                    if main is None or main.dtype != torch.float32:
+                        continue  # it is made in the first step, or has only what 16 bits lack
+                held = part._get_model_param_range_map(model)["param"]
+                yield model.detach().view(-1)[held.start : held.end], main.detach().view(-1)
+        elif hasattr(part, "fp32_from_float16_groups"):
+            models, mains = (
+                chain.from_iterable(getattr(part, name))
+                for name in ("float16_groups", "fp32_from_float16_groups")
+            )
+            for model, main in zip(models, mains, strict=True):
+                yield model.detach().view(-1), main.detach().view(-1)
+
+
+def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where a main parameter does not round to the model's, and that where the main one is.
+
+    A step leaves no such element: weights were written into the model afterwards.
+    """
+    here = model if main.is_cuda else model.cpu()
+    return main.to(here.dtype).ne(here).logical_and_(~here.isnan()), here
+
+
+def count_outdated(optimizer: Any, device: Any) -> Tensor:
+    """Return the number of such elements of this rank as a float64 scalar; nothing waits for it."""
+    import torch
+
+    found = torch.zeros((), dtype=torch.float64, device=device)
+    for model, main in main_parameters(optimizer):
+        found += outdated(model, main)[0].sum().to(device, non_blocking=True)
+    return found
 
 
 SCALED = "_megatron_idempotent_scaled_by_caller"
@@ -75,16 +151,20 @@ def trained_by(optimizer: Any) -> list[Any]:
     Those of a kind of optimizer that is not Megatron's own are not known, and left out.
     """
     found: list[Any] = []
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if hasattr(part, "chained_optimizers"):
-            found += trained_by(part)
-            continue
+    for part in unchained(optimizer):
         groups = [group for name in _MODELS_OWN for group in getattr(part, name, ())]
         if not groups and type(part).__name__ == "FP32Optimizer":
             inner = getattr(part, "optimizer", None)
             groups = [group["params"] for group in getattr(inner, "param_groups", ())]
         found += [param for group in groups for param in group if param is not None]
     return found
+
+
+def unchained(optimizer: Any) -> list[Any]:
+    """Return the optimizers of a chain, and of chains in it, else the one."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [one for part in optimizer.chained_optimizers for one in unchained(part)]
 
 
 def parts(optimizer: Any) -> list[Any]:

@@ -181,6 +181,10 @@ class FSDPBackend:
     def size_of_parameters(self) -> Any:
         return size_of(self.shards.trained())
 
+    def outdated_main_parameters(self) -> int:
+        """Return 0: FSDP2 steps on the parameters of the model."""
+        return 0
+
     def bad_parameter(self) -> str | None:
         self.shards.reshard()
         return first_not_finite(

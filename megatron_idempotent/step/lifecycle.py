@@ -214,6 +214,12 @@ class Backend(Protocol):
         It may be on the device. It costs one pass over them, and no wait.
         """
 
+    def outdated_main_parameters(self) -> Any:
+        """Return the number of this rank's main elements that do not round to the model's.
+
+        It may be on the device. It costs one pass over both, and no wait.
+        """
+
     def bad_parameter(self) -> str | None:
         """Name the first trained parameter that is NaN or infinite, and where; None without one.
 

@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.megatron import gather, moe
 from megatron_idempotent.megatron.ddp import bucket_groups, start_held, trained
-from megatron_idempotent.megatron.optimizers import parts, trained_by
+from megatron_idempotent.megatron.optimizers import count_outdated, parts, trained_by
 from megatron_idempotent.megatron.process_groups import live_groups
 from megatron_idempotent.megatron.schedules import (
     are_held,
@@ -363,6 +363,9 @@ class MegatronBackend:
 
     def size_of_parameters(self) -> Any:
         return size_of(each for chunk in self.chunks for each in trained(chunk))
+
+    def outdated_main_parameters(self) -> Any:
+        return count_outdated(self.optimizer, self.device)
 
     def bad_parameter(self) -> str | None:
         return first_not_finite(

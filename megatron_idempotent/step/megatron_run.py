@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import Tensor
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.megatron.optimizers import LossScale
+from megatron_idempotent.megatron.optimizers import LossScale, is_hybrid, stepping
 from megatron_idempotent.window.accumulation import (
     dividing_by,
     multiplies_by_ranks,
@@ -422,6 +422,8 @@ class CheckedUpdate:
                 return False
             if self._options.undo:
                 inner = [one.optimizer for one in inner_optimizers(optimizer)]
+                # A hybrid one holds the state of those inside of it, and they hold copies.
+                inner += [one for each in inner if is_hybrid(each) for one in stepping(each)]
                 self.undo = keep_update(
                     [param for chunk in self._chunks for param in chunk.param_to_bucket_group],
                     [one for one in inner if one is not None],

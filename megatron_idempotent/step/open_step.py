@@ -473,12 +473,13 @@ class OpenStep:
             self._backend.check_gradients()
             # What was given as numbers is on the host, all else on the device.
             device = self._backend.device
-            facts = torch.zeros(3, dtype=torch.float64, device=device)
+            facts = torch.zeros(4, dtype=torch.float64, device=device)
             for each in self._counts:
                 facts[:2] += each.to(device, non_blocking=True)
             if self._options.non_finite != "update":
                 facts[2] = self._backend.size_of_parameters()
-            sequences, tokens, size = facts.tolist()
+            facts[3] = self._backend.outdated_main_parameters()
+            sequences, tokens, size, outdated = facts.tolist()
             local = sequences, tokens
             if math.isnan(sequences + tokens):
                 # Masks or counts on a device, which no call has looked at.
@@ -488,6 +489,13 @@ class OpenStep:
                     "each ready microbatch or pack) was taken of masks with another value than 0 "
                     "and 1, or is no number from 0 on: mend the batch. The call names row and "
                     "value if the masks are on the host"
+                )
+            if outdated:
+                raise RuntimeError(
+                    f"{outdated:g} elements of the optimizer's main parameters do not round to the "
+                    "model's: weights were written into the model, and not into the optimizer, and "
+                    "the update would undo that. abort() the step, call "
+                    "ensure_main_params_synced(optimizer) on all ranks, and begin again"
                 )
             if not math.isfinite(size):
                 bad_parameter = self._backend.bad_parameter()

@@ -4,6 +4,7 @@ from .agreement import SessionPoisoned as SessionPoisoned
 from .agreement import WindowAborted as WindowAborted
 from .agreement import agree as agree
 from .guard import guarded_window as guarded_window
+from .params import ensure_main_params_synced as ensure_main_params_synced
 from .params import ensure_params_synced as ensure_params_synced
 from .rebuild import rebuild_process_groups as rebuild_process_groups
 from .setup import ensure_initialized as ensure_initialized

@@ -1,11 +1,11 @@
-"""Gathers updated parameters on all data-parallel ranks before code reads them."""
+"""Gathers updated parameters before code reads them, and tells the optimizer of written ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_idempotent.megatron import gather
+from megatron_idempotent.megatron import gather, optimizers
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.patching.needs import is_provided
 
@@ -52,6 +52,51 @@ def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
                 "megatron.core.distributed.DistributedDataParallel, not what is inside of them"
             )
     return sum(_sync(chunk) for chunk in model_chunks)
+
+
+def ensure_main_params_synced(optimizer: Any) -> int:
+    """Bring the optimizer's own copies of parameters up to weights that were written into a model.
+
+    Call it after weights were loaded, copied or rolled back into a live model without the
+    optimizer's state, in whatever way. The next step would put the old weights back: it updates the
+    main parameters, in float32 or on the host, and writes the result over the model. Safe to
+    repeat, and free of collectives: each rank looks at its own shards.
+
+    A main parameter that rounds to the model's keeps the bits that the model lacks, element by
+    element; moments and step counters stay. `reload_model_params()` of Megatron drops these bits,
+    and does nothing for a precision-aware optimizer on the device.
+
+    Args:
+        optimizer: Megatron's, or a chain of them.
+
+    Returns:
+        The number of this rank's main parameters that did not fit the model's.
+
+    Raises:
+        ValueError: it is no optimizer of Megatron.
+
+    Example:
+        model.load_state_dict(weights)
+        ensure_main_params_synced(optimizer)
+    """
+    import torch
+
+    if not hasattr(optimizer, "reload_model_params"):
+        raise ValueError(
+            f"ensure_main_params_synced() got a {type(optimizer).__name__}: pass the optimizer "
+            "that get_megatron_optimizer made, not the model's chunks or the torch optimizer in it"
+        )
+    number = 0
+    with torch.no_grad():
+        for model, main in optimizers.main_parameters(optimizer):
+            where, here = optimizers.outdated(model, main)
+            if where.any():
+                main.copy_(torch.where(where, here.to(main.dtype), main))
+                number += 1
+        for part in optimizers.unchained(optimizer):
+            if optimizers.is_hybrid(getattr(part, "optimizer", None)):
+                optimizers.renew_copies(part.optimizer, widened=False)
+    return number
 
 
 def finish_gathers(chunks: Sequence[Any]) -> int:

@@ -5,9 +5,14 @@ device, in the namespace where callers look them up. A `TorchFunctionMode` would
 made through early-bound names, at the price of a detour around *every* torch call
 (benchmarks/cpu_overhead.py has the numbers); Megatron binds none of these names early.
 
+It knows which memory a GPU machine would have on the host: what is made without a device, for
+"cpu", or pinned, what `cpu()` and `to("cpu")` copy, and casts and copies of these. `is_cuda` of
+such a tensor is False. It is True of all others, so also of what is computed from host tensors.
+`cpu()`, `cuda()` and `to()` copy between the two, so that offloading leaves two tensors.
+
 With device="checked" ranks also refuse what a GPU would refuse: host and device tensors in one
-operation. The runtime answers for CUDA as always, and knows of each tensor's memory, by how it was
-made, whether it would be the host's or the device's. An operation on both raises `PlacementError`,
+operation. There each operation's result has the place of its inputs, and a tensor's place may be
+unknown. An operation on both raises `PlacementError`,
 as torch would on a GPU. So do `numpy()` of a device tensor, a host generator that is to fill a
 device tensor, and a host tensor in a collective of a group that is NCCL's. A tensor that was made
 for `other.device`, which is the CPU here, has an unknown place, and is not refused. It finds a
@@ -25,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _device
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,6 +44,9 @@ CPU = torch.device("cpu")
 
 FACTORIES = table.short(table.FACTORIES)
 NEW_METHODS = table.short(table.NEW_METHODS)
+COPIES = table.short(table.COPIES)
+
+_clone = torch.Tensor.clone
 
 
 def on_cpu(device: Any) -> Any:
@@ -56,25 +65,57 @@ def placed(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
+        device, pinned = None, False
         if kwargs:
             if "device" in kwargs:
-                kwargs["device"] = on_cpu(kwargs["device"])
+                device = kwargs["device"]
+                kwargs["device"] = on_cpu(device)
             # Pinning is a property of the device driver; all of this memory is host memory.
             if "pin_memory" in kwargs:
-                kwargs["pin_memory"] = False
-        return original(*args, **kwargs)
+                pinned, kwargs["pin_memory"] = kwargs["pin_memory"], False
+        result = original(*args, **kwargs)
+        if device is None and not pinned:
+            like = args[0] if args else None
+            if isinstance(like, torch.Tensor):
+                on_host = where(like) == "host"
+            else:  # inside of `with torch.device(...)` the default is no longer the host
+                on_host = _device.CURRENT_DEVICE is None and "out" not in kwargs
+        else:
+            on_host = pinned or device == "cpu"
+        if on_host:
+            _put(result, "host")
+        return result
+
+    return call
+
+
+def _follows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that copies or casts, so that the result has the place of its tensor."""
+
+    @functools.wraps(original)
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if result is not self and where(self) == "host":
+            _put(result, "host")
+        return result
 
     return call
 
 
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    follow = _follows(original)
+
     @functools.wraps(original)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("device", args[0] if args else kwargs.get("other"))
         if args and not isinstance(args[0], (torch.dtype, torch.Tensor)):
             args = (on_cpu(args[0]), *args[1:])
         if "device" in kwargs:
             kwargs["device"] = on_cpu(kwargs["device"])
-        return original(self, *args, **kwargs)
+        result = follow(self, *args, **kwargs)
+        if asked is None or isinstance(asked, torch.dtype):
+            return result
+        return _moved(result, _asked(asked))
 
     return to
 
@@ -93,11 +134,19 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    return self
+    return _moved(self, "device")
+
+
+def _cpu(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return _moved(self, "host")
 
 
 def _pin_memory(self: torch.Tensor, _device: Any = None) -> torch.Tensor:
     return self
+
+
+def _is_cuda(self: torch.Tensor) -> bool:
+    return bool(self.is_cpu) and where(self) != "host"
 
 
 def _record_stream(_self: torch.Tensor, _stream: Any) -> None:
@@ -152,7 +201,10 @@ def tensor_replacements() -> list[tuple[Any, str, Any]]:
         (torch, "load", _load(torch.load)),
         (torch.Tensor, "to", _to(torch.Tensor.to)),
         (torch.Tensor, "type", _type(torch.Tensor.type)),
+        *((torch.Tensor, name, _follows(getattr(torch.Tensor, name))) for name in COPIES),
         (torch.Tensor, "cuda", _cuda),
+        (torch.Tensor, "cpu", _cpu),
+        (torch.Tensor, "is_cuda", property(_is_cuda)),
         (torch.Tensor, "pin_memory", _pin_memory),
         (torch.Tensor, "record_stream", _record_stream),
         (DeviceContext, "__init__", _device_context(DeviceContext.__init__)),
@@ -161,20 +213,10 @@ def tensor_replacements() -> list[tuple[Any, str, Any]]:
     return found
 
 
-# Checked ranks.
-
-#: Operations that copy between host and device.
-_COPIES = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize", "_foreach_copy_", "set_")
-#: Operations whose indices may be on the host.
-_INDEXING = (
-    *("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"),
-    "index_fill_",  # what torch 2.15 makes of an assignment of a number to rows
-)
+# Where a tensor's memory is.
 
 # Address of a storage → a reference that keeps the address from being used again, and where it is.
 _memory: dict[int, tuple[Any, str]] = PerProcessDict(__name__, "_memory")
-_gloo_groups: dict[str, bool] = PerProcessDict(__name__, "_gloo_groups")
-
 
 # Without types in torch.
 _Reference: Any = StorageWeakRef
@@ -184,6 +226,10 @@ class _NewTensors(PerProcess):
     #: The place of tensors that are made now: "host", "device", "unknown", or None for that of
     #: their inputs.
     making: str | None = None
+    #: Whether each operation is checked, and says where its results are.
+    checked = False
+    #: Whether `device` is the device's for a tensor there, so that the CPU's means the host.
+    named = False
 
 
 _state = _NewTensors(__name__, "_state")
@@ -209,9 +255,73 @@ def _put(tensor: torch.Tensor, place: str) -> None:
     storage = _storage(tensor)
     if storage is not None and storage._cdata not in _memory and place != "unknown":
         if len(_memory) % 10_000 == 9_999:
-            for address in [a for a, (kept, _) in _memory.items() if kept.expired()]:
+            for address in [a for a, (kept, _) in list(_memory.items()) if kept.expired()]:
                 del _memory[address]
         _memory[storage._cdata] = (_Reference(storage), place)
+
+
+@contextlib.contextmanager
+def making(place: str) -> Iterator[None]:
+    """Make tensors at this place inside of the block, and refuse nothing."""
+    before, _state.making = _state.making, place
+    try:
+        yield
+    finally:
+        _state.making = before
+
+
+def _moved(tensor: torch.Tensor, place: str) -> torch.Tensor:
+    """Return the tensor if it is at this place, else a copy that is."""
+    known = where(tensor)
+    # Where no operation is checked, all that is not known to be on the host is on the device.
+    if known == place if _state.checked else place in (known or "device", "unknown"):
+        return tensor
+    with making(place):
+        copy = _clone(tensor)
+    _put(copy, place)
+    return copy
+
+
+def _asked(device: Any) -> str:
+    """Return the place that `device` means; "unknown" for the CPU, which may be a tensor's own."""
+    if isinstance(device, torch.Tensor):
+        return where(device) or ("unknown" if _state.checked else "device")
+    if on_cpu(device) is not device:
+        return "device"
+    return "host" if _state.named or isinstance(device, str) else "unknown"
+
+
+@contextlib.contextmanager
+def naming_devices() -> Iterator[None]:
+    """Have `tensor.device` be "cuda:0" of tensors on the device, inside of the block.
+
+    There `to(torch.device("cpu"))` moves to the host. Elsewhere that may be a tensor's own device,
+    because C code gets it: a block is for Python that moves tensors, and computes nothing.
+    """
+    tensor: Any = torch.Tensor
+    own = torch._C.TensorBase.device.__get__
+    there = torch.device("cuda", 0)
+    tensor.device = property(lambda self: there if _is_cuda(self) else own(self))
+    before, _state.named = _state.named, True
+    try:
+        yield
+    finally:
+        _state.named = before
+        if not before:
+            del tensor.device
+
+
+# Checked ranks.
+
+#: Operations that copy between host and device.
+_CROSSING = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize", "_foreach_copy_", "set_")
+#: Operations whose indices may be on the host.
+_INDEXING = (
+    *("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"),
+    "index_fill_",  # what torch 2.15 makes of an assignment of a number to rows
+)
+
+_gloo_groups: dict[str, bool] = PerProcessDict(__name__, "_gloo_groups")
 
 
 class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -223,7 +333,7 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A barrier's tensor is torch's own.
             if func.namespace == "c10d" and func._opname != "barrier":
                 _check_collective(func, args, tensors, places)
-            elif func._opname not in _COPIES:
+            elif func._opname not in _CROSSING:
                 _check_mixture(func, tensors, places)
         result = func(*args, **kwargs)
         # What torch makes for itself is where it belongs; `_made` knows what a caller makes.
@@ -266,31 +376,6 @@ def _check_collective(
                     )
 
 
-@contextlib.contextmanager
-def making(place: str) -> Iterator[None]:
-    """Make tensors at this place inside of the block, and refuse nothing."""
-    before, _state.making = _state.making, place
-    try:
-        yield
-    finally:
-        _state.making = before
-
-
-def _moved(tensor: torch.Tensor, place: str) -> torch.Tensor:
-    """Return the tensor if it is at this place, else a copy that is."""
-    if place != "unknown" and where(tensor) == place:
-        return tensor
-    with making(place):
-        return tensor.clone()
-
-
-def _asked(device: Any) -> str:
-    """Return the place that `device` means; "unknown" for the CPU, which may be a tensor's own."""
-    if isinstance(device, torch.Tensor):
-        return where(device) or "unknown"
-    return "device" if on_cpu(device) is not device else "unknown"
-
-
 def _made(original: Callable[..., Any], *, like_self: bool = False) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -314,18 +399,6 @@ def _made(original: Callable[..., Any], *, like_self: bool = False) -> Callable[
         return _moved(result, place) if isinstance(result, torch.Tensor) else result
 
     return call
-
-
-def _checked_to(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("device", args[0] if args else kwargs.get("other"))
-        result = original(self, *args, **kwargs)
-        if given is None or isinstance(given, torch.dtype):
-            return result
-        return _moved(result, _asked(given))
-
-    return to
 
 
 def _numpy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -362,9 +435,8 @@ def checking() -> Iterator[None]:
     for name in NEW_METHODS:
         setattr(torch.Tensor, name, _made(getattr(torch.Tensor, name), like_self=True))
     tensor: Any = torch.Tensor
-    tensor.to, tensor.numpy = _checked_to(tensor.to), _numpy(tensor.numpy)
-    tensor.cuda = lambda self, *_, **__: _moved(self, "device")
-    tensor.cpu = lambda self, *_, **__: _moved(self, "host")
+    tensor.numpy = _numpy(tensor.numpy)
+    _state.checked = True
     group = _new_group(dist.new_group)
     dist.new_group = distributed_c10d.new_group = group
     with _Checks():  # type: ignore[no-untyped-call]

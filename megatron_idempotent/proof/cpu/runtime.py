@@ -205,6 +205,13 @@ def _optimizer(module: ModuleType, replace: Complete) -> None:
     replace(module, "quantize_param_shard", quantize_param_shard)
 
 
+def _optimizer_config(module: ModuleType, replace: Complete) -> None:
+    # 0.13 to 0.15 compare the version of Transformer Engine, which is None without it, though an
+    # optimizer on the host needs none.
+    if "is_te_min_version" in vars(module) and not importlib.util.find_spec("transformer_engine"):
+        replace(module, "is_te_min_version", lambda *_args, **_kwargs: False)
+
+
 def _moe(module: ModuleType, replace: Complete) -> None:
     # 0.14 on: the router tests `te_general_gemm is not None` before it uses it.
     if "te_general_gemm" not in vars(module):
@@ -250,6 +257,7 @@ COMPLETE: dict[str, Callable[[ModuleType, Complete], None]] = {
     "torch._dynamo.eval_frame": _compiler,
     "megatron.core.datasets.utils": _datasets,
     "megatron.core.optimizer.distrib_optimizer": _optimizer,
+    "megatron.core.optimizer.optimizer_config": _optimizer_config,
     "megatron.core.transformer.moe.moe_utils": _moe,
 }
 

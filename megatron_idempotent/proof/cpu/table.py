@@ -47,6 +47,11 @@ NEW_METHODS = (
     "torch.Tensor.new_empty torch.Tensor.new_empty_strided torch.Tensor.new_full "
     "torch.Tensor.new_ones torch.Tensor.new_tensor torch.Tensor.new_zeros"
 )
+#: Methods that copy or cast a tensor.
+COPIES = (
+    "torch.Tensor.bfloat16 torch.Tensor.clone torch.Tensor.contiguous torch.Tensor.double "
+    "torch.Tensor.float torch.Tensor.half"
+)
 
 #: (names separated by spaces, what they answer)
 EMULATED: tuple[tuple[str, str], ...] = (
@@ -101,8 +106,21 @@ EMULATED: tuple[tuple[str, str], ...] = (
         'a CUDA device ("cuda", "cuda:0", 0, torch.device) means the CPU; pin_memory is ignored',
     ),
     (
-        "torch.Tensor.cuda torch.Tensor.pin_memory",
-        "the tensor itself: host and device memory are one, so nothing is copied",
+        "torch.Tensor.cuda torch.Tensor.cpu",
+        "a copy, if the tensor is in the other memory. On the host is what is made without a "
+        'device, for "cpu" or pinned, and what `cpu` returns; all else is on the device',
+    ),
+    (
+        "torch.Tensor.is_cuda",
+        "False for a tensor in host memory",
+    ),
+    (
+        COPIES,
+        "itself, in the same memory",
+    ),
+    (
+        "torch.Tensor.pin_memory",
+        "the tensor itself",
     ),
     (
         "torch.Tensor.record_stream",

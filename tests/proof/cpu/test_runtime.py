@@ -273,6 +273,33 @@ def test_every_spelling_of_a_cuda_device_means_the_cpu(torch, device):
     assert {tensor.device.type for tensor in made} == {"cpu"}
 
 
+def test_host_memory_is_apart_from_the_devices(torch):
+    host = [
+        torch.zeros(2),
+        torch.tensor([1.0]),
+        torch.empty(2, device="cpu"),
+        torch.empty(2, device="cuda").cpu(),
+        torch.empty(2, device="cuda").to("cpu", torch.float64),
+        torch.full((2,), 1.0, pin_memory=True),
+    ]
+    host += [host[0].bfloat16(), host[0].to(torch.float16), torch.zeros_like(host[0])]
+    host += [host[0].clone(), host[0][:1], host[0].new_ones(3), host[0].pin_memory()]
+    device = [each.cuda() for each in host] + [torch.ones(2, device="cuda").float().detach()]
+    device += [host[0].to(device[0]), device[0].clone(), torch.ones_like(device[0]) * 2]
+    assert not any(each.is_cuda for each in host)
+    assert all(each.is_cuda for each in device)
+    own = {each.untyped_storage().data_ptr() for each in host}
+    assert not any(each.untyped_storage().data_ptr() in own for each in device)
+    assert host[0].cpu() is host[0]
+    assert device[0].cuda() is device[0]
+    assert device[0].to(device[1].device) is device[0], "a tensor's own device moves nothing"
+    device[0].data = host[1]
+    assert not device[0].is_cuda
+    assert not torch.empty(2, device="meta").is_cuda
+    cpu.disable()
+    assert not torch.ones(2).is_cuda
+
+
 def devices_of_a_meta_block():
     """Runs on a rank where torch has met the runtime before any block; returns (on, off,
     outside)."""

@@ -1,0 +1,88 @@
+"""With the optimizer on the host, weights that are loaded are undone by the next step.
+
+Symptom:
+    A run with `optimizer_cpu_offload` loads weights without optimizer state: a start from a
+    pretrained model, `--no-load-optim`, an adapter. The first forward is right. The first step puts
+    back the weights from before the load, updated once. No error: a run that was to fine-tune a
+    model trains a random one.
+
+Cause:
+    The hybrid optimizer steps on copies: on the host those of the offloaded fraction, in float32
+    those of 16-bit parameters. `reload_model_params()` renews only the latter, which exist under
+    the precision-aware optimizer, and in 0.12 none. The float32 main parameters between the model
+    and the copies, which all other configurations have, it renews in no release. Of an optimizer in
+    float32 it renews nothing, since without copies nothing has to be.
+
+Affects:
+    Every release, at each fraction, 0 included. What the patch does: `reload_model_params()` also
+    copies the model to the main parameters, as without offload, and these to all copies. Megatron's
+    `load_checkpoint` calls it for 16-bit models; after a load of your own call it yourself, or
+    `ensure_main_params_synced`.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/5071 (open);
+    https://github.com/NovaSky-AI/SkyRL/pull/2149.
+
+Remove when:
+    `reload_model_params` renews all copies of a `HybridDeviceOptimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.megatron import optimizers
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Patch
+
+
+def copy_to_main(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Copy the model to the main parameters as without offload, then these to the copies."""
+    hybrid = self.optimizer
+    in_fsdp = ("use_megatron_fsdp", "use_custom_fsdp")  # which has main parameters of its own
+    if not optimizers.is_hybrid(hybrid) or any(vars(self.ddp_config).get(each) for each in in_fsdp):
+        original(self, *args, **kwargs)
+        return
+    self.optimizer = None  # with the hybrid one upstream leaves before it copies
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        self.optimizer = hybrid
+    optimizers.renew_copies(hybrid)
+
+
+def reload_fp32(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Copy the model's parameters to the copies on the host."""
+    original(self, *args, **kwargs)
+    if optimizers.is_hybrid(self.optimizer):
+        optimizers.renew_copies(self.optimizer)
+
+
+def reproduce() -> None:
+    """Set all weights to 5 and reload; after one step with lr 0.01 none may be far from there."""
+    import torch
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "lr": 0.01}
+    model = tiny.build(dtype="bf16", optimizer_overrides=offload)
+    with torch.no_grad():
+        for parameter in model.chunks[0].parameters():
+            parameter.fill_(5.0)
+    model.optimizer.reload_model_params()
+    model.forward_backward(1, data_seed=0)
+    model.step()
+    least = float(model.parameters().min())
+    if least < 4.9:
+        raise RuntimeError(f"a weight that was loaded as 5.0 is {least:.2f} after a step of 0.01")
+
+
+PATCH = Patch(
+    summary="with optimizer_cpu_offload the first step after a weights-only load undoes it",
+    targets=(
+        target("distributed._copy_model_params_to_main_params", copy_to_main),
+        target("fp32.reload_model_params", reload_fp32),
+    ),
+    stock_error=r"RuntimeError: a weight that was loaded as 5.0 is -?[01]\.\d+ after a step",
+)

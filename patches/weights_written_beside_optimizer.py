@@ -1,0 +1,109 @@
+"""Weights that are written into a live model are undone by its optimizer's next step.
+
+Symptom:
+    A weights-only load, an adapter's restore or a rollback copies weights into a model that trains.
+    Forwards use them. The next step puts the earlier weights back, updated once. No error.
+
+Cause:
+    A 16-bit model's optimizer steps on main parameters in float32, or on the host, and writes them
+    over the model. Megatron's `load_checkpoint` calls `reload_model_params()` for that; a loop that
+    copies in other ways has to know it. With the precision-aware optimizer of Transformer Engine
+    that call returns without a word.
+
+Affects:
+    Every release, with main parameters: fp16, bf16, `optimizer_cpu_offload`. No wrapper can do it:
+    an optimizer is not told when a tensor is written. What to do: call
+    `ensure_main_params_synced(optimizer)` after the write. `TrainStep` refuses to finish a step
+    whose main parameters do not round to the model's. The precision-aware optimizer was run on the
+    host only: on the device it needs Transformer Engine. There its float32 main parameters are
+    renewed, and with `store_param_remainders` nothing needs to be, up to a 16-bit rounding.
+
+Upstream:
+    https://github.com/NovaSky-AI/SkyRL/pull/2149; https://github.com/radixark/miles/pull/2572.
+
+Remove when:
+    upstream has a call that renews all main parameters, and none that does not fit is stepped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.patching import Helper
+
+
+def _stepped() -> Any:
+    """Train one step, and put the weights back to those before it, as a rollback does."""
+    import torch
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    model = tiny.build(dtype="bf16", optimizer_overrides={"lr": 0.5, "weight_decay": 0.0})
+    before = [each.detach().clone() for each in model.chunks[0].parameters()]
+    _advance(model)
+    with torch.no_grad():
+        for each, value in zip(model.chunks[0].parameters(), before, strict=True):
+            each.copy_(value)
+    for group in model.optimizer.param_groups:
+        group["lr"] = 0.0
+    return model
+
+
+def _advance(model: Any) -> bytes:
+    model.forward_backward(1, data_seed=0)
+    model.step()
+    bits: bytes = model.parameters().numpy().tobytes()
+    return bits
+
+
+def _expect_kept(model: Any) -> None:
+    """Raise unless a step with a learning rate of 0 leaves the weights as they are."""
+    before = model.parameters().numpy().tobytes()
+    if _advance(model) != before:
+        raise RuntimeError("a step with a learning rate of 0 has put back other weights")
+
+
+def reproduce() -> None:
+    """Roll weights back in place, and step."""
+    _expect_kept(_stepped())
+
+
+def repaired() -> None:
+    """Run the same with the call that the case file names."""
+    from megatron_idempotent import ensure_main_params_synced
+
+    model = _stepped()
+    ensure_main_params_synced(model.optimizer)
+    _expect_kept(model)
+
+
+def neighbour() -> bytes:
+    """Reload with Megatron's own call, then train."""
+    model = _stepped()
+    model.optimizer.reload_model_params()
+    _expect_kept(model)
+    return _trained(model)
+
+
+def helped() -> bytes:
+    """Do so with the call, twice."""
+    from megatron_idempotent import ensure_main_params_synced
+
+    model = _stepped()
+    for _ in range(2):
+        ensure_main_params_synced(model.optimizer)
+    _expect_kept(model)
+    return _trained(model)
+
+
+def _trained(model: Any) -> bytes:
+    for group in model.optimizer.param_groups:
+        group["lr"] = 0.5
+    return _advance(model)
+
+
+HELPER = Helper(
+    summary="weights written into a live 16-bit model are undone by the next step",
+    call="ensure_main_params_synced",
+    stock_error=r"RuntimeError: a step with a learning rate of 0 has put back other weights",
+)
