@@ -65,8 +65,8 @@ def gloo_for(backend: Any) -> Any:
 def with_listed_splits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap all_to_all_single so that split sizes may be tensors, which become lists.
 
-    Megatron's token dispatcher brings the sizes to the host as numpy arrays, but only from tensors
-    whose `is_cuda` is true; here it passes the tensors themselves.
+    Megatron's token dispatcher brings the sizes to the host as numpy arrays, but passes tensors
+    that are on the host already as they are.
     """
 
     @functools.wraps(original)
