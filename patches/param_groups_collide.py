@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Patch, a_body_has
 
 _PLACE = "_megatron_idempotent_place"
 _RATES = ("max_lr", "min_lr")
@@ -115,6 +115,8 @@ PATCH = Patch(
     summary="parameter groups that differ in their rates have the same ones after a load",
     since="0.16",
     before="0.19",
+    # The commit that made rates a part of what identifies a group writes it so.
+    fixed_when=a_body_has("needed_groups.append(value)"),
     targets=(
         target("distributed.load_state_dict", load_state_dict),
         target("any._filter_and_reorder_param_groups", reorder),
