@@ -366,9 +366,8 @@ def entries(session: nox.Session) -> None:
 
     `nox -s entries -- [pytest arguments]`. One at a time: each makes a Ray node or ranks.
     """
-    groups = nox.project.dependency_groups(PROJECT, "entries")
     tests = [f"tests/downstream/test_framework_{what}.py" for what in ("doors", "entries")]
-    _downstream(session, "entries", ["-n", "0"], tests, *groups)
+    _downstream(session, "entries", ["-n", "0"], tests, *TABLE["entries"])
 
 
 def _downstream(

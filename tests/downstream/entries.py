@@ -100,7 +100,11 @@ def roll() -> dict[str, Any]:
             from roll.distributed.strategy.factory import create_strategy
 
             worker.pipeline_config = config
-            create_strategy(worker)
+            try:
+                create_strategy(worker)
+            except TypeError as error:  # its arguments are of an older transformers
+                if "warmup_ratio" not in str(error):
+                    raise
 
         trainers = clusters["actor_train"].workers
         ray.get([each.__ray_call__.remote(strategy) for each in trainers])
@@ -121,7 +125,7 @@ def areal() -> dict[str, Any]:
             *("cluster.n_gpus_per_node=1", f"cluster.fileroot={os.getcwd()}"),
             f"cluster.name_resolve.nfs_record_root={os.getcwd()}/names",
             "++actor.scheduling_spec.0.env_vars.MEGATRON_IDEMPOTENT='1'",
-            *("actor.scheduling_spec.0.gpu=0", "actor.scheduling_spec.0.mem=1"),
+            *(f"++actor.scheduling_spec.0.{what}" for what in ("cpu=1", "gpu=0", "mem=1")),
         ],
         GRPOConfig,
     )

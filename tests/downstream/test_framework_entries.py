@@ -31,19 +31,28 @@ __version__ = "1.0.0"
 def __getattr__(name):
     return _standins._made(sys.modules[__name__], name)
 """
-#: Framework → (variables of its sources, what it imports, who trains, who does not).
+#: Framework → (variables of its sources, what it imports, who trains, who does not and whether
+#: Megatron is there all the same).
 DRIVEN = {
     "roll": (
         ("ROLL_SOURCE", "MCORE_ADAPTER_SOURCE"),
         ("ray", "codetiming", "dacite", "hydra", "pybase64", "imageio"),
         {"actor_train-0", "actor_train-1"},
-        {"actor_infer-0", "driver"},
+        # Its configuration and its actors import Megatron everywhere.
+        {"actor_infer-0": True, "driver": True},
     ),
     "areal": (
         ("AREAL_SOURCE", "BRIDGE_SOURCE"),
         ("ray", "colorlog", "lark", "mbridge", "numba", "openai", "tenacity", "tensorboardX"),
         {"actor-0"},
-        {"rollout-0", "driver"},
+        {"rollout-0": False, "driver": False},
+    ),
+    # Its driver names the class of the workers, and has not the variable of the node here.
+    "skyrl": (
+        ("SKYRL_SOURCE", "SKYRL_GYM_SOURCE", "SKYRL_MEGATRON_SOURCE", "BRIDGE_SOURCE"),
+        ("ray", "cloudpathlib", "jaxtyping", "loguru", "pybase64", "zstandard"),
+        {"policy-0"},
+        {"probe-0": False, "driver": True},
     ),
 }
 
@@ -98,12 +107,12 @@ def test_its_own_workers_have_the_patches_if_they_train(framework, hooked, tmp_p
     )
     assert done.returncode == 0, done.stderr[-8000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == trainers | others
+    assert found.keys() == trainers | others.keys()
     for name in trainers:
         assert found[name]["megatron"]
         assert "aux-loss-scale-left-set" in found[name]["patches"], name
-    for name in others:
-        assert found[name] == {"megatron": False, "patches": []}, name
+    for name, megatron in others.items():
+        assert found[name] == {"megatron": megatron, "patches": []}, name
 
 
 #: Framework → (variable of its source, what it imports first, its command after `run --`).
