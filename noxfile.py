@@ -367,16 +367,34 @@ def downstream(session: nox.Session) -> None:
 
     They come out of the clones that MEGATRON_LM names, separated by colons, or over the network.
     """
+    spread = ["-n", str(JOBS + 1), "--dist", "worksteal"]
+    more = [*NEIGHBOURS, "nbclient>=0.10", "ipykernel>=6"]
+    _downstream(session, "python", spread, ["tests/downstream"], *more)
+
+
+@nox.session(venv_backend="none")
+def entries(session: nox.Session) -> None:
+    """The frameworks' own start-up through their doors, beside what they import.
+
+    `nox -s entries -- [pytest arguments]`. One at a time: each makes a Ray node or ranks.
+    """
+    tests = [f"tests/downstream/test_framework_{what}.py" for what in ("doors", "entries")]
+    _downstream(session, "entries", ["-n", "0"], tests, *TABLE["entries"])
+
+
+def _downstream(
+    session: nox.Session, environment: str, options: list[str], tests: list[str], *more: str
+) -> None:
+    """Run `tests` on the frameworks' own sources, in an environment that has `more`."""
     folder = WORK / "commits"
-    python = _with_newest(session, folder / "python")
-    _install(session, python, *NEIGHBOURS, "nbclient>=0.10", "ipykernel>=6")
+    python = _with_newest(session, folder / environment, *more)
     env = {**ENVIRON, "OMP_NUM_THREADS": "1"}
     for source in TABLE["sources"]:
         tree = _unpacked(session, source, folder)
         env |= {name: str(tree / inside) for name, inside in source["variables"].items()}
     cache = f"cache_dir={folder / 'pytest'}"
-    command = [str(python), "-m", "pytest", "-o", cache, "-n", str(JOBS + 1), "--dist", "worksteal"]
-    session.run(*command, *(session.posargs or ["tests/downstream"]), env=env, external=True)
+    command = [str(python), "-m", "pytest", "-o", cache, *options]
+    session.run(*command, *(session.posargs or tests), env=env, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -420,13 +438,13 @@ def _refused(ours: list[str], tree: Path) -> list[str]:
     return [row["id"] for row in rows if row["standing"] == "drifted" and row["in_range"]]
 
 
-def _with_newest(session: nox.Session, folder: Path) -> Path:
+def _with_newest(session: nox.Session, folder: Path, *more: str) -> Path:
     newest = RELEASES[NEWEST]
     python = _environment(session, newest["python"], folder)
     core = f"megatron-core[training]=={NEWEST}"
     packages = [f"torch=={TABLE['torch']}", core, *newest["requires"]]
     groups = nox.project.dependency_groups(PROJECT, "test")
-    _install(session, python, *packages, "-e", ".[trainer]", *groups)
+    _install(session, python, *packages, "-e", ".[trainer]", *groups, *more)
     return python
 
 
