@@ -82,6 +82,7 @@ def roll() -> dict[str, Any]:
             overrides=[
                 *("actor_train.device_mapping='[0,1]'", "actor_infer.device_mapping='[0]'"),
                 *("reference.device_mapping='[0]'", "~rewards.llm_judge"),
+                "actor_train.model_args.dtype=fp32",  # bf16 asks for a GPU
                 "+actor_train.system_envs.MEGATRON_IDEMPOTENT='1'",
             ],
         )
@@ -100,11 +101,7 @@ def roll() -> dict[str, Any]:
             from roll.distributed.strategy.factory import create_strategy
 
             worker.pipeline_config = config
-            try:
-                create_strategy(worker)
-            except TypeError as error:  # its arguments are of an older transformers
-                if "warmup_ratio" not in str(error):
-                    raise
+            create_strategy(worker)
 
         trainers = clusters["actor_train"].workers
         ray.get([each.__ray_call__.remote(strategy) for each in trainers])
@@ -140,7 +137,9 @@ def areal() -> dict[str, Any]:
             tasks = list(given.scheduling_spec)
             (worker,) = scheduler.create_workers(Job(role=role, replicas=1, tasks=tasks))
             asyncio.run(scheduler.create_engine(worker, engine, config=given))
-        return asked(ray, {role: [w.actor for w in scheduler._workers[role]] for role in engines})
+        found = asked(ray, {role: [w.actor for w in scheduler._workers[role]] for role in engines})
+        scheduler.delete_workers()  # or its `__del__` looks for a node that has gone
+        return found
 
 
 def skyrl() -> dict[str, Any]:
