@@ -76,7 +76,7 @@ def ensure_main_params_synced(optimizer: Any) -> int:
         ValueError: it is no optimizer of Megatron.
 
     Example:
-        model.load_state_dict(weights)
+        model_chunks[0].load_state_dict(weights)
         ensure_main_params_synced(optimizer)
     """
     import torch

@@ -286,7 +286,8 @@ def run_on_ranks() -> set[str]:
         data=data_iterator,
         get_forward_backward_func=get_forward_backward_func,
     )
-    run("window/params.py", **parts, model_chunks=model.chunks)
+    weights = model.chunks[0].state_dict()
+    run("window/params.py", **parts, model_chunks=model.chunks, weights=weights)
     run("window/agreement.py", pack=list, rollouts=[])
     run("proof/cpu/probes.py:watching_collectives", model=model)
 

@@ -126,13 +126,17 @@ def test_a_link_that_is_right_on_github_is_right_on_the_site(source, link, right
     assert site.relinked(f"See [x]({link}).", source, known, REPOSITORY) == f"See [x]({right})."
 
 
-def test_one_page_says_where_the_package_comes_from_and_recipes_lead_there():
+def test_pages_install_the_package_from_one_place_and_recipes_lead_there():
     texts = {
         path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
         for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
     }
-    told = [path for path, text in texts.items() if re.search("pip install.*megatron-idemp", text)]
-    assert told == ["docs/use.md"]
+    told = {
+        where
+        for text in texts.values()
+        for where in re.findall(r'^ *pip install "(git\+[^"]*)"', text, re.MULTILINE)
+    }
+    assert told == {"git+https://github.com/megatron-idempotent/megatron-idempotent"}
     assert "\n## Install\n" in texts["docs/use.md"]
     for path, text in texts.items():
         if path.startswith("docs/recipes/") or path in ("README.md", "docs/index.md"):

@@ -24,11 +24,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _device
 from torch.utils._device import DeviceContext, _device_constructors
@@ -183,6 +185,19 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _reduced(tensor: torch.Tensor) -> Any:
+    """Pickle a tensor for another process with its place, which there nobody else knows."""
+    made = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    return _rebuilt, (where(tensor), *made)
+
+
+def _rebuilt(place: str | None, rebuild: Callable[..., torch.Tensor], given: Any) -> torch.Tensor:
+    tensor = rebuild(*given)
+    if place is not None:
+        _put(tensor, place)
+    return tensor
+
+
 def tensor_replacements() -> list[tuple[Any, str, Any]]:
     """Return (owner, attribute, replacement) for all that decides where a tensor is."""
     # torch collects once, at the first `with torch.device(...)`, the functions that such a block
@@ -196,6 +211,10 @@ def tensor_replacements() -> list[tuple[Any, str, Any]]:
         for name in NEW_METHODS
         if hasattr(torch.Tensor, name)
     ]
+    reducers = {
+        kind: _reduced if reduce is reductions.reduce_tensor else reduce
+        for kind, reduce in ForkingPickler._extra_reducers.items()  # type: ignore[attr-defined]
+    }
     found += [(torch.cuda, name, getattr(torch, name)) for name in table.short(table.TENSOR_TYPES)]
     found += [
         (torch, "load", _load(torch.load)),
@@ -209,6 +228,7 @@ def tensor_replacements() -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "record_stream", _record_stream),
         (DeviceContext, "__init__", _device_context(DeviceContext.__init__)),
         (torch.autocast, "__init__", _autocast(torch.autocast.__init__)),
+        (ForkingPickler, "_extra_reducers", reducers),
     ]
     return found
 

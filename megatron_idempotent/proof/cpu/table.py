@@ -119,6 +119,10 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "itself, in the same memory",
     ),
     (
+        "multiprocessing.reduction.ForkingPickler._extra_reducers",
+        "a tensor that goes to another process is in the same memory there",
+    ),
+    (
         "torch.Tensor.pin_memory",
         "the tensor itself",
     ),
