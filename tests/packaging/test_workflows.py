@@ -131,9 +131,12 @@ def test_the_sources_are_at_the_commits_of_the_recipes():
     }
     for each in TABLE["sources"]:
         sources[each["repository"].removeprefix("https://github.com/")].append(each["commit"])
-    for patch in (ROOT / "docs" / "recipes").glob("*.patch"):
-        repository, commit = patch.read_text("utf-8").splitlines()[0].removeprefix("# ").split()
-        assert commit in sources[repository], patch.name
+    for page in (ROOT / "docs" / "recipes").glob("*.md"):
+        written = re.findall(
+            r"^Written for .*github.com/(\S+)/tree/(\w+)\)", page.read_text("utf-8")
+        )
+        for repository, commit in written:
+            assert commit in sources[repository], page.name
 
 
 def test_a_tag_is_tested_before_it_is_published():
