@@ -62,6 +62,10 @@ def on_cpu(device: Any) -> Any:
     return device
 
 
+class _OfGroup(str):
+    """Is "cpu" as the device of a group's objects, which would be the GPU with NCCL."""
+
+
 def placed(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `original` so that its `device` argument means the CPU, and nothing is pinned."""
 
@@ -83,7 +87,7 @@ def placed(original: Callable[..., Any]) -> Callable[..., Any]:
             else:  # inside of `with torch.device(...)` the default is no longer the host
                 on_host = _device.CURRENT_DEVICE is None and "out" not in kwargs
         else:
-            on_host = pinned or device == "cpu"
+            on_host = pinned or (device == "cpu" and type(device) is not _OfGroup)
         if on_host:
             _put(result, "host")
         return result
@@ -308,7 +312,8 @@ def _asked(device: Any) -> str:
         return where(device) or ("unknown" if _state.checked else "device")
     if on_cpu(device) is not device:
         return "device"
-    return "host" if _state.named or isinstance(device, str) else "unknown"
+    named = _state.named or (isinstance(device, str) and type(device) is not _OfGroup)
+    return "host" if named else "unknown"
 
 
 @contextlib.contextmanager
@@ -459,5 +464,7 @@ def checking() -> Iterator[None]:
     _state.checked = True
     group = _new_group(dist.new_group)
     dist.new_group = distributed_c10d.new_group = group
+    device_of = distributed_c10d._get_object_coll_device
+    distributed_c10d._get_object_coll_device = lambda group=None: _OfGroup(device_of(group))
     with _Checks():  # type: ignore[no-untyped-call]
         yield
