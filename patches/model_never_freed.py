@@ -58,9 +58,8 @@ def build(
         detached = {}
         for place, shard in enumerate(shards):
             shards[place] = detached[id(shard)] = shard.detach()
-            vars(shards[place]).update(
-                vars(shard)
-            )  # such as whether it is cut by tensor parallelism
+            # Such as whether it is cut by tensor parallelism.
+            vars(shards[place]).update(vars(shard))
         group = group_range["orig_group"]
         group["params"] = [detached.get(id(each), each) for each in group["params"]]
     return (

@@ -161,9 +161,9 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 
 def unchained(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chain, and of chains in it, else the one."""
+    """Return the optimizers of a chain, and of chains in it, else the one; none of None."""
     if not hasattr(optimizer, "chained_optimizers"):
-        return [optimizer]
+        return [] if optimizer is None else [optimizer]
     return [one for part in optimizer.chained_optimizers for one in unchained(part)]
 
 

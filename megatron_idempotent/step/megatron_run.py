@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import Tensor
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.megatron.optimizers import LossScale, is_hybrid, stepping
+from megatron_idempotent.megatron.optimizers import LossScale, is_hybrid, stepping, unchained
 from megatron_idempotent.window.accumulation import (
     dividing_by,
     multiplies_by_ranks,
@@ -41,7 +41,7 @@ from .lifecycle import Options, skipped_for
 from .loss import Reported, StepLoss, auxiliary_weight, called, has_graph, reported
 from .microbatches import Piece, explained
 from .open_step import LocalFailure
-from .snapshot import MegatronSnapshot, Restore, inner_optimizers, keep_update
+from .snapshot import MegatronSnapshot, Restore, keep_update
 
 if TYPE_CHECKING:
     from .megatron import MegatronBackend
@@ -421,7 +421,7 @@ class CheckedUpdate:
                 reasons.append(reason)
                 return False
             if self._options.undo:
-                inner = [one.optimizer for one in inner_optimizers(optimizer)]
+                inner = [one.optimizer for one in unchained(optimizer)]
                 # A hybrid one holds the state of those inside of it, and they hold copies.
                 inner += [one for each in inner if is_hybrid(each) for one in stepping(each)]
                 self.undo = keep_update(
@@ -454,7 +454,7 @@ class CheckedUpdate:
         return None
 
     def _scalers(self) -> list[Any]:
-        scalers = [getattr(one, "grad_scaler", None) for one in inner_optimizers(self._optimizer)]
+        scalers = [getattr(one, "grad_scaler", None) for one in unchained(self._optimizer)]
         return [scaler for scaler in scalers if scaler is not None]
 
 

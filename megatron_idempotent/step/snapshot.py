@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_idempotent.megatron import moe
 from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.optimizers import unchained
 from megatron_idempotent.window.open_contexts import close_contexts
 
 Restore = Callable[[], None]
@@ -199,7 +200,7 @@ class MegatronSnapshot:
             self._parts.append(keep_attributes(scaler, ["main_loss_backward_scale"]))
         if optimizer is not None:
             self._parts.append(keep_functions(optimizer, _WATCHED))
-        for one in inner_optimizers(optimizer):
+        for one in unchained(optimizer):
             scaler = getattr(one, "grad_scaler", None)
             if scaler is not None:
                 self._parts.append(keep_attributes(scaler))
@@ -378,9 +379,3 @@ def lr_and_weight_decay(optimizer: Any) -> tuple[float, float] | None:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
-def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chain, else the one; none of None."""
-    found = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-    return [one for one in found if one is not None]
