@@ -47,13 +47,8 @@ def build(
     config: Any,
 ) -> Any:
     """Build the shards of parameters, and detach those that have a graph."""
-    (
-        model_float16_groups,
-        model_fp32_groups,
-        shard_float16_groups,
-        shard_fp32_groups,
-        shard_fp32_from_float16_groups,
-    ) = original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
+    found = original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
+    shard_fp32_groups = found[3]
     for shards, group_range in zip(shard_fp32_groups, opt_group_ranges, strict=True):
         detached = {}
         for place, shard in enumerate(shards):
@@ -62,13 +57,7 @@ def build(
             vars(shards[place]).update(vars(shard))
         group = group_range["orig_group"]
         group["params"] = [detached.get(id(each), each) for each in group["params"]]
-    return (
-        model_float16_groups,
-        model_fp32_groups,
-        shard_float16_groups,
-        shard_fp32_groups,
-        shard_fp32_from_float16_groups,
-    )
+    return found
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -530,13 +530,15 @@ def _bounded(place: _Place, trees: Sequence[SourceTree], only_here: bool) -> Nee
     return Need(modules=modules, owner=owner, name=name, since=since, before=before)
 
 
-def _merged(need: Need, trees: Sequence[SourceTree]) -> Need:
-    """Return a known need, no longer asked of releases that lack the name."""
+def _merged(need: Need, trees: Sequence[SourceTree]) -> Need | None:
+    """Return a known need, no longer asked of releases that lack the name; None if none is left."""
     has, lacks = _keys((need.modules, need.owner, need.name), trees)
     lacks = {key for key in lacks if need.covers(key)}
     if not lacks:
         return need
     later = {key for key in has if key > max(lacks)}
+    if not later and need.since == bound_of(min(lacks)):
+        return None
     since, before = (
         (bound_of(min(later)), need.before) if later else (need.since, bound_of(min(lacks)))
     )
