@@ -260,6 +260,8 @@ def _is_assigned(before: str, after: str) -> bool:
     if not (found and _LEFT.fullmatch(found["left"]) and _LEFT.fullmatch(before)):
         return False
     left = before + found["left"]  # else the equals sign is a keyword's, or a default's
+    if "," in left and not found[0].endswith(" ="):  # of a call that began on a line before
+        return False
     return left.count("(") == left.count(")")
 
 

@@ -41,6 +41,9 @@ class Box(Base):
         local = 4
         given.far = total
         self.read(kept=local)
+        self.read(
+            given.asked[0], kept=local
+        )
 
 
 def make(box, asked: int = 4):
@@ -57,7 +60,19 @@ def make(box, asked: int = 4):
 )
 def test_a_name_is_bound_where_it_is_defined_assigned_or_imported(owner, names):
     assert [name for name in names.split() if not binds(CLASS, owner, name)] == []
-    others = ["given", "total", "local", "far", "near", "read", "kept", "asked", "third", "absent"]
+    others = [
+        "given",
+        "total",
+        "local",
+        "far",
+        "near",
+        "read",
+        "kept",
+        "asked",
+        "third",
+        "absent",
+        ".asked",
+    ]
     others += ["LIMIT", "make", ".near"] if owner else []
     others.remove("third")  # imports count by both names
     assert [name for name in others if binds(CLASS, owner, name)] == []
