@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.patching import Patch, Target, a_body_has, no_body_has
 
 
 def count(
@@ -71,7 +71,10 @@ PATCH = Patch(
     summary="a router with an expert bias and a padding mask raises, or counts padding",
     since="0.16",
     targets=(Target("megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias", count),),
-    fixed_when=a_body_has("(~padding_mask).unsqueeze(-1)"),
+    fixed_when=lambda bodies: (
+        a_body_has("(~padding_mask).unsqueeze(-1)", "(~flat_mask).unsqueeze(-1)")(bodies)
+        or no_body_has("padding_mask")(bodies)  # it is not told of padding yet
+    ),
     provides=("expert-bias-knows-padding",),
     ranks=1,
     stock_error=r"RuntimeError: \[.*\] assignments are counted, and one token has",

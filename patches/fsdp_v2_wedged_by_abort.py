@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Target
+from megatron_idempotent.patching import OPEN, Patch, Target, no_body_has
 
 from . import _scenarios
 
@@ -39,7 +39,7 @@ def pre_forward(original: Callable[..., None], self: Any) -> None:
     """Start over where the root's forward comes upon modules of a pass that did not end."""
     if self.is_root() and not _in_backward():
         modules = list(self.context.forward_order)
-        if any(module.phase is not type(module).Phase.RESTING for module in modules):
+        if any(module._phase is not type(module).Phase.RESTING for module in modules):
             for module in modules:
                 _rest(module)
     original(self)
@@ -87,6 +87,7 @@ PATCH = Patch(
     since="0.20",
     before=OPEN,
     groups=("abort",),
+    fixed_when=no_body_has("FsdpModule.Phase.BACKWARD"),  # there are no phases yet
     targets=(Target(f"{_MODULE}:FsdpModule.pre_forward", pre_forward),),
     stock_error="RuntimeError: Invalid FSDP module phase transition",
 )

@@ -21,7 +21,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from .reads import installed_trees, renewed
 
 PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
+HISTORY = Path("docs", "history.json")
 GENERATED = Path("patches", "_generated")
 MAKEFILE, README, PROJECT = Path("Makefile"), Path("README.md"), Path("pyproject.toml")
 CITATION, SOURCE = Path("CITATION.cff"), Path("megatron_idempotent", "__init__.py")
@@ -256,6 +257,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     if folder is not None:
         proven = merged(proven, read_findings(folder))
         (root / PROVEN).write_text(f"{json.dumps(proven, indent=1)}\n", encoding="utf-8")
+    walked = json.loads((root / HISTORY).read_text(encoding="utf-8"))
     table = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
     project = table["tool"]["megatron-idempotent"]
     texts = {path: (root / path).read_text(encoding="utf-8") for path in NAMING}
@@ -263,7 +265,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     # First, because all that is written below asks the index which release nobody has run.
     write(root / GENERATED, INDEX, index_of(hazards().values(), first_untried(project["releases"])))
     (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
-    (root / COMPATIBILITY).write_text(page(project, proven), encoding="utf-8")
+    (root / COMPATIBILITY).write_text(page(project, proven, walked), encoding="utf-8")
     cited, source = ((root / path).read_text(encoding="utf-8") for path in (CITATION, SOURCE))
     (root / CITATION).write_text(citing(cited, source), encoding="utf-8")
     for path, text in named.items():
@@ -307,12 +309,17 @@ def coverage(found: Mapping[str, str]) -> Coverage:
     )
 
 
-def page(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -> str:
+def page(
+    project: Mapping[str, Any],
+    proven: Mapping[str, Mapping[str, str]],
+    walked: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> str:
     """Return the content of docs/compatibility.md.
 
     Args:
         project: the table `tool.megatron-idempotent` of pyproject.toml.
         proven: the findings, by release or name of a commit.
+        walked: runs of commits by branch, as `history.runs` returns them.
 
     Raises:
         ValueError: a framework uses a Megatron on which nothing was proven, or names a hazard that
@@ -337,7 +344,7 @@ def page(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) ->
         "patches for its own code",
     ]
     table = [_line(head), _line("---" for _ in head), *rows]
-    return "\n".join([_HEAD, *table, "", _lost(project, proven), ""])
+    return "\n".join([_HEAD, *table, "", _lost(project, proven), "", *_commits(walked)])
 
 
 def _row(
@@ -371,6 +378,45 @@ def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -
         return "None is refused."
     lines = ["What a refused patch would have mended:", ""]
     return "\n".join([*lines, *(f"- {_link(id)}: {hazards()[id].summary}" for id in refused)])
+
+
+def _commits(walked: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    """Yield the part of the page about all commits of branches."""
+    yield from _ALL_COMMITS
+    for branch, runs in walked.items():
+        number = sum(run["commits"] for run in runs)
+        whole = sum(run["commits"] for run in runs if not run["refused"])
+        landed = sum(run["commits"] * run["landed"] for run in runs)
+        refused = sum(run["commits"] * len(run["refused"]) for run in runs)
+        yield (
+            f"- {branch}, {number} commits from {runs[0]['since']} to {runs[-1]['until']}: all "
+            f"patches that concern it land on {whole / number:.1%} of them, and "
+            f"{landed / (landed + refused):.2%} of the patches over all of them"
+        )
+    counts: dict[str, list[Mapping[str, Any]]] = {}
+    for run in (run for runs in walked.values() for run in runs):
+        for hazard_id in run["refused"]:
+            counts.setdefault(hazard_id, []).append(run)
+    if counts:
+        yield from ("", "Refused somewhere:", "", "| patch | commits | first | last |")
+        yield "| --- | --- | --- | --- |"
+    for hazard_id, found in counts.items():
+        number = sum(run["commits"] for run in found)
+        first, last = min(r["since"] for r in found), max(r["until"] for r in found)
+        yield _line([_link(hazard_id), str(number), first, last])
+    yield ""
+
+
+_ALL_COMMITS = (
+    "## Any other commit",
+    "",
+    "Frameworks pin commits between these. `megatron-idempotent drift --history CLONE` reads each",
+    "commit of main and dev out of a clone, and says which patches `apply()` would install on it.",
+    "Lines are the commits that frameworks pin.",
+    "",
+    "![Share of the patches that land, by the day of the commit](assets/history.svg)",
+    "",
+)
 
 
 def _link(hazard_id: str) -> str:

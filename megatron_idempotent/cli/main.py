@@ -105,7 +105,15 @@ def _run(argv: list[str]) -> int:
             return completion(arguments.shell, {"": parser, **commands, **_own_parsers()})
         if arguments.command == "drift":
             from .drift import drift
+            from .history import history
 
+            if arguments.history is not None:
+                return history(
+                    arguments.history,
+                    branches=arguments.branch or ["main", "dev"],
+                    since=arguments.since,
+                    as_json=arguments.json,
+                )
             accepted = arguments.accept
             return drift(
                 arguments.paths,
@@ -186,7 +194,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         "paths",
         nargs="*",
         metavar="PATH",
-        help="a wheel, a folder of wheels, or a source tree; default: the installed Megatron",
+        help="a wheel, a folder of wheels, a source tree, or CLONE@COMMIT; default: the installed "
+        "Megatron",
     )
     drift.add_argument("--diff", action="store_true", help="show how drifted bodies differ")
     drift.add_argument("--json", action="store_true", help="print the rows as JSON, with diffs")
@@ -199,6 +208,15 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     drift.add_argument(
         "--as", dest="label", metavar="LABEL", help="of --accept: what a commit is called"
+    )
+    drift.add_argument(
+        "--history", metavar="CLONE", help="each commit of branches of Megatron-LM, out of a clone"
+    )
+    drift.add_argument(
+        "--branch", action="append", metavar="NAME", help="of --history; default: main and dev"
+    )
+    drift.add_argument(
+        "--since", default="2025-09-01", metavar="DAY", help="of --history (default: %(default)s)"
     )
 
     completion = commands.add_parser(

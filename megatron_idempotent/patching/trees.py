@@ -7,9 +7,9 @@ installed or unpacked. A release is told from a development commit by its conten
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .catalog import MEGATRON
 from .decide import (
@@ -31,12 +31,89 @@ from .surroundings import modules_in
 INFO = "megatron.core.package_info"
 
 
+class Files(Protocol):
+    """Holds the files of a tree, by their path in it, with slashes."""
+
+    def has(self, name: str) -> bool:
+        """Tell if the tree has the file."""
+
+    def read(self, name: str) -> str:
+        """Return the text of a file that it has."""
+
+    def inside(self, folder: str) -> list[str]:
+        """Return the names of the files in a folder, without those of its folders."""
+
+    def all(self) -> list[str]:
+        """Return the paths of all files."""
+
+
+class Folder:
+    """Reads the files of a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def has(self, name: str) -> bool:
+        """Tell if the folder has the file."""
+        return (self._path / name).is_file()
+
+    def read(self, name: str) -> str:
+        """Return the text of a file."""
+        return read_text(self._path / name)
+
+    def inside(self, folder: str) -> list[str]:
+        """Return the names of the files in one of its folders."""
+        return [path.name for path in (self._path / folder).glob("*")]
+
+    def all(self) -> list[str]:
+        """Return the paths of its sources and of what installers wrote about them."""
+        found = [*self._path.glob("*/**/*.py"), *self._path.glob("*-info/*")]
+        return [path.relative_to(self._path).as_posix() for path in found]
+
+
+class Listed:
+    """Holds files whose paths are known, and reads one when it is asked for."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], str]) -> None:
+        self.read = read
+        self._folders: dict[str, dict[str, None]] = {}
+        for name in names:
+            folder, _, file = name.rpartition("/")
+            self._folders.setdefault(folder, {})[file] = None
+
+    def has(self, name: str) -> bool:
+        """Tell if the file is one of them."""
+        folder, _, file = name.rpartition("/")
+        return file in self._folders.get(folder, ())
+
+    def inside(self, folder: str) -> list[str]:
+        """Return the names of the files in a folder."""
+        return list(self._folders.get(folder, ()))
+
+    def all(self) -> list[str]:
+        """Return the paths of all files."""
+        return [f"{folder}/{name}" for folder, names in self._folders.items() for name in names]
+
+
+def _files_at(path: Path) -> Files:
+    if path.is_dir():
+        return Folder(path)
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: give a .whl or a folder that holds megatron/")
+    try:
+        wheel = zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} is no wheel: {error}; give a .whl or a folder") from None
+    return Listed(wheel.namelist(), lambda name: wheel.read(name).decode("utf-8"))
+
+
 class SourceTree:
-    """Reads the modules of one Megatron or framework from a folder or a wheel.
+    """Reads the modules of one Megatron or framework from a folder, a wheel or a commit.
 
     Args:
         path: a folder that holds `megatron/`, `slime/` or the like, or a `.whl` file.
         patches: patches by id, which may have targets in it.
+        files: the tree's files, if they are not at the path, which only names them then.
 
     Raises:
         ValueError: no patch has a target in it, or Megatron's version cannot be read.
@@ -45,17 +122,12 @@ class SourceTree:
         SourceTree(Path("Megatron-LM"), patches()).body("megatron.training.training", "train")
     """
 
-    def __init__(self, path: Path, patches: Mapping[str, Patch]) -> None:
+    def __init__(
+        self, path: Path, patches: Mapping[str, Patch], files: Files | None = None
+    ) -> None:
         self.path = path
+        self._files = files or _files_at(path)
         self._texts: dict[str, str | None] = {}
-        self._wheel = None
-        if path.is_file():
-            try:
-                self._wheel = zipfile.ZipFile(path)
-            except zipfile.BadZipFile as error:
-                raise ValueError(f"{path} is no wheel: {error}; give a .whl or a folder") from None
-        elif not path.is_dir():
-            raise ValueError(f"{path} is not there: give a .whl or a folder that holds megatron/")
         packages: dict[str, set[str]] = {}
         for patch in patches.values():
             names = {package_of(target.module) for target in patch.targets}
@@ -76,17 +148,11 @@ class SourceTree:
     def text(self, module: str) -> str | None:
         """Return the module's source, or None if it is not in the tree."""
         if module not in self._texts:
-            self._texts[module] = self._text(module)
+            stem = module.replace(".", "/")
+            names = (f"{stem}.py", f"{stem}/__init__.py")
+            found = next((name for name in names if self._files.has(name)), None)
+            self._texts[module] = None if found is None else self._files.read(found)
         return self._texts[module]
-
-    def _text(self, module: str) -> str | None:
-        stem = module.replace(".", "/")
-        for name in (f"{stem}.py", f"{stem}/__init__.py"):
-            if self._has(name):
-                if self._wheel is not None:
-                    return self._wheel.read(name).decode("utf-8")
-                return read_text(self.path / name)
-        return None
 
     def body(self, module: str, qualname: str) -> Body | None:
         """Return the body of a function, or None if the tree lacks it.
@@ -100,29 +166,16 @@ class SourceTree:
     def beside(self, module: str) -> list[str]:
         """Return the modules in the module's folder, itself included."""
         stem = module.replace(".", "/")
-        package = module if self._has(f"{stem}/__init__.py") else module.rpartition(".")[0]
-        folder = package.replace(".", "/")
-        if self._wheel is None:
-            return modules_in(package, [path.name for path in (self.path / folder).glob("*.py")])
-        inside = (name.rpartition("/") for name in self._files)
-        return modules_in(package, [name for where, _, name in inside if where == folder])
+        package = module if self._files.has(f"{stem}/__init__.py") else module.rpartition(".")[0]
+        names = self._files.inside(package.replace(".", "/"))
+        return modules_in(package, [name for name in names if name.endswith(".py")])
 
     @computed
     def modules(self) -> list[str]:
         """Return the names of all modules in the tree."""
-        if self._wheel is None:
-            names = [str(path.relative_to(self.path)) for path in self.path.glob("*/**/*.py")]
-        else:
-            names = [name for name in self._files if name.endswith(".py")]
+        names = [name for name in self._files.all() if name.endswith(".py") and "/" in name]
         dotted = (name[:-3].replace("/", ".").removesuffix(".__init__") for name in names)
         return sorted(dotted)
-
-    def _has(self, name: str) -> bool:
-        return name in self._files if self._wheel is not None else (self.path / name).is_file()
-
-    @computed
-    def _files(self) -> frozenset[str]:
-        return frozenset() if self._wheel is None else frozenset(self._wheel.namelist())
 
     def _version(self, distribution: str) -> Installed:
         if distribution != MEGATRON:
@@ -136,11 +189,9 @@ class SourceTree:
 
     @computed
     def _metadata(self) -> list[str]:
-        if self._wheel is not None:
-            names = [name for name in self._files if name.endswith(".dist-info/METADATA")]
-            return [self._wheel.read(name).decode("utf-8") for name in names]
-        files = [*self.path.glob("*.dist-info/METADATA"), *self.path.glob("*.egg-info/PKG-INFO")]
-        return [file.read_text(encoding="utf-8") for file in files]
+        said = (".dist-info/METADATA", ".egg-info/PKG-INFO")
+        names = [name for name in self._files.all() if name.endswith(said) and name.count("/") == 1]
+        return [self._files.read(name) for name in names]
 
 
 class Contents(NamedTuple):
