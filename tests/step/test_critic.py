@@ -13,7 +13,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2, sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
     "pp2": (2, {"pp": 2}),
     "pp2, bf16": (2, {"pp": 2, "dtype": "bf16"}),
-    "tp2 pp2 dp2, sequence parallel": (8, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    "tp2 pp2, sequence parallel": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
 }
 ALWAYS = ("tp2, sequence parallel", "pp2")
 
