@@ -12,21 +12,14 @@ import time
 import venv
 
 import pytest
-from starts import COMMAND, IMPORTS, LOADED, environment
+from starts import COMMAND, IMPORTS, LOADED, environment, started
 
 from megatron_idempotent.cli.main import main
 
 
 def run(*command: object, **given: str) -> subprocess.CompletedProcess[str]:
     """Run the command below `megatron-idempotent run`."""
-    return subprocess.run(
-        [*COMMAND, "run", "--", *map(str, command)],
-        capture_output=True,
-        text=True,
-        env=environment(**given),
-        timeout=120,
-        check=False,
-    )
+    return started(*COMMAND, "run", "--", *command, **given)
 
 
 TRAINS = """
