@@ -415,7 +415,7 @@ def test_our_own_step_passes(megatron_rank_pool, name):
 
 #: One of each kind that `USUAL` is not; the two other adapters have less to do with a layout: the
 #: grid has them, and CI each week.
-PROMPT = ("tp2-ep2-etp1", "dp2-bf16-distopt", "fp16", "cp2-moe-mtp-packs")
+PROMPT = ("tp2-ep2-etp1", "dp2-bf16-distopt", "fp16", "cp2-packs")
 OTHER = tuple(name for name in NAMED if name not in PROMPT and not layout(name).fsdp2)
 
 
