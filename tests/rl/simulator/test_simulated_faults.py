@@ -106,7 +106,7 @@ def test_a_run_endures_what_goes_wrong_now_and_then(
             [policy("raises", "finish", times=99)],
             *({}, StepFailed, "failed 3 times with the same 4 groups"),
         ),
-        ([policy("ranks lost", "microbatch", times=99)], {}, RanksLost, ""),
+        ([policy("ranks lost", "microbatch", times=99)], {}, RanksLost, "a simulated rank died"),
         *(
             (
                 [policy("hangs", call)],
