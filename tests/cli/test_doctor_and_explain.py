@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import json
 import os
 import pty
@@ -196,24 +198,32 @@ def replace():
 """
 
 
-def test_doctor_names_who_else_stands_at_a_function(tmp_path):
+def doctor_beside(*named: str) -> list[tuple[int, str]]:
+    """Runs on a rank: the exit codes of `doctor --beside`, and what it prints."""
+    found = []
+    for what in named:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = main(["doctor", "--beside", what])
+        found.append((code, said.getvalue()))
+    return found
+
+
+def test_doctor_names_who_else_stands_at_a_function(tmp_path, monkeypatch, megatron_ranks):
     (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
     (tmp_path / "mindspeed.py").touch()
-    environ = dict(os.environ, PYTHONPATH=str(tmp_path))
-    command = [sys.executable, "-m", "megatron_idempotent", "doctor", "--beside"]
-    options = {"capture_output": True, "text": True, "env": environ, "timeout": 120}
-    done = subprocess.run([*command, "neighbour:replace"], **options)
-    assert done.returncode == 1, done.stderr
-    assert "mindspeed patches Megatron, too: `doctor --beside" in done.stdout
-    _, problems, shared, *_ = done.stdout.split("\n\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    wrong = {"nobody": "No module named 'nobody'", "json:no": "no attribute 'no'"}
+    (((code, said), *others),) = megatron_ranks(1, doctor_beside, "neighbour:replace", *wrong)
+    assert code == 1, said
+    assert "mindspeed patches Megatron, too: `doctor --beside" in said
+    _, problems, shared, *_ = said.split("\n\n")
     assert "CudaRNGStatesTracker.add by neighbour" in problems
     assert shared.startswith("In place, with somebody else at the same function (2)")
     assert "pipeline-seed-offset" in shared
     assert "wrapped by neighbour: runs outside of ours" in shared
-    for what, why in (("nobody", "No module named 'nobody'"), ("json:no", "no attribute 'no'")):
-        done = subprocess.run([*command, what], **options)
-        assert (done.returncode, f"--beside {what}: " in done.stderr) == (2, True)
-        assert why in done.stderr
+    for (code, said), (what, why) in zip(others, wrong.items(), strict=True):
+        assert (code, f"--beside {what}: " in said, why in said) == (2, True, True)
 
 
 def test_doctor_json_names_the_files_that_it_read():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from importlib import metadata
 
-from starts import LOADED, environment
+from starts import LOADED, started
 
 import megatron_idempotent
 from megatron_idempotent.hook import PACKAGES
@@ -39,26 +38,15 @@ def test_verls_loader_finds_the_plugin_and_it_waits():
         "from importlib.metadata import entry_points\n"
         "[each.load() for each in entry_points(group='verl.plugins')]\n" + LOADED
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=True,
-    )
+    shown = started(sys.executable, "-c", program)
+    assert shown.returncode == 0, shown.stderr
     assert "megatron_idempotent.hook" in shown.stdout.split()
     assert not any("patching" in name for name in shown.stdout.split())
 
 
 def test_an_error_in_the_environment_is_told_before_verl_swallows_it():
     program = "import sys; sys.modules['megatron'] = sys\nimport megatron_idempotent.auto"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=environment(MEGATRON_IDEMPOTENT_ONLY="no-such-patch"),
-        check=False,
-    )
+    done = started(sys.executable, "-c", program, MEGATRON_IDEMPOTENT_ONLY="no-such-patch")
     assert done.returncode == 1
     assert "megatron-idempotent: no patch is in place: UnknownPatchError:" in done.stderr
     assert json.dumps("no-such-patch")[1:-1] in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -12,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from starts import IMPORTS, LOADED, ROOT, environment
+from starts import IMPORTS, LOADED, ROOT, started
 
 from megatron_idempotent.cli.doors import HOOK, LINE
 from megatron_idempotent.cli.main import main
@@ -57,15 +56,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shown(python: Path, *arguments: object, **given: str) -> str:
     """Run a Python that writes nothing on standard error; return its output."""
-    done = subprocess.run(
-        [python, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment(**given),
-        cwd="/",
-        timeout=60,
-        check=False,
-    )
+    done = started(python, *arguments, cwd="/", **given)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -96,6 +87,7 @@ def test_the_hook_waits_for_megatron_and_loads_nothing(elsewhere, options, value
     assert shown(elsewhere, *options, "-c", FOUND, **given).split() == ["Hook"] * waits
 
 
+@pytest.mark.exhaustive  # seconds of imports; the test above has what is loaded at a start
 def test_a_server_that_imports_torch_and_transformers_has_the_finder_alone(elsewhere):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -131,13 +123,8 @@ def test_the_first_import_of_megatron_applies_however_the_process_starts(elsewhe
 
 
 def test_a_value_without_a_meaning_is_told_once_where_megatron_is_imported(elsewhere):
-    done = subprocess.run(
-        [elsewhere, "-c", f"{IMPORTS}\nimport megatron"],
-        capture_output=True,
-        text=True,
-        env=environment(MEGATRON_IDEMPOTENT="maybe"),
-        check=False,
-    )
+    program = f"{IMPORTS}\nimport megatron"
+    done = started(elsewhere, "-c", program, MEGATRON_IDEMPOTENT="maybe")
     said = [line for line in done.stderr.splitlines() if line.startswith("megatron-idempotent: ")]
     assert done.returncode == 1
     assert said == [
@@ -185,15 +172,10 @@ def test_where_the_package_has_gone_an_import_of_megatron_says_so_in_one_line(el
     checkout.unlink()
     try:
         assert shown(elsewhere, "-c", "pass", MEGATRON_IDEMPOTENT="1") == ""
-        done = subprocess.run(
-            [elsewhere, "-I", "-c", f"{IMPORTS}{IMPORTS}"],
-            capture_output=True,
-            text=True,
-            env=environment(MEGATRON_IDEMPOTENT="1"),
-            check=True,
-        )
+        done = started(elsewhere, "-I", "-c", f"{IMPORTS}{IMPORTS}", MEGATRON_IDEMPOTENT="1")
     finally:
         checkout.write_text(ON_THE_PATH)
+    assert done.returncode == 0
     assert done.stderr == (
         f"megatron-idempotent: no patches by {HOOK}: No module named 'megatron_idempotent'\n"
     )

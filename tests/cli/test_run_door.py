@@ -12,21 +12,14 @@ import time
 import venv
 
 import pytest
-from starts import COMMAND, IMPORTS, LOADED, environment
+from starts import COMMAND, IMPORTS, LOADED, environment, started
 
 from megatron_idempotent.cli.main import main
 
 
 def run(*command: object, **given: str) -> subprocess.CompletedProcess[str]:
     """Run the command below `megatron-idempotent run`."""
-    return subprocess.run(
-        [*COMMAND, "run", "--", *map(str, command)],
-        capture_output=True,
-        text=True,
-        env=environment(**given),
-        timeout=120,
-        check=False,
-    )
+    return started(*COMMAND, "run", "--", *command, **given)
 
 
 TRAINS = """
@@ -38,16 +31,28 @@ print(os.environ["RANK"], any(row.status == "applied" for row in megatron_idempo
 """
 
 
-def test_ranks_of_torchrun_have_patches_and_one_line_says_so(tmp_path):
+# torchrun imports torch a third time; what it does to its ranks, `env` does to one.
+@pytest.mark.parametrize(
+    ("starts", "who"),
+    [
+        (("env", "RANK=0", sys.executable), "1 process (rank 0)"),
+        pytest.param(
+            (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+            "2 processes (ranks 0-1)",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["a rank", "torchrun"],
+)
+def test_ranks_have_patches_and_one_line_says_so(tmp_path, starts, who):
     pytest.importorskip("megatron.core")
     (tmp_path / "train.py").write_text(TRAINS)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
-    done = run(*torchrun, tmp_path / "train.py")
+    done = run(*starts, tmp_path / "train.py")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["0 True", "1 True"]
+    assert sorted(done.stdout.splitlines()) == ["0 True", "1 True"][: int(who[0])]
     last = done.stderr.splitlines()[-1]
     assert last.startswith("megatron-idempotent: ")
-    assert last.endswith("patches in place in 2 processes (ranks 0-1); missing: none")
+    assert last.endswith(f"patches in place in {who}; missing: none")
 
 
 def test_a_command_without_megatron_keeps_its_exit_code_and_loads_nothing():

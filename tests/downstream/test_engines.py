@@ -36,7 +36,7 @@ def start(name: str, *, applied: bool = True, overlap: bool = True, **how: objec
     sys.path.insert(0, source(name))
     if applied:
         megatron_idempotent.apply()
-    module = f"megatron_idempotent.patches._{CLASSES[name].lower()}"
+    module = f"megatron_idempotent.patches.frameworks._{CLASSES[name].lower()}"
     engine = getattr(importlib.import_module(module), CLASSES[name])
     if name == "roll":
         how["overlap_grad_reduce"] = overlap

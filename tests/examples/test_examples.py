@@ -9,6 +9,7 @@ cluster, a GPU or processes of its own, its calls are held against the signature
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -73,12 +74,15 @@ def _owners(path: Path) -> dict[str, range]:
     }
 
 
-def _examples(file: str, *, package: Path = PACKAGE) -> list[Any]:
-    """The examples of `file.py`, or of `file.py:name`."""
+@functools.cache
+def _read(path: Path, text: str) -> list[Any]:
+    """Return the examples in the docstrings of a file that has this text."""
     from sybil.document import PythonDocStringDocument
     from sybil.evaluators.python import PythonEvaluator
     from sybil.parsers.abstract.lexers import BlockLexer
 
+    if "Example:\n" not in text:
+        return []
     # Up to the first line that is not further in, or the docstring's end.
     lexer = BlockLexer(
         re.compile(r"^(?P<prefix> *)Example:\n", re.MULTILINE),
@@ -90,11 +94,17 @@ def _examples(file: str, *, package: Path = PACKAGE) -> list[Any]:
             region.parsed, region.evaluator = region.lexemes["source"], PythonEvaluator()
             yield region
 
-    path, _, owner = file.partition(":")
-    found = list(PythonDocStringDocument.parse(str(package / path), parse).examples())
-    if not owner:
+    return list(PythonDocStringDocument.parse(str(path), parse).examples())
+
+
+def _examples(file: str, *, package: Path = PACKAGE) -> list[Any]:
+    """The examples of `file.py`, or of `file.py:name`."""
+    name, _, owner = file.partition(":")
+    path = package / name
+    found = _read(path, path.read_text("utf-8"))
+    if not owner or not found:
         return found
-    lines = _owners(package / path)[owner]
+    lines = _owners(path)[owner]
     return [example for example in found if example.line in lines]
 
 

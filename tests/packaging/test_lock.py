@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ TABLE = PROJECT["tool"]["megatron-idempotent"]
 MACHINE = {"python_version": "3.12", "python_full_version": "3.12.0", "sys_platform": "linux"}
 
 
+@functools.cache
 def pins() -> dict[str, str]:
     found = {}
     for line in LOCK.read_text("utf-8").splitlines():

@@ -247,7 +247,9 @@ except ModuleNotFoundError as error:
 """
 
 
-@pytest.mark.parametrize("typed", ["at a prompt", "after -c"])
+@pytest.mark.parametrize(
+    "typed", ["at a prompt", pytest.param("after -c", marks=pytest.mark.exhaustive)]
+)
 def test_a_function_that_no_file_has_runs_on_ranks_by_value(typed):
     arguments = {"input": PROMPT} if typed == "at a prompt" else {}
     command = [sys.executable, *(["-"] if arguments else ["-c", PROMPT])]
@@ -328,7 +330,7 @@ def say(word):
 
 def test_what_ranks_print_can_be_kept_out_and_an_untried_torch_is_told_once(capfd, mocker, caplog):
     mocker.patch.object(pool_module, "untried_torch", return_value="torch 99 is newer")
-    with cpu.RankPool(1, preload=(), stdout=2, device="cpu") as pool:
+    with cpu.RankPool(1, preload=("torch",), stdout=2, device="cpu") as pool:
         for _ in range(2):
             pool.run(1, say, "chatter", distributed=False)
     out, err = capfd.readouterr()

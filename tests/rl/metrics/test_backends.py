@@ -66,6 +66,7 @@ def test_wandb_gets_the_metrics_over_their_step_and_a_resumed_run_goes_on(wandb,
     told.finish.assert_called_once_with()
 
 
+@pytest.mark.exhaustive  # it starts wandb's own processes; the calls are held above
 def test_the_real_wandb_takes_it_offline(tmp_path):
     pytest.importorskip("wandb")
     program = (

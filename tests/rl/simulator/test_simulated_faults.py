@@ -29,6 +29,100 @@ def policy(kind: str, call: str, **more: Any) -> Fault:
     return Fault(target="policy", kind=kind, call=call, **{"at_s": 20.0, **more})
 
 
+def prompt(kind: str, times: int = 1) -> Fault:
+    return Fault(target="prompt", kind=kind, index=9, times=times)
+
+
+def plane(kind: str, call: str) -> Fault:
+    return Fault(target="plane", kind=kind, call=call, at_s=10.0, times=2)
+
+
+LONGER = {"steps": 30}
+LOST_FOR_A_WHILE = [engine("dies", index=i, at_s=20.0 + i / 10, for_s=60.0) for i in range(4)]
+#: What goes wrong, settings of the run, and what its report has then. No run loses a group.
+ENDURED: list[tuple[list[Fault], dict[str, Any], dict[str, Any]]] = [
+    *(
+        ([engine(kind, times=12, for_s=0.0)], LONGER, {"faults": 12, "quarantined": {}})
+        for kind in ("stays dirty", "loses a bucket")
+    ),
+    # An engine that is behind does not starve a strict run.
+    (
+        [engine("stays dirty", times=3, for_s=0.0)],
+        {"sampler": "strict", "limit_s": 5e3},
+        {"faults": 3},
+    ),
+    ([engine("hangs", for_s=100.0)], LONGER, {"filtered": 0}),
+    (LOST_FOR_A_WHILE, LONGER, {"filtered": 0, "over 60 s": True}),
+    ([policy("done, then raises", "finish")], {}, {"faults": 1, "aborted": 0}),
+    # Before the first checkpoint.
+    (
+        [policy("ranks lost", "finish", at_s=0.0)],
+        {"limits": Limits(stall_s=12000.0)},
+        {"restores": 1},
+    ),
+    ([policy("hangs", "finish")], {}, {"restores": 1}),
+    ([policy("raises", "microbatch"), policy("hangs", "abort")], {}, {"restores": 1}),
+    ([prompt("hangs")], {}, {"filtered": 0, "over 60 s": True}),
+    ([prompt("hangs", 999)], {"steps": 40}, {"filtered": 1, "trained": False}),
+    ([prompt("poisoned", 999)], {}, {"filtered": 1, "trained": False, "poisoned": True}),
+    ([prompt("fails", 3)], {}, {"filtered": 0, "trained": True}),
+    *(
+        ([plane(kind, call)], {}, {"faults": 2, "filtered": 0})
+        for kind in ("raises", "done, then raises")
+        for call in ("put", "clear")
+    ),
+    ([plane("raises", "get")], {}, {"faults": 2}),
+    ([Fault(target="logger", kind="raises", at_s=20.0)], {}, {"faults": 1}),
+    ([Fault(target="weights", kind="raises", at_s=20.0)], {}, {"faults": 1}),
+]
+
+
+@pytest.mark.parametrize(("faults", "settings", "expected"), ENDURED)
+def test_a_run_endures_what_goes_wrong_now_and_then(
+    faults: list[Fault], settings: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    report, simulation = run(*faults, **settings)
+    found = {
+        "faults": len(report.faults),
+        "filtered": report.counts["filtered"],
+        "restores": report.restores,
+        "aborted": simulation.policy.aborted,
+        "quarantined": simulation.fleet._sync.quarantined,
+        "trained": simulation.policy.has(9),
+        "over 60 s": report.measured_s > 60,
+        "poisoned": any("poisoned" in name for name in report.dropped),
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("faults", "settings", "error", "said"),
+    [
+        (
+            [engine("dies", index=i, for_s=0.0) for i in range(4)],
+            *({}, Stalled, r"no progress in \d+ s.*groups are being generated"),
+        ),
+        (
+            [policy("raises", "finish", times=99)],
+            *({}, StepFailed, "failed 3 times with the same 4 groups"),
+        ),
+        ([policy("ranks lost", "microbatch", times=99)], {}, RanksLost, "a simulated rank died"),
+        *(
+            (
+                [policy("hangs", call)],
+                *({"logprobs": "policy"}, Stalled, "no progress in 600 s.*the train pump is at"),
+            )
+            for call in ("begin", "logprobs", "microbatch")
+        ),
+    ],
+)
+def test_what_does_not_end_ends_the_run(
+    faults: list[Fault], settings: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        simulate(dataclasses.replace(SMALL, faults=tuple(faults), **settings))
+
+
 @pytest.mark.parametrize("kind", ["dies", "dies in stage", "dies in commit"])
 @pytest.mark.parametrize("sampler", ["windowed", "in_order"])
 def test_an_engine_that_dies_and_comes_back_costs_time_alone(kind: str, sampler: str) -> None:
@@ -77,40 +171,10 @@ def test_an_engine_that_is_started_anew_while_it_is_idle_costs_no_group() -> Non
     assert len(restarted) == 1
 
 
-@pytest.mark.parametrize("kind", ["stays dirty", "loses a bucket"])
-def test_an_update_that_fails_on_an_engine_is_made_good_by_a_later_one(kind: str) -> None:
-    report, simulation = run(engine(kind, times=12, for_s=0.0), steps=30)
-    assert len(report.faults) == 12
-    assert simulation.fleet._sync.quarantined == {}
-
-
-def test_an_engine_that_is_behind_does_not_starve_a_strict_run() -> None:
-    report, _ = run(engine("stays dirty", times=3, for_s=0.0), sampler="strict", limit_s=5e3)
-    assert len(report.faults) == 3
-
-
 def test_a_slow_engine_slows_its_own_requests_alone() -> None:
     usual, _ = run(steps=30)
     report, _ = run(engine("slow", factor=0.2), steps=30)
     assert usual.measured_s < report.measured_s < 3 * usual.measured_s
-
-
-def test_an_engine_that_hangs_costs_attempts_and_no_group() -> None:
-    report, _ = run(engine("hangs", for_s=100.0), steps=30)
-    assert report.counts["filtered"] == 0
-
-
-def test_all_engines_lost_for_a_while_is_a_pause_and_nothing_else() -> None:
-    faults = [engine("dies", index=i, at_s=20.0 + i / 10, for_s=60.0) for i in range(4)]
-    report, _ = run(*faults, steps=30)
-    assert report.counts["filtered"] == 0
-    assert report.measured_s > 60
-
-
-def test_all_engines_lost_for_good_end_the_run_with_where_it_stands() -> None:
-    faults = tuple(engine("dies", index=i, for_s=0.0) for i in range(4))
-    with pytest.raises(Stalled, match=r"no progress in \d+ s.*groups are being generated"):
-        simulate(dataclasses.replace(SMALL, faults=faults))
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -134,18 +198,6 @@ def test_a_step_that_fails_is_taken_again_with_the_same_groups(
     assert simulation.policy.aborted == aborted.get(call, simulation.policy.aborted)
 
 
-def test_a_finish_that_was_carried_out_and_then_raises_counts_once() -> None:
-    report, simulation = run(policy("done, then raises", "finish"))
-    assert len(report.faults) == 1
-    assert simulation.policy.aborted == 0
-
-
-def test_a_step_that_fails_for_ever_ends_the_run_and_is_undone() -> None:
-    fault = policy("raises", "finish", times=99)
-    with pytest.raises(StepFailed, match="failed 3 times with the same 4 groups"):
-        simulate(dataclasses.replace(SMALL, faults=(fault,)))
-
-
 @pytest.mark.parametrize("call", ["begin", "microbatch", "finish", "abort"])
 def test_lost_ranks_come_back_with_the_newest_checkpoint_and_the_buffer(call: str) -> None:
     faults = [policy("ranks lost", call)]
@@ -155,68 +207,6 @@ def test_lost_ranks_come_back_with_the_newest_checkpoint_and_the_buffer(call: st
     assert report.restores == 1
     assert simulation.store.saved > 0
     assert max(report.staleness) <= 2
-
-
-def test_lost_ranks_before_the_first_checkpoint_begin_anew() -> None:
-    report, _ = run(policy("ranks lost", "finish", at_s=0.0), limits=Limits(stall_s=12000.0))
-    assert report.restores == 1
-
-
-def test_ranks_that_are_lost_again_and_again_end_the_run() -> None:
-    fault = policy("ranks lost", "microbatch", times=99)
-    with pytest.raises(RanksLost):
-        simulate(dataclasses.replace(SMALL, faults=(fault,)))
-
-
-@pytest.mark.parametrize("call", ["begin", "logprobs", "microbatch"])
-def test_a_policy_that_hangs_is_found_by_the_watchdog(call: str) -> None:
-    scenario = dataclasses.replace(SMALL, faults=(policy("hangs", call),), logprobs="policy")
-    with pytest.raises(Stalled, match=r"no progress in 600 s.*the train pump is at"):
-        simulate(scenario)
-
-
-def test_a_finish_that_hangs_is_cut_off_and_its_ranks_are_restored() -> None:
-    report, _ = run(policy("hangs", "finish"))
-    assert report.restores == 1
-
-
-def test_a_policy_whose_undoing_hangs_is_restored() -> None:
-    report, _ = run(policy("raises", "microbatch"), policy("hangs", "abort"))
-    assert report.restores == 1
-
-
-def test_a_hung_rollout_is_tried_again() -> None:
-    report, _ = run(Fault(target="prompt", kind="hangs", index=9))
-    assert report.counts["filtered"] == 0
-    assert report.measured_s > 60
-
-
-def test_a_prompt_that_hangs_for_ever_is_dropped() -> None:
-    report, simulation = run(Fault(target="prompt", kind="hangs", index=9, times=999), steps=40)
-    assert report.counts["filtered"] == 1
-    assert not simulation.policy.has(9)
-
-
-def test_a_poisoned_prompt_is_dropped_and_reported_and_never_trained() -> None:
-    report, simulation = run(Fault(target="prompt", kind="poisoned", index=9, times=999))
-    assert report.counts["filtered"] == 1
-    assert not simulation.policy.has(9)
-    assert any("poisoned" in name for name in report.dropped)
-
-
-def test_a_prompt_that_fails_now_and_then_is_trained_all_the_same() -> None:
-    report, simulation = run(Fault(target="prompt", kind="fails", index=9, times=3))
-    assert report.counts["filtered"] == 0
-    assert simulation.policy.has(9)
-
-
-@pytest.mark.parametrize("kind", ["raises", "done, then raises"])
-@pytest.mark.parametrize("call", ["put", "clear"])
-def test_a_data_plane_that_fails_loses_no_group(kind: str, call: str) -> None:
-    fault = Fault(target="plane", kind=kind, call=call, at_s=10.0, times=2)
-    report, _ = run(fault)
-    assert len(report.faults) == 2
-    assert report.counts["filtered"] == 0
 
 
 def test_a_group_that_was_given_up_does_not_stay_in_the_data_plane() -> None:
@@ -242,21 +232,6 @@ def test_a_clear_that_is_made_up_for_takes_no_group_that_was_made_anew() -> None
     for seed in range(5):
         report, _ = run(*faults, seed=seed, steps=20)
         assert not [name for name in report.dropped if "lost" in name]
-
-
-def test_a_group_that_cannot_be_read_fails_the_step_and_not_the_run() -> None:
-    report, _ = run(Fault(target="plane", kind="raises", call="get", at_s=10.0, times=2))
-    assert len(report.faults) == 2
-
-
-def test_a_logger_that_raises_is_dropped_and_the_others_go_on() -> None:
-    report, _ = run(Fault(target="logger", kind="raises", at_s=20.0))
-    assert len(report.step_ends_s) == SMALL.steps
-
-
-def test_an_export_that_fails_is_tried_again() -> None:
-    report, _ = run(Fault(target="weights", kind="raises", at_s=20.0))
-    assert len(report.faults) == 1
 
 
 def test_a_drain_ends_the_run_soon_and_loses_nothing() -> None:

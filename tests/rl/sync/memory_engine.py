@@ -22,6 +22,7 @@ from megatron_idempotent.rl.engines import (
     Sample,
 )
 from megatron_idempotent.rl.engines.protocol import refuse_kv_scales
+from megatron_idempotent.rl.simulator.clock import run as run_virtually
 from megatron_idempotent.rl.sync import SyncReport, SyncSettings, WeightSync
 from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, UpdateRefused, WeightUpdate
 
@@ -44,7 +45,7 @@ QUICK = limits(0.2)
 def serves(engine: MemoryEngine) -> int:
     """The version of what it serves, which is of one version only."""
     request = Request(id="r", prompt=(1,), max_tokens=1)
-    return asyncio.run(engine.generate(request)).versions[0]
+    return run_virtually(engine.generate(request)).versions[0]
 
 
 def three(**faults: list[str]) -> list[MemoryEngine]:
@@ -58,8 +59,8 @@ def sync(engines: Sequence[MemoryEngine], **more: Any) -> WeightSync:
 
 
 def update(one: WeightSync, version: int, **more: Any) -> SyncReport:
-    """One update of all engines."""
-    return asyncio.run(one.update(Source(version), version, **more))
+    """One update of all engines, in virtual time."""
+    return run_virtually(one.update(Source(version), version, **more))
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:

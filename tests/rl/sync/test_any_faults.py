@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 pytest.importorskip("torch")
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from memory_engine import FAULTS, MemoryEngine, Source, limits
 
 from megatron_idempotent.rl.engines import Request
+from megatron_idempotent.rl.simulator.clock import run as run_virtually
 from megatron_idempotent.rl.sync import SyncFailed, SyncReport, WeightSync
 
 QUICK = limits(0.005)
@@ -42,7 +41,7 @@ def test_every_engine_serves_one_known_version_or_is_quarantined_by_name(program
                 report = failed.report
             await check(engines, sync, report, version)
 
-    asyncio.run(scenario())
+    run_virtually(scenario())
 
 
 async def check(

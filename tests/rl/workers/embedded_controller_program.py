@@ -31,7 +31,7 @@ async def main(how: str) -> None:
     hanging = asyncio.ensure_future(ranks.call("hang"))
     await asyncio.sleep(0)
     print(json.dumps([parent(pid), pid, os.getpid()]), flush=True)
-    if how == "without close":
+    if how == "no close":
         return
     try:
         await hanging
