@@ -61,7 +61,7 @@ def reproduce() -> None:
         overlap_grad_reduce=False,
         distributed_optimizer=False,
         exact_attention=True,
-        config_overrides={"mtp_num_layers": 1},
+        config_overrides={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5},
         model_overrides={"position_embedding_type": "none"},
     )
     (chunk,) = model.chunks

@@ -11,8 +11,8 @@ Cause:
     the tokens of the microbatch. For this kind of loss it counts those of one row.
 
 Affects:
-    0.16 to 0.18. What the patch does: the loss is also multiplied by the number of rows, as in
-    0.19. What is logged does not change.
+    0.16 to 0.18, and commits before July 2026. What the patch does: the loss is also multiplied by
+    the number of rows, as 0.19 does. What is logged does not change.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/5798
@@ -50,7 +50,6 @@ def reproduce() -> None:
 PATCH = Patch(
     summary="per token, MoE's loss of sequences is divided by a microbatch's rows",
     since="0.16",
-    before="0.19",
     groups=("aux-loss",),
     targets=(
         Target("megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss", apply),
