@@ -78,7 +78,7 @@ def reproduce() -> None:
     ).mean().backward()
     gradient = chunk.module.mtp.layers[0].eh_proj.weight.main_grad
     if not gradient.isfinite().all():
-        raise RuntimeError("the gradient of an MTP layer is NaN where no token of a rank counts")
+        raise RuntimeError("an MTP gradient is NaN where no token of a rank counts")
 
 
 PATCH = Patch(
@@ -86,5 +86,5 @@ PATCH = Patch(
     before="0.17",
     targets=(Target(f"{_MODULE}:roll_tensor", roll),),
     fixed_by=(f"{_MODULE}:process_mtp_loss", "num_tokens.clamp(min=1)"),
-    stock_error=r"RuntimeError: the gradient of an MTP layer is NaN where no token of a rank counts",
+    stock_error=r"RuntimeError: an MTP gradient is NaN where no token of a rank counts",
 )

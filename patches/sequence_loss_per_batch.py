@@ -51,9 +51,7 @@ PATCH = Patch(
     summary="per token, MoE's loss of sequences is divided by a microbatch's rows",
     since="0.16",
     groups=("aux-loss",),
-    targets=(
-        Target("megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss", apply),
-    ),
+    targets=(Target("megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss", apply),),
     fixed_when=a_body_has("local_num_tokens * bsz"),
     ranks=1,
     stock_error=r"RuntimeError: router gradient norm .* per token",
