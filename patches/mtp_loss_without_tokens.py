@@ -17,7 +17,7 @@ Affects:
     `calculate_per_token_loss` losses are added up, and only what is logged changes.
 
 Upstream:
-    https://github.com/NVIDIA/Megatron-LM/pull/3159 divides by at least one token.
+    https://github.com/NVIDIA/Megatron-LM/pull/3396
 
 Remove when:
     0.16 is no longer supported.

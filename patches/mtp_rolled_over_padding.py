@@ -16,7 +16,7 @@ Affects:
     padding then, which a loss mask leaves out. A `TrainStep` has one kind of borders, and no need.
 
 Upstream:
-    https://github.com/NVIDIA/Megatron-LM/pull/4495
+    https://github.com/NVIDIA/Megatron-LM/pull/6246 (on dev)
 
 Remove when:
     no release without `_get_packed_roll_cu_seqlens` is supported.

@@ -14,8 +14,8 @@ Affects:
     that is longer than what a router is given is cut to the rank's part of it.
 
 Upstream:
-    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5470 cuts the mask itself,
-    https://github.com/modelscope/ms-swift/pull/10181.
+    https://github.com/NVIDIA/Megatron-LM/pull/4359 (on dev);
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5470 cuts the mask itself.
 
 Remove when:
     no release is supported whose `MoELayer` takes the mask as it comes.
