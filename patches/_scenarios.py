@@ -57,6 +57,38 @@ def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
     return int(loss_BT.numel())
 
 
+def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
+    """Raise if MoE's losses weigh otherwise with `calculate_per_token_loss` than without."""
+    import torch
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    found = []
+    for per_token in (False, True):
+        model = tiny.build(
+            tp=tp,
+            sequence_parallel=tp > 1,
+            experts=4,
+            overlap_grad_reduce=False,
+            config_overrides={
+                "moe_aux_loss_coeff": 1.0,
+                "calculate_per_token_loss": per_token,
+                **config,
+            },
+        )
+        (chunk,) = model.chunks
+        chunk.zero_grad_buffer()
+        tokens = backward(model, data_seed=0, summed=per_token)
+        gradient = chunk.module.decoder.layers[0].mlp.router.weight.main_grad.clone()
+        found.append(gradient / (tokens if per_token else 1))
+    mean, per_token_mean = found
+    if not torch.equal(mean, per_token_mean):
+        raise RuntimeError(
+            f"router gradient norm {per_token_mean.norm():.4g} per token, "
+            f"{mean.norm():.4g} of means"
+        )
+
+
 def expect_agreement(model: Any, when: str) -> None:
     """Raise if the data-parallel ranks hold different parameters."""
     import torch

@@ -39,59 +39,23 @@ _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Routes with a load balancing loss of all tokens; upstream logs it ÷ its coefficient."""
-    return _with_coefficient("moe_aux_loss_coeff", original, self, *args, **kwargs)
+    with moe.multiplied(self.config, "moe_aux_loss_coeff", _ranks(self)):
+        return original(self, *args, **kwargs)
 
 
 def apply_z_loss(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Do the same to the z-loss, which upstream logs ÷ its coefficient, too."""
-    return _with_coefficient("moe_z_loss_coeff", original, self, *args, **kwargs)
+    with moe.multiplied(self.config, "moe_z_loss_coeff", _ranks(self)):
+        return original(self, *args, **kwargs)
 
 
-def _with_coefficient(
-    name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> Any:
-    ranks = moe.ranks_of_a_sequence() if self.calculate_per_token_loss else 1
-    given = getattr(self.config, name)
-    if not given or ranks == 1:
-        return original(self, *args, **kwargs)
-    several = isinstance(given, (list, tuple))  # one of each kind of loss
-    setattr(self.config, name, [each * ranks for each in given] if several else given * ranks)
-    try:
-        return original(self, *args, **kwargs)
-    finally:
-        setattr(self.config, name, given)
+def _ranks(router: Any) -> int:
+    return moe.ranks_of_a_sequence() if router.calculate_per_token_loss else 1
 
 
 def reproduce() -> None:
     """Compare gradients of summed losses to the same of means; a power of two changes no bit."""
-    import torch
-
-    from megatron_idempotent.proof.cpu import tiny
-
-    found = []
-    for per_token in (False, True):
-        model = tiny.build(
-            tp=2,
-            sequence_parallel=True,
-            experts=4,
-            overlap_grad_reduce=False,
-            config_overrides={
-                "moe_aux_loss_coeff": 1.0,
-                "moe_z_loss_coeff": 0.125,
-                "calculate_per_token_loss": per_token,
-            },
-        )
-        (chunk,) = model.chunks
-        chunk.zero_grad_buffer()
-        tokens = _scenarios.backward(model, data_seed=0, summed=per_token)
-        gradient = chunk.module.decoder.layers[0].mlp.router.weight.main_grad.clone()
-        found.append(gradient / (tokens if per_token else 1))
-    mean, per_token_mean = found
-    if not torch.equal(mean, per_token_mean):
-        raise RuntimeError(
-            f"router gradient norm {per_token_mean.norm():.4g} per token, "
-            f"{mean.norm():.4g} of means"
-        )
+    _scenarios.expect_weight_per_token(tp=2, moe_z_loss_coeff=0.125)
 
 
 PATCH = Patch(

@@ -17,7 +17,9 @@ Affects:
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/issues/6111,
     https://github.com/NVIDIA/Megatron-LM/pull/6114, and for routers that are not told of padding
-    https://github.com/NVIDIA/Megatron-LM/issues/1984.
+    https://github.com/NVIDIA/Megatron-LM/issues/1984,
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5470,
+    https://github.com/modelscope/ms-swift/pull/10181.
 
 Remove when:
     No release without that change is supported.

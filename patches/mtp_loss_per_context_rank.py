@@ -15,8 +15,8 @@ Affects:
     0.17 and later. What the patch does: both sums are over all context-parallel ranks. It shifts
     the mask once more, and adds up one number for each MTP layer and one more in one collective.
     Logged MTP losses stay means over ranks of means. Before 0.17 Megatron adds up losses if
-    `calculate_per_token_loss` is set, which is right; if DDP averages it is as above, and there is
-    no patch.
+    `calculate_per_token_loss` is set, which is right; if DDP averages, `mtp-loss-without-tokens`
+    is the patch.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/d98e8a64ddf34856e74b24714e3bedb2f5a39553/megatron/core/transformer/multi_token_prediction.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _KEPT = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
@@ -38,6 +39,21 @@ def ranks_of_a_sequence() -> int:
 
     group = parallel_state.get_tensor_and_context_parallel_group()
     return int(group.size())
+
+
+@contextmanager
+def multiplied(config: Any, name: str, factor: int) -> Iterator[None]:
+    """Multiply a coefficient of the config, or one for each kind of loss, in a `with`."""
+    given = getattr(config, name)
+    if not given or factor == 1:
+        yield
+        return
+    several = isinstance(given, (list, tuple))
+    setattr(config, name, [each * factor for each in given] if several else given * factor)
+    try:
+        yield
+    finally:
+        setattr(config, name, given)
 
 
 def agreed_metrics(sizes: dict[str, int], *, pg_collection: Any = None) -> dict[str, int]:

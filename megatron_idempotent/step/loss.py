@@ -114,9 +114,9 @@ class StepLoss(Protocol):
     A loss may have two more attributes. `outputs` names what it returns for each sample, beside its
     metrics: see `microbatch()`. `auxiliary_weight`, a number or a function of the microbatch,
     multiplies the microbatch's MoE and MTP losses before they are divided as the loss is; without
-    it they are multiplied by the microbatch's positions (its tokens, if the model is told where the
-    padding of a pack is; its sequences, for kind "sequence"). Kinds "group" and "none" need it for
-    a model with such losses.
+    it they are multiplied by the microbatch's positions (its tokens, if the model is told where
+    padding is; its sequences, for kind "sequence"). Kinds "group" and "none" need it for a model
+    with such losses.
 
     Example:
         class PolicyGradient:

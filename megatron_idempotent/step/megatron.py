@@ -53,6 +53,7 @@ from .loss import Reported, StepLoss, Totals, Update, needs_weight
 from .megatron_run import CheckedUpdate, forget_inference, run_schedule
 from .microbatches import (
     ATTENTION_MASK,
+    LENGTHS,
     POSITIONS,
     TOKENS,
     Batch,
@@ -61,7 +62,7 @@ from .microbatches import (
     check_ids,
     is_packed,
 )
-from .packs import context_parallel_ranks, own_positions, packed_inputs
+from .packs import context_parallel_ranks, own_positions, packed_inputs, padding_inputs
 from .snapshot import (
     LogSnapshot,
     MegatronSnapshot,
@@ -85,13 +86,14 @@ def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
 def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
     """Return the arguments that a `GPTModel` is called with for a microbatch.
 
-    Rows are `input_ids` [B, T], with `position_ids` (0..T-1 if there are none) and an
-    `attention_mask`. A pack is `input_ids` [1, T] or [T] with a `Pack`, Megatron's
-    `PackedSeqParams`, or `cu_seqlens` and, where sequences are padded, `cu_seqlens_padded`. Padding
-    after a sequence belongs to it in attention, which is causal, so that no token sees it. Routers
-    (from 0.16 on) and MTP heads are told where the padding of a `Pack` is, so that their losses
-    count tokens alone. Routers with an expert bias or quantile balancing are not told, because
-    releases up to 0.19 compute wrongly then.
+    Rows are `input_ids` [B, T], with `position_ids` (0..T-1 if there are none), an
+    `attention_mask`, and `lengths` [B] if they are padded at the end. A pack is `input_ids` [1, T]
+    or [T] with a `Pack`, Megatron's `PackedSeqParams`, or `cu_seqlens` and, where sequences are
+    padded, `cu_seqlens_padded`. Padding after a sequence belongs to it in attention, which is
+    causal, so that no token sees it. Routers (from 0.16 on) and MTP heads are told where the
+    padding of a `Pack` or of rows with `lengths` is, so that their losses count tokens alone.
+    Routers with quantile balancing are not told, which Megatron refuses, and those with an expert
+    bias only with `expert-bias-refuses-padding`.
 
     Under context parallelism rows and packs come whole, and the model is given this rank's
     `own_positions`; a mask [B, 1, T, T] is cut to the rank's queries.
@@ -109,15 +111,21 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
     """
     if is_packed(microbatch):
         return packed_inputs(model, microbatch)
-    tokens = microbatch[TOKENS]
+    tokens, config = microbatch[TOKENS], get_model_config(model)
     positions, mask = microbatch.get(POSITIONS), microbatch.get(ATTENTION_MASK)
-    if positions is None:
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    if get_model_config(model).context_parallel_size > 1:
+    place_T = torch.arange(tokens.shape[1], device=tokens.device)
+    positions = place_T.expand_as(tokens) if positions is None else positions
+    parts = {TOKENS: tokens, POSITIONS: positions}
+    lengths = microbatch.get(LENGTHS)
+    if lengths is not None:
+        real_BT = place_T < torch.as_tensor(lengths, device=tokens.device)[:, None]
+        # Where nothing is real all is, because means over no tokens are no numbers.
+        parts |= padding_inputs(config, real_BT | ~real_BT.any())
+    if config.context_parallel_size > 1:
         if mask is not None and mask.dim() == 4 and mask.shape[2] == tokens.shape[1]:
             mask = own_positions(mask, dim=2)
-        tokens, positions = own_positions(tokens), own_positions(positions)
-    return {TOKENS: tokens, POSITIONS: positions, ATTENTION_MASK: mask}
+        parts = {name: own_positions(value) for name, value in parts.items()}
+    return {**parts, ATTENTION_MASK: mask}
 
 
 def tables_of(chunks: Sequence[Any]) -> Tables:

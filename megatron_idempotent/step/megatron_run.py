@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_idempotent.megatron import moe
@@ -85,10 +86,10 @@ def run_schedule(
     }
     now = _Now(arguments, weigh=functools.partial(_weight, backend, loss, ghosts))
     arguments["forward_step_func"] = _forward_step(backend, loss, found, ghosts, now)
-    # What auxiliary losses of a pack are means over is known once its forward was called.
-    packed = backend.has_auxiliary and any(piece.segments is not None for piece in pieces)
+    # What auxiliary losses are means over is known once the forward was called.
+    padded = backend.has_auxiliary and any(piece.may_be_padded for piece in pieces)
     weights = {now.weigh(piece) for piece in pieces} if backend.has_auxiliary else {1.0}
-    even = len(weights) == 1 and not packed
+    even = len(weights) == 1 and not padded
     with ExitStack() as stack:
         if ghosts:
             # Routing counts and logs of microbatches that nobody has are not kept.
@@ -100,7 +101,7 @@ def run_schedule(
         stack.enter_context(dividing_by(1, auxiliary_weight=weight, context_parallel=False))
         if not even:
             _scale_with_their_forward(stack)
-        if packed:
+        if padded:
             for chunk in backend.chunks:
                 hook = chunk.register_forward_pre_hook(now.look, with_kwargs=True)
                 stack.callback(hook.remove)
@@ -264,7 +265,9 @@ class _Now:
 
     def look(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Note, as a hook before a chunk's forward, whether the chunk is told where padding is."""
-        self._masked = kwargs.get("padding_mask") is not None
+        # Without experts it is MTP heads alone that are.
+        name = "padding_mask" if get_model_config(model).num_moe_experts else "loss_mask"
+        self._masked = kwargs.get(name) is not None
 
 
 def _scale_with_their_forward(stack: ExitStack) -> None:

@@ -93,8 +93,18 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """The number of positions without the padding of a pack."""
-        return self.positions if self.segments is None else sum(self.segments.lengths)
+        """The number of positions without padding, read from the device for rows with lengths."""
+        if self.segments is not None:
+            return sum(self.segments.lengths)
+        lengths = field_of(self.batch, LENGTHS)
+        if lengths is None:
+            return self.positions
+        return int(torch.as_tensor(lengths).clamp(max=self.shape[1]).sum()) or self.positions
+
+    @property
+    def may_be_padded(self) -> bool:
+        """True if it is known where padding is."""
+        return self.segments is not None or field_of(self.batch, LENGTHS) is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -593,7 +593,7 @@ def packed_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
         positions = _positions(packed, tokens_1T) if pack is None else pack.position_ids
     found = {TOKENS: tokens_1T, POSITIONS: positions[None] if positions.dim() == 1 else positions}
     if pack is not None and 0 < sum(pack.lengths) < pack.tokens:
-        found |= _padding(get_model_config(model), pack)
+        found |= padding_inputs(get_model_config(model), pack.mask[None])
     borders = packed.cu_seqlens_q_padded
     borders = packed.cu_seqlens_q if borders is None else borders
     parts = {name: own_positions(value, cu_seqlens=borders) for name, value in found.items()}
@@ -633,7 +633,8 @@ def _positions(packed: Any, tokens_1T: Tensor) -> Tensor:
     return place_T - borders[number_T]
 
 
-def _padding(config: Any, pack: Pack) -> dict[str, Tensor]:
+def padding_inputs(config: Any, real_BT: Tensor) -> dict[str, Tensor]:
+    """Return arguments that tell routers and MTP heads which positions are no padding."""
     from megatron.core.models.gpt import GPTModel
 
     found: dict[str, Tensor] = {}
@@ -645,9 +646,9 @@ def _padding(config: Any, pack: Pack) -> dict[str, Tensor]:
         name = "expert-bias-knows-padding"
         knows = knows and (is_provided(name) or not absent(name, a_door=False))
     if routes and knows and balanced != "quantile_balancing":  # quantiles know no padding
-        found["padding_mask"] = ~pack.mask[None]
+        found["padding_mask"] = ~real_BT
     if getattr(config, "mtp_num_layers", None):
-        found["loss_mask"] = pack.mask[None].float()
+        found["loss_mask"] = real_BT.float()
     return found
 
 

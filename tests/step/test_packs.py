@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from packaging.version import Version
 
 #: Neither routers nor MTP layers know padding masks, or packs.
 BEFORE_PADDING_MASKS = Version(version("megatron-core")) < Version("0.16")
+MTP_SUMS = Version(version("megatron-core")) < Version("0.17")
 #: A rounding of float64, in which gradients are compared.
 U = 2.0**-53
 #: Upstream computes the softmax of routers and of MTP's heads in float32, over no more words than
@@ -38,8 +39,9 @@ def gradients(ways: list[str], kind: str, options: dict[str, Any]) -> dict[str, 
         )
         batch = rows(dtype=torch.float64)
         budget = {"packs of 32": 32, "padded packs of 64": 64, "packs of 96": 96}.get(way)
-        step_id = step.begin(loss, global_batch_size=12, max_tokens_per_microbatch=budget)
-        if budget is not None:
+        cut = {"micro_batch_size": 5} if way == "rows" else {"max_tokens_per_microbatch": budget}
+        step_id = step.begin(loss, global_batch_size=12, **cut)
+        if budget is not None or way == "rows":
             step.microbatch(step_id, batch)
         elif way == "one by one":
             step.microbatch(step_id, microbatches=one_by_one(batch))
@@ -50,8 +52,8 @@ def gradients(ways: list[str], kind: str, options: dict[str, Any]) -> dict[str, 
                 step.microbatch(step_id, microbatches=[each])
         else:
             assert way == "in two calls"
-            for cut in (slice(0, 5), slice(5, None)):
-                piece = {name: value[cut] for name, value in batch.items()}
+            for part in (slice(0, 5), slice(5, None)):
+                piece = {name: value[part] for name, value in batch.items()}
                 step.microbatch(step_id, microbatches=pack_batches(piece, 96, alignment=padded))
         found[way] = exact_gradients(model)
         step.abort(step_id)
@@ -109,7 +111,7 @@ def routed(config: dict[str, Any]) -> list[dict[str, float]]:
     for per_token in (True, False):
         overrides = {"moe_aux_loss_coeff": 0.0, "calculate_per_token_loss": per_token, **config}
         options = {"experts": 4, "config_overrides": overrides}
-        found.append(compared("token", options, ["one by one", *WAYS[1:4]]))
+        found.append(compared("token", options, ["one by one", "rows", *WAYS[1:4]]))
     return found
 
 
@@ -117,7 +119,8 @@ def test_losses_that_are_means_over_tokens_do_not_depend_on_packing(megatron_ran
     (found,) = megatron_ranks(1, routed, {"moe_z_loss_coeff": 1.0})
     if BEFORE_PADDING_MASKS:
         # Routers cannot be told of padding there, and count it, as docs/train-step/packs.md says.
-        assert all(each.pop("padded packs of 64") > SOFTMAX_IN_FP32 for each in found)
+        for way in ("rows", "padded packs of 64"):
+            assert all(each.pop(way) > SOFTMAX_IN_FP32 for each in found)
     assert max(max(each.values()) for each in found) < SOFTMAX_IN_FP32, found
 
 
@@ -134,9 +137,13 @@ def counted() -> list[list[float]]:
     model = double(experts=4, config_overrides={**bias, "moe_router_load_balancing_type": "none"})
     router = model.chunks[0].module.decoder.layers[0].mlp.router
     found = []
-    for alignment in (None, TokenAlignment(sequence=4, pack=16)):
-        step = TrainStep(model.chunks, alignment=alignment, deadline_s=DEADLINE_S)
-        step_id = step.begin(PackLoss(), global_batch_size=12, max_tokens_per_microbatch=64)
+    for alignment in (None, TokenAlignment(sequence=4, pack=16), "rows"):
+        rows_of = alignment == "rows"
+        step = TrainStep(
+            model.chunks, alignment=None if rows_of else alignment, deadline_s=DEADLINE_S
+        )
+        cut = {"micro_batch_size" if rows_of else "max_tokens_per_microbatch": 4 if rows_of else 64}
+        step_id = step.begin(PackLoss(), global_batch_size=12, **cut)
         step.microbatch(step_id, rows(dtype=torch.float64))
         found.append(router.local_tokens_per_expert.tolist())
         step.abort(step_id)
@@ -144,9 +151,9 @@ def counted() -> list[list[float]]:
 
 
 def test_an_expert_bias_counts_no_padding(megatron_ranks):
-    ((without, padded),) = megatron_ranks(1, counted)
+    ((without, *padded),) = megatron_ranks(1, counted)
     # Routers cannot be told of padding before 0.16.
-    assert (padded == without) != BEFORE_PADDING_MASKS
+    assert all((each == without) != BEFORE_PADDING_MASKS for each in padded)
 
 
 CUT: dict[str, dict[str, Any]] = {
@@ -440,3 +447,48 @@ def heads() -> dict[str, float]:
 def test_mtp_heads_learn_nothing_of_padding(megatron_ranks):
     (found,) = megatron_ranks(1, heads)
     assert max(found.values()) < SOFTMAX_IN_FP32, found
+
+
+class Nothing:
+    """A loss of 0, beside which heads have their own."""
+
+    kind = "token"
+    normalizers: ClassVar[dict[str, Any]] = {}
+
+    def __call__(self, output: Any, microbatch: Any) -> Any:
+        return (output * 0.0).sum(), {}
+
+
+def weighed() -> list[float]:
+    """Runs on a rank: MTP losses with calculate_per_token_loss against those without."""
+    import torch
+    from packs import double, exact_gradients, rows
+    from scenario import DEADLINE_S
+
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.fp8 import TokenAlignment
+    from megatron_idempotent.step import gpt_inputs
+
+    def labelled(chunk: Any, microbatch: Any) -> Any:
+        return chunk(**gpt_inputs(chunk, microbatch), labels=microbatch["input_ids"].roll(-1, 1))
+
+    def gradient(cut: dict[str, int], *, per_token: bool) -> Any:
+        config = {"mtp_num_layers": 1, "calculate_per_token_loss": per_token}
+        none = {"position_embedding_type": "none"}
+        model = double(config_overrides=config, model_overrides=none)
+        padded = TokenAlignment(sequence=4, pack=16)
+        step = TrainStep(model.chunks, forward=labelled, alignment=padded, deadline_s=DEADLINE_S)
+        step.microbatch(step.begin(Nothing(), global_batch_size=12, **cut), rows())
+        return exact_gradients(model)
+
+    found = []
+    for cut in ({"micro_batch_size": 5}, {"max_tokens_per_microbatch": 64}):
+        one, other = (gradient(cut, per_token=each) for each in (True, False))
+        found.append(float(torch.dist(one, other) / one.norm()))
+    return found
+
+
+@pytest.mark.skipif(MTP_SUMS, reason="before 0.17 an MTP loss per token is another one")
+def test_an_mtp_loss_weighs_as_many_tokens_however_gradients_are_divided(megatron_ranks):
+    (found,) = megatron_ranks(1, weighed)
+    assert max(found) < SOFTMAX_IN_FP32, found

@@ -1,0 +1,91 @@
+"""An MTP loss is NaN where none of a rank's tokens counts, and weighs its tokens by themselves.
+
+Symptom:
+    With multi-token prediction (MTP), a loss mask and DDP that averages gradients, all gradients
+    become NaN as soon as one microbatch of one rank has no token to predict. Under context
+    parallelism that is one whose tokens all lie on other ranks; where each has some, those of a
+    rank with few count for more: with two ranks, of which one has twice as many, a small model's
+    gradient is off by 25 % of its norm. The logged MTP loss has the same fault.
+
+Cause:
+    The loss of each MTP layer is divided by the sum of the rank's own mask, which `roll_tensor`
+    returns.
+
+Affects:
+    0.12 to 0.16. From 0.17 on nothing is divided by zero, and `mtp-loss-per-context-rank` is the
+    rest. What the patch does: the sum is a mean over context-parallel ranks, and at least one of
+    their number's part. That is one collective of one number for each shift. With
+    `calculate_per_token_loss` losses are added up, and only what is logged changes.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/3396
+
+Remove when:
+    0.16 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+_MODULE = "megatron.core.transformer.multi_token_prediction"
+
+
+def roll(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Shift, and return a number of tokens that every rank can divide by.
+
+    Takes part: all context-parallel ranks.
+    """
+    import torch
+    from megatron.core import parallel_state
+
+    rolled, number = original(*args, **kwargs)
+    ranks = parallel_state.get_context_parallel_world_size()
+    if ranks > 1:
+        number = number.clone()
+        torch.distributed.all_reduce(number, group=parallel_state.get_context_parallel_group())
+    return rolled, number.clamp(min=1) / ranks
+
+
+def reproduce() -> None:
+    """Let tokens count that one of two context-parallel ranks has."""
+    import torch
+
+    from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.step import own_positions
+
+    model = tiny.build(
+        cp=2,
+        overlap_grad_reduce=False,
+        distributed_optimizer=False,
+        exact_attention=True,
+        config_overrides={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5},
+        model_overrides={"position_embedding_type": "none"},
+    )
+    (chunk,) = model.chunks
+    tokens = next(tiny.microbatches(0)).cuda()
+    counts = torch.zeros_like(tokens, dtype=torch.float32)
+    counts[:, 1 : tiny.SEQUENCE // 4] = 1  # the first rank's first piece
+    chunk.zero_grad_buffer()
+    chunk(
+        own_positions(tokens),
+        own_positions(torch.arange(tiny.SEQUENCE, device="cuda").expand_as(tokens)),
+        None,
+        labels=own_positions(tokens.roll(-1, 1)),
+        loss_mask=own_positions(counts),
+    ).mean().backward()
+    gradient = chunk.module.mtp.layers[0].eh_proj.weight.main_grad
+    if not gradient.isfinite().all():
+        raise RuntimeError("an MTP gradient is NaN where no token of a rank counts")
+
+
+PATCH = Patch(
+    summary="an MTP loss is NaN where none of a rank's tokens counts",
+    before="0.17",
+    targets=(Target(f"{_MODULE}:roll_tensor", roll),),
+    fixed_by=(f"{_MODULE}:process_mtp_loss", "num_tokens.clamp(min=1)"),
+    stock_error=r"RuntimeError: an MTP gradient is NaN where no token of a rank counts",
+)

@@ -1,0 +1,87 @@
+"""In a pack with padding between its sequences MTP layers predict tokens of other sequences.
+
+Symptom:
+    With multi-token prediction (MTP) and `PackedSeqParams` that have both `cu_seqlens_q` and
+    `cu_seqlens_q_padded`, tokens, labels and masks are shifted across the borders of sequences:
+    the last token of one learns to predict the first one of the next, others learn nothing or
+    what they are. No error.
+
+Cause:
+    `_roll_tensor_packed_seq` cuts the pack by `cu_seqlens_q`, which count tokens without padding.
+    Tokens lie where `cu_seqlens_q_padded` says.
+
+Affects:
+    0.16 on, where MTP takes packs. Repaired on the branch dev. What the patch does: packs are
+    shifted by the borders with padding, if there are any. The token after a sequence's last one is
+    padding then, which a loss mask leaves out. A `TrainStep` has one kind of borders, and no need.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/6246 (on dev)
+
+Remove when:
+    no release without `_get_packed_roll_cu_seqlens` is supported.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.patching.record import arguments
+
+_MODULE = "megatron.core.transformer.multi_token_prediction"
+
+
+def roll(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Shift by the borders between which tokens and padding lie."""
+    call = arguments(original, args, kwargs)
+    packed = call["packed_seq_params"]
+    if packed is not None and packed.cu_seqlens_q_padded is not None:
+        call["packed_seq_params"] = packed = copy.copy(packed)
+        packed.cu_seqlens_q = packed.cu_seqlens_q_padded
+    return original(**call)
+
+
+def reproduce() -> None:
+    """Roll a pack of five and seven tokens, each with padding to eight."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    from megatron_idempotent.step import own_positions
+
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    ends, padded = (
+        torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([0, 5, 12], [0, 8, 16])
+    )
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=8,
+        max_seqlen_kv=8,
+    )
+    row = torch.tensor([[1, 2, 3, 4, 5, 0, 0, 0, 11, 12, 13, 14, 15, 16, 17, 0]], device="cuda")
+    right = torch.cat([each.roll(-1, 1) for each in row.split(8, 1)], 1)
+    right[:, 7::8] = 0
+    found, _ = roll_tensor(
+        own_positions(row, cu_seqlens=padded),
+        cp_group=parallel_state.get_context_parallel_group(),
+        packed_seq_params=packed,
+    )
+    if not torch.equal(found, own_positions(right, cu_seqlens=padded)):
+        raise RuntimeError(f"tokens of two sequences are shifted to {found.tolist()}")
+
+
+PATCH = Patch(
+    summary="with padding between a pack's sequences MTP layers predict tokens of other sequences",
+    since="0.16",
+    targets=(Target(f"{_MODULE}:roll_tensor", roll),),
+    fixed_by=(f"{_MODULE}:_get_packed_roll_cu_seqlens", "packed_seq_params.cu_seqlens_q_padded"),
+    stock_error=r"RuntimeError: tokens of two sequences are shifted to",
+)

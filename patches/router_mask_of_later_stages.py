@@ -1,0 +1,79 @@
+"""Routers of later pipeline stages take no padding mask under sequence parallelism.
+
+Symptom:
+    With pipeline and sequence parallelism a model with experts that is given a `padding_mask`
+    raises `RuntimeError: The size of tensor a … must match the size of tensor b …` in each stage
+    but the first one.
+
+Cause:
+    `GPTModel._preprocess` cuts the mask to the rank's part of the sequence where it embeds tokens,
+    and nowhere else.
+
+Affects:
+    0.16 on, in which routers take a mask. Repaired on the branch dev. What the patch does: a mask
+    that is longer than what a router is given is cut to the rank's part of it.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/4359 (on dev);
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5470 cuts the mask itself.
+
+Remove when:
+    no release is supported whose `MoELayer` takes the mask as it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+
+def forward(
+    original: Callable[..., Any], self: Any, input: Any, padding_mask: Any = None
+) -> Any:  # these are upstream's names
+    """Route with the part of a mask [T, B] that belongs to the input [T / tp, B, H]."""
+    if padding_mask is not None and len(padding_mask) != len(input):
+        from megatron.core import parallel_state
+
+        part = parallel_state.get_tensor_model_parallel_rank()
+        padding_mask = padding_mask.split(len(input))[part]
+    return original(self, input, padding_mask)
+
+
+def reproduce() -> None:
+    """Let the second half of each row be padding: only the first rank's z-loss has a gradient."""
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_idempotent.megatron.layer_specs import gpt_stage
+    from megatron_idempotent.proof.cpu import tiny
+
+    config = tiny.build(
+        tp=2,
+        sequence_parallel=True,
+        experts=4,
+        with_optimizer=False,
+        config_overrides={"moe_z_loss_coeff": 1.0, "moe_aux_loss_coeff": 0.0},
+    ).config
+    sizes = {"vocab_size": tiny.VOCABULARY, "max_sequence_length": tiny.SEQUENCE}
+    stage = gpt_stage(config, vp_stage=None, pre_process=False, **sizes)
+    half = tiny.SEQUENCE // 2
+    stage.set_input_tensor(torch.randn(half, tiny.BATCH, tiny.HIDDEN, device="cuda"))
+    tokens = next(tiny.microbatches(0))
+    padding = torch.zeros_like(tokens, dtype=torch.bool)
+    padding[:, half:] = True
+    places = torch.arange(tiny.SEQUENCE, device="cuda").expand_as(tokens)
+    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
+    (stage(tokens, places, hidden, padding_mask=padding) * 0.0).sum().backward()
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    if bool(stage.decoder.layers[0].mlp.router.weight.grad.any()) != first:
+        raise RuntimeError("a router takes another rank's part of the padding mask")
+
+
+PATCH = Patch(
+    summary="under sequence parallelism routers of later pipeline stages refuse a padding mask",
+    since="0.16",
+    targets=(Target("megatron.core.transformer.moe.router:TopKRouter.forward", forward),),
+    stock_error=r"RuntimeError: The size of tensor a",
+)

@@ -1,0 +1,92 @@
+"""Under router replay an MTP layer is routed as a layer of the decoder is.
+
+Symptom:
+    With `moe_enable_routing_replay`, experts and multi-token prediction (MTP), replaying what an
+    engine recorded gives the MTP router the experts of the decoder's first layer, if code goes by
+    `layer_number`, as NeMo-RL does. The MTP loss trains on wrong experts, and no error says so.
+    Code that goes by the list raises `The number of replay tensors (2) does not match instances
+    (3)`, or ends in `'NoneType' object has no attribute 'to'`. What is recorded in inference, which
+    runs no MTP layer, ends with a `None`.
+
+Cause:
+    Each router makes a `RouterReplay`, an MTP layer's too, which from 0.17 on counts its layers
+    from 1 as the decoder does. Engines know nothing of it.
+
+Affects:
+    0.16 on. What the patch does: routers of MTP layers have no `RouterReplay`, and choose experts
+    themselves. So recorded and replayed routing is that of the decoder, in this order.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/7404 (in review),
+    https://github.com/NVIDIA-NeMo/RL/pull/3903, https://github.com/verl-project/verl/pull/7106
+
+Remove when:
+    routers of MTP layers stay out of replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+
+def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Build an MTP layer, and take its routers out of the replay."""
+    original(self, *args, **kwargs)
+    for module in self.modules():
+        replay = getattr(module, "router_replay", None)
+        if replay is not None:
+            type(replay).global_router_replay_instances.remove(replay)
+            module.router_replay = None
+
+
+def reproduce() -> None:
+    """Replay an engine's routing of the decoder's two layers, and look at the MTP layer's."""
+    import torch
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    model = tiny.build(
+        experts=4,
+        config_overrides={"moe_enable_routing_replay": True, "mtp_num_layers": 1},
+        with_optimizer=False,
+    )
+    tokens = tiny.BATCH * tiny.SEQUENCE
+    recorded = [torch.tensor([[layer, 3]]).repeat(tokens, 1) for layer in range(2)]
+    for module in model.chunks[0].modules():
+        replay = getattr(module, "router_replay", None)
+        if replay is not None and module.layer_number <= len(recorded):
+            replay.set_target_indices(recorded[module.layer_number - 1])
+    taken = []
+
+    def look(router: Any, args: Any, output: Any) -> None:
+        taken.append(output[1])
+
+    routers = [each for each in model.chunks[0].modules() if hasattr(each, "router_replay")]
+    routers[-1].register_forward_hook(look)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    model.forward_backward(1, data_seed=0)
+    if taken[0][:, [0, 3]].all():
+        raise RuntimeError("the MTP layer is routed as the decoder's first layer is")
+    RouterReplay.set_replay_data(recorded)
+
+
+PATCH = Patch(
+    summary="under router replay an MTP layer takes the routing of the decoder's first layer",
+    since="0.16",
+    targets=(
+        Target(
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
+            build,
+        ),
+    ),
+    given=("mtp-without-transformer-engine",),
+    ranks=1,
+    stock_error=(
+        r"RuntimeError: the MTP layer is routed as the decoder's first layer is|"
+        r"AttributeError: 'NoneType' object has no attribute 'to'"
+    ),
+)

@@ -1,0 +1,58 @@
+"""Per token, MoE's loss of sequences counts less the more rows a microbatch has.
+
+Symptom:
+    With `calculate_per_token_loss` and `moe_router_load_balancing_type="seq_aux_loss"` the gradient
+    of the load balancing loss is divided by the number of rows of a microbatch: half as much with
+    two rows as with one. Routers balance worse with larger microbatches. No error, and the logged
+    loss is right.
+
+Cause:
+    Gradients are divided by the tokens of the step in the end, so the router multiplies its loss by
+    the tokens of the microbatch. For this kind of loss it counts those of one row.
+
+Affects:
+    0.16 to 0.18, and commits before July 2026. What the patch does: the loss is also multiplied by
+    the number of rows, as 0.19 does. What is logged does not change.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/5798
+
+Remove when:
+    no supported release counts `local_num_tokens` of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.megatron import moe
+from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.patching.record import arguments
+
+
+def apply(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Apply the loss of all rows; upstream logs it divided by its coefficient."""
+    call = arguments(original, args, kwargs)
+    router = call["self"]
+    rows = call["bsz"] if router.calculate_per_token_loss else 1
+    with moe.multiplied(router.config, "moe_aux_loss_coeff", rows):
+        return original(*args, **kwargs)
+
+
+def reproduce() -> None:
+    """Compare gradients of summed losses to the same of means; a power of two changes no bit."""
+    from . import _scenarios
+
+    _scenarios.expect_weight_per_token(moe_router_load_balancing_type="seq_aux_loss")
+
+
+PATCH = Patch(
+    summary="per token, MoE's loss of sequences is divided by a microbatch's rows",
+    since="0.16",
+    groups=("aux-loss",),
+    targets=(Target("megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss", apply),),
+    fixed_when=a_body_has("local_num_tokens * bsz"),
+    ranks=1,
+    stock_error=r"RuntimeError: router gradient norm .* per token",
+)
