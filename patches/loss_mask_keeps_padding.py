@@ -11,8 +11,9 @@ Cause:
 
 Affects:
     Every release, where masks are kept: without `reset_position_ids`, `reset_attention_mask` and
-    `eod_mask_loss`. With a tokenizer whose padding is its end of document, the ends of documents
-    are padding. What the patch does: the mask that is kept is one without padding.
+    `eod_mask_loss`. Padding is at the end of the last validation sample, and wherever the data has
+    its token; before 0.16 also at ends of documents, if the tokenizer has one token for both. What
+    the patch does: the mask that is kept is one without padding.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/issues/1711, after which later calls copy the mask;
@@ -27,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.patching import Patch, Target, a_body_has
 
 
 def getitem(original: Callable[..., dict[str, Any]], self: Any, idx: int | None) -> dict[str, Any]:
@@ -41,14 +42,14 @@ def getitem(original: Callable[..., dict[str, Any]], self: Any, idx: int | None)
 
 
 def reproduce() -> None:
-    """Serve a sample that has padding, then one that has none."""
+    """Serve a sample that has padding, then another one."""
     import types
 
     import numpy
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.utils import Split
 
-    tokenizer = types.SimpleNamespace(vocab_size=100, eod=99, pad=99, unique_identifiers={})
+    tokenizer = types.SimpleNamespace(vocab_size=4000, eod=3999, pad=3000, unique_identifiers={})
     config = gpt_dataset.GPTDatasetConfig(
         random_seed=1,
         sequence_length=2048,
@@ -63,10 +64,10 @@ def reproduce() -> None:
     documents = Mock.build_low_level_dataset(None, config)
 
     def masked(*served: int) -> int:
-        data = Mock(documents, None, numpy.arange(50), 20, Split.train, config)
+        data = Mock(documents, None, numpy.arange(50), 40, Split.train, config)
         return [int((data[each]["loss_mask"] == 0).sum()) for each in served][-1]
 
-    first = next(index for index in range(20) if masked(index))
+    first = next(index for index in range(40) if masked(index))
     alone, after = masked(first + 1), masked(first, first + 1)
     if alone != after:
         raise RuntimeError("a sample's loss mask depends on the one before it")
@@ -82,6 +83,7 @@ PATCH = Patch(
             "loss_mask[labels == self._pad_token_id] = 0.0",
         ),
     ),
+    fixed_when=a_body_has("self.cached_loss_mask = loss_mask.clone()"),
     ranks=1,
     stock_error=r"RuntimeError: a sample's loss mask depends on the one before it",
 )
