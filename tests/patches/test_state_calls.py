@@ -198,7 +198,7 @@ def test_a_second_backward_through_a_recomputed_layer_drops_the_same_elements():
 
 
 def state(value, note=""):
-    """What a rank saves: a tensor, and an object of some size."""
+    """Return what a rank saves: a tensor, and an object of some size."""
     import torch
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedObject
