@@ -1,0 +1,87 @@
+"""A checkpoint that was written over an older one is read by the older one's table of contents.
+
+Symptom:
+    After a roll back the run saves an iteration again, into the folder of that iteration, and a
+    load in the same process finds other values, or fails with `EOFError` or an error of
+    unpickling: the load takes bytes from where the older checkpoint had them.
+
+Cause:
+    With `--ckpt-assume-constant-structure` a load keeps the folder's `.metadata` in memory, by the
+    folder's name, and no save takes it out.
+
+Affects:
+    0.17 and later, with Megatron's own reader; that of nvidia-resiliency-ext, which loads take
+    where the checkpoint was saved with `--async-strategy nvrx`, this does not reach. What the patch
+    does: what is kept counts for the file that it was read from.
+
+Upstream:
+    https://github.com/ROCm/Megatron-LM/pull/138 repairs it in a fork.
+
+Remove when:
+    the reader notices that `.metadata` is another file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+
+def read_metadata(original: Callable[..., Any], self: Any) -> Any:
+    """Look the metadata up by name and state of its file, and forget that of older ones."""
+    import os
+
+    if self._cache_key is not None:
+        folder = os.path.abspath(os.fspath(self.path))
+        file = os.stat(os.path.join(folder, ".metadata"))
+        self._cache_key = (folder, file.st_ino, file.st_mtime_ns, file.st_size)
+        kept = type(self)._metadata_cache
+        for key in [key for key in kept if key[0] == folder and key != self._cache_key]:
+            del kept[key]
+    return original(self)
+
+
+def reproduce() -> None:
+    """Load, save into the same folder again, load again."""
+    import tempfile
+
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def state(value: float, counted: Any) -> dict[str, Any]:
+        make = dist_checkpointing.ShardedTensor.from_rank_offsets
+        note = dist_checkpointing.mapping.ShardedObject("note", counted, (1,), (0,))
+        return {"note": note, "weight": make("weight", torch.full((64,), value))}
+
+    with tempfile.TemporaryDirectory() as folder:
+        for value in (1.0, 2.0):
+            # As the samples and random states of a run do, the object needs another space.
+            dist_checkpointing.save(state(value, "n" * int(1000 * value)), folder)
+            reader = TorchDistLoadShardedStrategy(cache_metadata=True)
+            try:
+                loaded = dist_checkpointing.load(state(0.0, ""), folder, reader)
+            except CheckpointException as error:
+                raise RuntimeError("what was saved last cannot be loaded") from error
+            if not torch.equal(loaded["weight"], torch.full((64,), value)):
+                raise RuntimeError("what was saved last cannot be loaded")
+
+
+PATCH = Patch(
+    summary="a checkpoint that was saved again is read by its older table of contents",
+    since="0.17",
+    targets=(
+        Target(
+            "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader:"
+            "CachedMetadataFileSystemReader.read_metadata",
+            read_metadata,
+            "CachedMetadataFileSystemReader._metadata_cache[self._cache_key]",
+        ),
+    ),
+    ranks=1,
+    needs=("psutil",),
+    stock_error=r"RuntimeError: what was saved last cannot be loaded",
+)

@@ -1,0 +1,82 @@
+"""With `--ckpt-step` the weights are of that checkpoint, the optimizer's state of the latest one.
+
+Symptom:
+    A roll back with `--ckpt-step` and `--ckpt-format torch`: forwards use the weights of that
+    iteration, and the first step puts the later ones back, because fp32 main parameters and Adam's
+    moments are theirs. `load_checkpoint` returns the later iteration as well. No error.
+
+Cause:
+    `load_checkpoint` reads the tracker file a second time, for the state of the distributed
+    optimizer, without looking at `args.ckpt_step`.
+
+Affects:
+    Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
+    the patch does: where `args.ckpt_step` is set, the tracker file says this iteration. That of
+    non-persistent checkpoints still says its own.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,
+    `load_checkpoint`, at "this is a manual read of the tracker file"; no thread found.
+
+Remove when:
+    `load_checkpoint` takes the iteration that `_load_base_checkpoint` has loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+_MODULE = "megatron.training.checkpointing"
+
+
+def read_metadata(original: Callable[..., tuple[int, bool]], tracker: Any) -> tuple[int, bool]:
+    """Read the tracker file, and say `args.ckpt_step` where there is one."""
+    import os
+
+    from megatron.training import checkpointing, global_vars
+
+    iteration, release = original(tracker)
+    options = global_vars._GLOBAL_ARGS  # a checkpoint's arguments are read before there are any
+    step = getattr(options, "ckpt_step", None)
+    folder = os.path.dirname(os.fspath(tracker))
+    apart = getattr(options, "non_persistent_global_ckpt_dir", None)
+    if (
+        not step
+        or folder == apart
+        or os.path.basename(folder) == checkpointing._NON_PERSISTENT_CKPT_SUBDIR
+    ):
+        return iteration, release
+    return step, release
+
+
+def reproduce() -> None:
+    """Save two iterations, and go back to the first."""
+    import tempfile
+
+    from megatron.training import checkpointing
+
+    from megatron_idempotent.proof.cpu import program
+
+    running = program.start(["--bf16", "--ckpt-format", "torch"])
+    with tempfile.TemporaryDirectory() as folder:
+        running.args.save = running.args.load = folder
+        saved = [running.chunks, running.optimizer, running.scheduler]
+        running.train(1)
+        checkpointing.save_checkpoint(1, *saved, 0)
+        checkpointing.save_checkpoint(2, *saved, 0)
+        running.args.ckpt_step = 1
+        iteration, _ = checkpointing.load_checkpoint(*saved)
+    if iteration != 1:
+        raise RuntimeError(f"went back to iteration 1, and the optimizer's state is {iteration}'s")
+
+
+PATCH = Patch(
+    summary="a load with ckpt_step takes the optimizer's state of the latest checkpoint",
+    targets=(Target(f"{_MODULE}:read_metadata", read_metadata, "tracker_filename"),),
+    ranks=1,
+    given=("reshardable-load-wants-step",),
+    stock_error=r"RuntimeError: went back to iteration 1, and the optimizer's state is 2's",
+)

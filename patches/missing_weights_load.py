@@ -1,0 +1,129 @@
+"""Weights that a checkpoint lacks stay random, although it was loaded with `strict=True`.
+
+Symptom:
+    A model with a layer, head or adapter that the checkpoint does not have loads it, and trains on
+    with the initial values there. The output has "load_return: None", and no name of a weight.
+
+Cause:
+    Whenever loading with `strict=True` raises, `load_checkpoint` loads again with `strict=False`,
+    for the sake of "extra states" of Transformer Engine.
+
+Affects:
+    Every release, with `--ckpt-format torch`, and with `--dist-ckpt-strictness log_all` and other
+    values for which the distributed format lets such weights pass. Releases before 0.17 carry
+    `megatron.training` in a source checkout only. Megatron-Bridge has the same code, which this
+    does not reach. What the patch does: only extra states may be missing or too many. Otherwise it
+    raises, or warns with their names where `--dist-ckpt-strictness` allows them. With
+    `strict=False`, and in Megatron-FSDP, all is as before.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/6032 is about Megatron-Bridge's copy.
+
+Remove when:
+    the second load of `load_checkpoint` raises for other names than those of extra states.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target, arguments
+
+
+def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Load, and look at which names are missing where upstream loads with `strict=False`."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    call = arguments(original, args, kwargs)
+    chunks = [
+        chunk
+        for chunk in call["ddp_model"]
+        if call["strict"] and isinstance(chunk, (DistributedDataParallel, Float16Module))
+    ]
+    for chunk in chunks:
+        vars(chunk)["load_state_dict"] = functools.partial(_load, chunk)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        for chunk in chunks:
+            del vars(chunk)["load_state_dict"]
+
+
+def _load(chunk: Any, state_dict: dict[str, Any], strict: bool) -> None:
+    import logging
+
+    from megatron.core.utils import unwrap_model
+    from megatron.training import get_args
+
+    if strict:
+        type(chunk).load_state_dict(chunk, state_dict, strict=True)
+        return
+    missing, unexpected = unwrap_model(chunk).load_state_dict(state_dict, strict=False)
+    wrong = {
+        what: [name for name in names if not name.endswith("_extra_state")]
+        for what, names in (("lacks", missing), ("has besides", unexpected))
+    }
+    found = "; ".join(f"{what} {', '.join(names)}" for what, names in wrong.items() if names)
+    if not found:
+        return
+    message = f"what is loaded with strict=True {found}"
+    if get_args().dist_ckpt_strictness == "assume_ok_unexpected":
+        raise RuntimeError(f"{message}; pass strict=False to load the rest")
+    logging.getLogger("megatron_idempotent").warning("%s", message)
+
+
+def _loaded(change: Callable[[dict[str, Any]], Any]) -> bytes:
+    """Save a model, change what was saved, load it, and return the parameters."""
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from megatron.training import checkpointing
+
+    from megatron_idempotent.proof.cpu import program
+
+    running = program.start(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
+    with tempfile.TemporaryDirectory() as folder:
+        running.args.save = running.args.load = folder
+        checkpointing.save_checkpoint(1, running.chunks, None, None, 0)
+        (path,) = Path(folder).glob("iter_*/*/*.pt")
+        saved = torch.load(path, weights_only=False)
+        change(saved["model"])
+        torch.save(saved, path)
+        checkpointing.load_checkpoint(running.chunks, None, None)
+    return running.parameters().numpy().tobytes()
+
+
+def reproduce() -> None:
+    """Take a weight out of a checkpoint, and load that."""
+    name = "embedding.word_embeddings.weight"
+    try:
+        _loaded(lambda saved: saved.pop(name))
+    except RuntimeError as error:
+        if f"lacks {name}" not in str(error):
+            raise
+        return
+    raise RuntimeError("a checkpoint without the embedding was loaded")
+
+
+def neighbour() -> object:
+    """Load a checkpoint that has an extra state besides."""
+    return _loaded(lambda saved: saved.update({"decoder.final_layernorm._extra_state": None}))
+
+
+PATCH = Patch(
+    summary="a load with strict=True leaves weights random that the checkpoint lacks",
+    targets=(
+        Target(
+            "megatron.training.checkpointing:load_checkpoint",
+            load_checkpoint,
+            "module.load_state_dict(state_dict, strict=strict)",
+            "load_return = module.load_state_dict(state_dict, strict=False)",
+        ),
+    ),
+    ranks=1,
+    stock_error=r"RuntimeError: a checkpoint without the embedding was loaded",
+)

@@ -1,0 +1,68 @@
+"""A snapshot of the random states moves on with the tracker that it was put back into.
+
+Symptom:
+    A second roll back to one snapshot draws other dropout masks than the first. So does a second
+    backward through a layer that is recomputed (`retain_graph=True`), which then differentiates
+    another function than the forward computed; and the checkpoint that `RerunStateMachine` asks for
+    after a rerun in place, which was saved to repeat that step. No error.
+
+Cause:
+    `get_states` returns a dictionary of its own, and `set_states` keeps the one that it is given:
+    each `fork` after that writes the state that it leaves into the caller's snapshot.
+
+Affects:
+    Every release, with Megatron's own tracker, not with that of Transformer Engine
+    (`--te-rng-tracker`). With `use_cudagraphable_rng` the states are generators, which move on in
+    any dictionary. What the patch does: the tracker keeps a dictionary of its own.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py,
+    `CudaRNGStatesTracker.set_states`; no thread found.
+
+Remove when:
+    `set_states` copies the dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+
+def set_states(original: Callable[..., None], self: Any, states: Mapping[str, Any]) -> None:
+    """Put the states back, in a dictionary of the tracker's own."""
+    original(self, dict(states))
+
+
+def reproduce() -> None:
+    """Roll back to one snapshot twice, and draw each time."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.initialize_model_parallel()
+    random.model_parallel_cuda_manual_seed(1)
+    tracker = random.get_cuda_rng_tracker()
+    snapshot, drawn = tracker.get_states(), []
+    for _ in range(2):
+        tracker.set_states(snapshot)
+        with tracker.fork():
+            drawn.append(torch.rand(8, device=torch.cuda.current_device()))
+    if not torch.equal(*drawn):
+        raise RuntimeError("the second roll back to one snapshot draws other numbers")
+
+
+PATCH = Patch(
+    summary="a snapshot of the random states changes once it was rolled back to",
+    targets=(
+        Target(
+            "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.set_states",
+            set_states,
+            "self.states_ = states",
+        ),
+    ),
+    ranks=1,
+    stock_error=r"RuntimeError: the second roll back to one snapshot draws other numbers",
+)
