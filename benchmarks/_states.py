@@ -59,9 +59,9 @@ What fails, and why, in Megatron 0.19.2:
   torch` the others wait in a barrier for the rank that raised.
 - *Expert-parallel ranks go on with the random states of one of them.* `get_rng_state` saves a state
   for each pipeline stage and tensor-parallel rank, and marks those of other replicas as copies; but
-  `expert-parallel-rng` is another one on each expert-parallel rank. Upstream's branch `dev` and
-  Megatron-Bridge save one for each replica. What draws from it is few: forced load balancing, and
-  the weights of new experts.
+  `expert-parallel-rng` is another one on each expert-parallel rank. Megatron-Bridge saves
+  one for each replica, as do the commits that slime and miles pin. What draws from it is few:
+  forced load balancing, and the weights of new experts.
 - *A run without expert parallelism cannot be loaded with it*, and the other way: one optimizer
   becomes two, `ChainedOptimizer.load_state_dict` counts what it is given, and raises. From 2 to 4
   expert-parallel ranks it goes on to the bit.

@@ -34,7 +34,7 @@ _METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True
 
 
 Saved = tuple[tuple[int, int, int], str]
-"""What `_ranks` was when the run was saved, and the folder."""
+"""The numbers of ranks, as `_ranks` has them, of what was saved, and the folder."""
 
 
 class DistCheckpoint(SplitStep):

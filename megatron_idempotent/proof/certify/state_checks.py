@@ -25,7 +25,7 @@ STATE_CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
 
 _SAVES = ("save", "load")
 _LATER = "later.pt"
-"""What the ranks that save leave for those that load."""
+"""The name of the files that ranks that save leave for those that load."""
 
 
 def _check(summary: str, **traits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -49,7 +49,7 @@ class States(Bench):
             layout = dataclasses.replace(layout, flags=layout.flags | {"fp32"})
         super().__init__(adapter, layout, **options)
         self.course: list[tuple[Finished, Held]] = []
-        """What each step has told and left behind, in a run of nothing but steps."""
+        """The result and the state of each step, in a run of nothing but steps."""
 
     def built(self, **more: Any) -> tiny.Tiny:
         """Build a model with dropout, with what training runs set that the definition does not."""
