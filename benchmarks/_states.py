@@ -47,6 +47,8 @@ today.
 
 What fails, and why, in Megatron 0.19.2:
 
+- *`fully_sharded_model_space` cannot be saved any more*, though it is what
+  `DistributedOptimizer.sharded_state_dict` takes where its caller names no format.
 - *A load that fails halfway leaves the model half loaded.* `dist_checkpointing.load` gives torch
   the model's own tensors to read into (`mcore_to_pyt_state_dict`), so that the ranks and tensors
   that came before the error have the checkpoint's values, and the optimizer those of the run. Load
@@ -55,8 +57,9 @@ What fails, and why, in Megatron 0.19.2:
   with `no_dist=True`. The others go on with what they have loaded, or wait in the next collective.
 - *A save that one rank cannot write may end its process later.* `torch.save` into a file of Python
   that raises leaves its zip writer to the garbage collector, where it writes once more: a
-  segmentation fault. Before that all ranks raise, and nothing is changed. With `--ckpt-format
-  torch` the others wait in a barrier for the rank that raised.
+  segmentation fault. Before that all ranks raise, and nothing is changed. With
+  `megatron.training` the others wait for the rank that raised. `--ckpt-format torch` loads the
+  weights before it opens the file of the optimizer, and keeps them where that is missing.
 - *Expert-parallel ranks go on with the random states of one of them.* `get_rng_state` saves a state
   for each pipeline stage and tensor-parallel rank, and marks those of other replicas as copies; but
   `expert-parallel-rng` is another one on each expert-parallel rank. Megatron-Bridge saves

@@ -204,6 +204,7 @@ class Training(DistCheckpoint):
     cannot = MappingProxyType(
         {
             **DistCheckpoint.cannot,
+            "failed-save": "the others wait for the rank that could not write",
             "keeps-random/ep": "expert-parallel ranks are given the random states of the first",
         }
     )
@@ -309,7 +310,7 @@ class Legacy(Training):
 
     reshards = ()
     cannot = MappingProxyType(
-        {**Training.cannot, "failed-save": "the others wait for the rank that could not write"}
+        {**Training.cannot, "failed-load-file-missing": "weights are loaded before all is read"}
     )
     given = ("--ckpt-format", "torch")
     save_async: Any = None
