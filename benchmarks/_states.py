@@ -66,8 +66,7 @@ What fails, and why, in Megatron 0.19.2:
   one for each replica, as do the commits that slime and miles pin. What draws from it is few:
   forced load balancing, and the weights of new experts.
 - *A run without expert parallelism cannot be loaded with it*, and the other way: one optimizer
-  becomes two, `ChainedOptimizer.load_state_dict` counts what it is given, and raises. From 2 to 4
-  expert-parallel ranks it goes on to the bit.
+  becomes two, `ChainedOptimizer.load_state_dict` counts what it is given, and raises.
 
 `megatron.training.checkpointing.save_checkpoint` gathers no parameters that a step has left to the
 next forward (`overlap_param_gather`); upstream's loop does so before, and so do these adapters. A
@@ -86,18 +85,18 @@ def page(found: Found) -> str:
     """Return the page: a table for each format, and its faults."""
     parts = [_HEAD]
     for adapter, title in ADAPTERS.items():
-        runs: dict[str, Verdicts] = {
-            name: found[name][adapter]["layouts"] for name in found if adapter in found[name]
-        }
-        if not runs:
+        parts += [f"## {title}", ""]
+        if not any(adapter in each for each in found.values()):
+            parts += ["Not run yet.", ""]
             continue
-        dates = {name: found[name][adapter]["date"] for name in runs}
+        runs: dict[str, Verdicts] = {
+            name: each.get(adapter, {}).get("layouts", {}) for name, each in found.items()
+        }
+        dates = {name: found[name][adapter]["date"] for name in runs if runs[name]}
         places = dict.fromkeys(f"`{layout}`" for run in runs.values() for layout in run)
-        parts += [f"## {title}", "", f"In {', '.join(places)}.", ""]
-        parts += [
-            line("check", *(f"{name}, {dates[name]}" for name in runs), "it demands that"),
-            line(*["---"] * (len(runs) + 2)),
-        ]
+        said = ", ".join(f"{name} on {day}" for name, day in dates.items())
+        parts += [f"In {', '.join(places)}; {said}.", ""]
+        parts += [line("check", *runs, "it demands that"), line(*["---"] * (len(runs) + 2))]
         for name, check in STATE_CHECKS.items():
             cells = [_cell(name, run) for run in runs.values()]
             if {*cells} & {"ok", "**no**"} or "–" not in cells:
