@@ -55,11 +55,13 @@ What fails, and why, in Megatron 0.19.2:
   another checkpoint, with its optimizer, before a step.
 - *Ranks do not learn that another one could not read.* `TorchDistLoadShardedStrategy.load` reads
   with `no_dist=True`. The others go on with what they have loaded, or wait in the next collective.
-- *A save that one rank cannot write may end its process later.* `torch.save` into a file of Python
-  that raises leaves its zip writer to the garbage collector, where it writes once more: a
-  segmentation fault. Before that all ranks raise, and nothing is changed. With
-  `megatron.training` the others wait for the rank that raised. `--ckpt-format torch` loads the
-  weights before it opens the file of the optimizer, and keeps them where that is missing.
+- *A rank may crash after a save that it could not write.* All ranks raise, and nothing is changed;
+  but then a rank ended in Python's garbage collector, by a segmentation fault (and once after a load
+  over a live run, with `--dist-ckpt-optim-fully-reshardable`). The reason is not known: it may be
+  the CPU runtime's.
+- *A save that one rank cannot write hangs in `megatron.training`*: the others wait for it.
+- *`--ckpt-format torch` loads weights before it opens the file of the optimizer*, and keeps them
+  where that is missing.
 - *Expert-parallel ranks go on with the random states of one of them.* `get_rng_state` saves a state
   for each pipeline stage and tensor-parallel rank, and marks those of other replicas as copies; but
   `expert-parallel-rng` is another one on each expert-parallel rank. Megatron-Bridge saves

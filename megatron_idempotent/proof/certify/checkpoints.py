@@ -28,7 +28,7 @@ from .states import put_random, random_states
 
 _IN_PLACE = "what was read before an error is in the model's own tensors already"
 _ALONE = "each rank reads by itself, and the others go on, or wait for the one that could not"
-_WRITER = "torch's zip writer may crash the process when it is collected after a write failed"
+_CRASH = "a rank may crash in Python's collector afterwards, for a reason that is not known yet"
 #: What `megatron.training` names beside the format.
 _METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
@@ -45,7 +45,7 @@ class DistCheckpoint(SplitStep):
     cannot = MappingProxyType(
         {
             **SplitStep.cannot,
-            "failed-save": _WRITER,
+            "failed-save": _CRASH,
             "failed-load-file-truncated": _IN_PLACE,
             "failed-load-rank-cannot-read": _ALONE,
         }
