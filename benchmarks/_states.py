@@ -56,9 +56,9 @@ What fails, and why, in Megatron 0.19.2:
 - *Ranks do not learn that another one could not read.* `TorchDistLoadShardedStrategy.load` reads
   with `no_dist=True`. The others go on with what they have loaded, or wait in the next collective.
 - *A rank may crash after a save that it could not write.* All ranks raise, and nothing is changed;
-  but then a rank ended in Python's garbage collector, by a segmentation fault (and once after a load
-  over a live run, with `--dist-ckpt-optim-fully-reshardable`). The reason is not known: it may be
-  the CPU runtime's.
+  but then a rank ended in Python's garbage collector, by a segmentation fault, and once after a
+  load over a live run, with `--dist-ckpt-optim-fully-reshardable`. The reason is not known: it may
+  be the CPU runtime's.
 - *A save that one rank cannot write hangs in `megatron.training`*: the others wait for it.
 - *`--ckpt-format torch` loads weights before it opens the file of the optimizer*, and keeps them
   where that is missing.
