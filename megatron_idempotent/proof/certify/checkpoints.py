@@ -189,6 +189,7 @@ class ModelSpace(DistCheckpoint):
 class OnHost(DPReshardable):
     """Has half of the optimizer on the host (`--optimizer-cpu-offload`)."""
 
+    parts = ()  # moments are on the host already
     optimizer_overrides = MappingProxyType(
         {
             "optimizer_cpu_offload": True,
