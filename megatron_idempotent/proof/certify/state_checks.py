@@ -135,7 +135,7 @@ def load_weights_alone(bench: States) -> None:
     # What they are to be, by plain copies: main parameters are weights of 16 bits, widened.
     wanted = bench.whole_state()
     for name, tensors in wanted.items():
-        for key in tensors.keys() & {"weight", "main"}:
+        for key in tensors.keys() & {"weight", "main", "master_param"}:
             tensors[key] = weights[name]["weight"].to(tensors[key].dtype)
     before = bench.held()
     adapter.load_weights(state)
