@@ -1,0 +1,327 @@
+"""Adapts Megatron's own ways to save and load a run to the checks of state.
+
+They train with `TrainStep`. `DPReshardable`, `FullyReshardable` and `ModelSpace` call
+`megatron.core.dist_checkpointing`, each with a format of the distributed optimizer. `Training` and
+`Legacy` call `megatron.training.checkpointing`, which wheels have from 0.17 on.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+import megatron_idempotent
+from megatron_idempotent.megatron.layer_specs import takes
+from megatron_idempotent.megatron.optimizers import unchained
+from megatron_idempotent.proof.cpu import program
+
+from .adapters import SplitStep
+from .protocol import Subject
+from .states import put_random, random_states
+
+_IN_PLACE = "what was read before an error is in the model's own tensors already"
+_ALONE = "each rank reads by itself, and the others go on, or wait for the one that could not"
+_CRASH = "a rank may crash in Python's collector afterwards, for a reason that is not known yet"
+#: What `megatron.training` names beside the format.
+_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+Saved = tuple[tuple[int, int, int], str]
+"""The numbers of ranks, as `_ranks` has them, of what was saved, and the folder."""
+
+
+class DistCheckpoint(SplitStep):
+    """Saves and loads with `megatron.core.dist_checkpointing`, as `megatron.training` does."""
+
+    keeps = ("scheduler", "random", "loss scale", "expert bias", "counters")
+    reshards: tuple[str, ...] = ("dp",)
+    cannot = MappingProxyType(
+        {
+            **SplitStep.cannot,
+            "failed-save": _CRASH,
+            "failed-load-file-truncated": _IN_PLACE,
+            "failed-load-rank-cannot-read": _ALONE,
+        }
+    )
+    sharding: str
+
+    def build(self, subject: Subject) -> None:
+        super().build(subject)
+        self.iteration = self.saves = 0
+        if getattr(filesystem_async, "_results_queue", ()) is None:
+            # Forked: upstream's own imports Megatron first, some ten seconds.
+            manager = multiprocessing.get_context("fork").Manager()
+            filesystem_async._results_queue = manager.Queue()
+        # The class of the inner optimizer is in its groups, and so in the checkpoint.
+        torch.serialization.add_safe_globals([torch.optim.AdamW])
+
+    def finish(self, **how: Any) -> Any:
+        finished = super().finish(**how)
+        self.iteration += 1
+        return finished
+
+    def counters(self) -> dict[str, int]:
+        return {"iteration": self.iteration}
+
+    def save(self) -> Saved:
+        folder = self._new_folder()
+        dist_checkpointing.save(self._state(), folder)
+        return _ranks(), folder
+
+    def save_async(self) -> Saved:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+        folder = self._new_folder()
+        how: dict[str, Any] = {"async_sharded_save": True}
+        if takes(dist_checkpointing.save, "async_strategy"):
+            how["async_strategy"] = "mcore"  # without nvidia-resiliency-ext
+        self.queue = AsyncCallsQueue()
+        self.queue.schedule_async_request(dist_checkpointing.save(self._state(), folder, **how))
+        return _ranks(), folder
+
+    def saved(self) -> None:
+        self.queue.maybe_finalize_async_calls(blocking=True)
+        self.queue.close()
+
+    def load(self, state: Saved) -> None:
+        ranks, folder = state
+        wanted = self._state(is_loading=True)
+        if ranks != _ranks():  # upstream does so for other stages or tensor-parallel ranks
+            del wanted["rng_state"]
+        found = dist_checkpointing.load(wanted, folder)
+        self._load_models(found)
+        with torch.no_grad():  # upstream copies into fp32 parameters in place
+            self.subject.optimizer.load_state_dict(found["optimizer"])
+        self.subject.scheduler.load_state_dict(found["opt_param_scheduler"])
+        self.iteration = found["iteration"]
+        for states in found.get("rng_state", ()):
+            put_random(states)
+
+    def load_weights(self, state: Saved) -> None:
+        self._load_models(dist_checkpointing.load(self._models(), state[1]))
+        self.subject.optimizer.reload_model_params()
+
+    def _new_folder(self) -> str:
+        assert self.subject.folder is not None
+        self.saves += 1
+        folder = self.subject.folder / f"{type(self).__name__}-{self.iteration}-{self.saves}"
+        if torch.distributed.get_rank() == 0:
+            folder.mkdir(parents=True)
+        torch.distributed.barrier()
+        return str(folder)
+
+    def _models(self) -> dict[str, Any]:
+        """Name the chunks as upstream does."""
+        several = len(self.subject.chunks) > 1
+        return {
+            f"model{index if several else ''}": chunk.module.sharded_state_dict()
+            for index, chunk in enumerate(self.subject.chunks)
+        }
+
+    def _load_models(self, found: dict[str, Any]) -> None:
+        for chunk, name in zip(self.subject.chunks, self._models(), strict=True):
+            chunk.module.load_state_dict(found[name])
+
+    def _state(self, *, is_loading: bool = False) -> dict[str, Any]:
+        models = self._models()
+        how: dict[str, Any] = {"sharding_type": self.sharding}
+        if takes(DistributedOptimizer.sharded_state_dict, "metadata"):
+            how = {"metadata": {"distrib_optim_sharding_type": self.sharding, **_METADATA}}
+        return {
+            **models,
+            "optimizer": self.subject.optimizer.sharded_state_dict(
+                models, is_loading=is_loading, **how
+            ),
+            "opt_param_scheduler": self.subject.scheduler.state_dict(),
+            "iteration": self.iteration,
+            "rng_state": ShardedObject("rng_state", [random_states()], _ranks(), _rank()),
+        }
+
+
+def _ranks() -> tuple[int, int, int]:
+    """Return how many pipeline stages, tensor-parallel ranks and replicas there are."""
+    return (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    )
+
+
+def _rank() -> tuple[int, int, int]:
+    """Return which of them this rank is."""
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+_ALL = ("dp", "tp", "pp", "ep", "cp")
+
+
+class DPReshardable(DistCheckpoint):
+    """Writes the optimizer's buffers as they are."""
+
+    sharding = "dp_reshardable"
+
+
+class FullyReshardable(DistCheckpoint):
+    """Gathers the optimizer's state on one rank, and writes it by parameter."""
+
+    sharding = "fully_reshardable"
+    reshards = _ALL
+
+
+class ModelSpace(DistCheckpoint):
+    """Writes the optimizer's state by parameter, each rank its own shards."""
+
+    sharding = "fully_sharded_model_space"
+    reshards = _ALL
+
+
+class OnHost(DPReshardable):
+    """Has half of the optimizer on the host (`--optimizer-cpu-offload`)."""
+
+    parts = ()  # moments are on the host already
+    optimizer_overrides = MappingProxyType(
+        {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 0.5,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    )
+
+
+class Training(DistCheckpoint):
+    """Saves and loads with `megatron.training.checkpointing`, as `pretrain` does."""
+
+    cannot = MappingProxyType(
+        {
+            **DistCheckpoint.cannot,
+            "failed-save": "the others wait for the rank that could not write",
+            "keeps-random/ep": "expert-parallel ranks are given the random states of the first",
+        }
+    )
+    given: tuple[str, ...] = ("--ckpt-format", "torch_dist")
+
+    def build(self, subject: Subject) -> None:
+        from megatron.core import num_microbatches_calculator
+        from megatron.training import arguments, global_vars
+
+        super().build(subject)
+        with program.arguments_of([*_REQUIRED, *self.given]):
+            args = self.args = arguments.parse_args()
+        config = subject.config
+        for name in ("tensor", "pipeline"):
+            setattr(args, word := f"{name}_model_parallel_size", getattr(config, word))
+        args.bf16, args.fp16 = config.bf16, config.fp16
+        args.params_dtype = config.params_dtype
+        args.data_parallel_size = parallel_state.get_data_parallel_world_size()
+        args.use_dist_ckpt = args.ckpt_format != "torch"
+        args.use_distributed_optimizer = hasattr(
+            unchained(subject.optimizer)[0], "shard_fp32_from_float16_groups"
+        )
+        args.save = args.load = str(subject.folder)
+        args.iteration = args.consumed_train_samples = 0
+        global_vars.unset_global_variables()
+        global_vars.set_args(args)
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 4, 2, 1)
+
+    def finish(self, **how: Any) -> Any:
+        finished = super().finish(**how)
+        self.args.iteration = self.iteration
+        self.args.consumed_train_samples += 4
+        return finished
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "iteration": self.iteration,
+            "consumed_train_samples": self.args.consumed_train_samples,
+        }
+
+    def save(self) -> Any:
+        from megatron.training import checkpointing
+
+        assert self.subject.folder is not None
+        self.saves += 1
+        self.args.save = str(self.subject.folder / f"{self.iteration}-{self.saves}")
+        subject = self.subject
+        # Upstream's own loop does so before.
+        megatron_idempotent.ensure_params_synced(subject.chunks)
+        checkpointing.save_checkpoint(
+            self.iteration, subject.chunks, subject.optimizer, subject.scheduler, 0
+        )
+        return self.args.save
+
+    def save_async(self) -> Any:
+        self.args.async_save, self.args.async_strategy = True, "mcore"
+        try:
+            return self.save()
+        finally:
+            self.args.async_save = False
+
+    def saved(self) -> None:
+        from megatron.training import async_utils
+
+        self.args.async_save = True
+        async_utils.maybe_finalize_async_save(blocking=True, terminate=True)
+        self.args.async_save = False
+
+    def load(self, state: Any) -> None:
+        self._load(state)
+
+    def load_weights(self, state: Any) -> None:
+        before = self.args.no_load_optim, self.args.no_load_rng
+        counters = self.iteration, self.args.consumed_train_samples
+        self.args.no_load_optim = self.args.no_load_rng = True
+        try:
+            self._load(state)
+        finally:
+            self.args.no_load_optim, self.args.no_load_rng = before
+            self.iteration, self.args.consumed_train_samples = counters
+
+    def _load(self, state: Any) -> None:
+        from megatron.training import checkpointing
+
+        subject = self.subject
+        self.args.load = state
+        with torch.no_grad():  # upstream copies into fp32 parameters in place
+            self.iteration, _ = checkpointing.load_checkpoint(
+                subject.chunks, subject.optimizer, subject.scheduler
+            )
+
+
+class TrainingFully(Training):
+    """Does so with `--dist-ckpt-optim-fully-reshardable`."""
+
+    reshards = _ALL
+    given = ("--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable")
+
+
+class Legacy(Training):
+    """Does so with `--ckpt-format torch`, a file of each model-parallel rank."""
+
+    reshards = ()
+    cannot = MappingProxyType(
+        {**Training.cannot, "failed-load-file-missing": "weights are loaded before all is read"}
+    )
+    given = ("--ckpt-format", "torch")
+    save_async: Any = None
+    saved: Any = None
+
+
+_REQUIRED = [
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "32", "--max-position-embeddings", "32", "--micro-batch-size", "2"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--train-iters", "10"),
+    *("--lr", "0.01"),
+]
+"""Arguments that `megatron.training` wants to have; no check reads them."""
