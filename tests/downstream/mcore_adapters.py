@@ -79,6 +79,7 @@ def _layers() -> dict[str, Any]:
             shape, cut = [output_size, input_size], {"column": 0, "row": 1}.get(mode or "")
             if cut is not None:
                 shape[cut] //= ranks
+            self.ranks = ranks
             self.out_features, self.in_features = shape
             weight: Any = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype))
             groups = config.expert_model_parallel_size > 1 or (
@@ -96,14 +97,15 @@ def _layers() -> dict[str, Any]:
             self.sequence_parallel = config.sequence_parallel and ranks > 1 and cut is not None
 
         def forward(self, x: Any) -> Any:
-            if self.parallel_mode == "column" and self.sequence_parallel:
+            mode = self.parallel_mode if self.ranks > 1 else None
+            if mode == "column" and self.sequence_parallel:
                 x = mappings.gather_from_sequence_parallel_region(x)
-            elif self.parallel_mode == "column":
+            elif mode == "column":
                 x = mappings.copy_to_tensor_model_parallel_region(x)
             output = nn.functional.linear(x, self.weight)
-            if self.parallel_mode == "row" and self.sequence_parallel:
+            if mode == "row" and self.sequence_parallel:
                 output = mappings.reduce_scatter_to_sequence_parallel_region(output)
-            elif self.parallel_mode == "row":
+            elif mode == "row":
                 output = mappings.reduce_from_tensor_model_parallel_region(output)
             return output, self.bias
 

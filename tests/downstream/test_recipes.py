@@ -79,6 +79,7 @@ RECIPES = {
             "bridge-shared-outer-counted-again",
             "bridge-dora-norm-per-rank",
             "bridge-dora-scales-bias",
+            "bridge-dora-magnitudes-resharded",
             "bridge-expert-adapter-unsummed",
             "bridge-per-expert-adapter-detached",
             "bridge-replicated-layer-adapter-mixed",
