@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     from megatron_idempotent.proof.cpu.tiny import Tiny
 
 
+def kernel() -> ModuleType:
+    """Put Apex's module of fused weight gradients among the modules, in Python."""
+    made: Any = ModuleType("fused_weight_gradient_mlp_cuda")
+    made.wgrad_gemm_accum_fp32 = _accumulate
+    sys.modules[made.__name__] = made
+    return made  # type: ignore[no-any-return]
+
+
 def build(**options: Any) -> Tiny:
     """Build a model whose output layer defers its gradient; the fused kernel's sum is Python."""
     import copy
@@ -18,9 +26,7 @@ def build(**options: Any) -> Tiny:
 
     from megatron_idempotent.proof.cpu import tiny
 
-    kernel: Any = ModuleType("fused_weight_gradient_mlp_cuda")
-    kernel.wgrad_gemm_accum_fp32 = _accumulate
-    sys.modules[kernel.__name__] = kernel
+    kernel()
     model = tiny.build(pp=2, **options)
     (chunk,) = model.chunks
     # Copies: with this layer spec each ColumnParallelLinear would read the flag.

@@ -41,6 +41,12 @@ def import_alone(module: str, *absent: str) -> Any:
     return importlib.import_module(module)
 
 
+def is_there(module: str) -> bool:
+    """Return whether the module has a file; another one of its package was imported alone."""
+    parent = importlib.import_module(module.rpartition(".")[0])
+    return PathFinder.find_spec(module, parent.__path__) is not None
+
+
 def replace(*packages: str) -> None:
     """Stand in for these packages from here on, installed or not."""
     if _finder not in sys.meta_path:

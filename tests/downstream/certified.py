@@ -380,6 +380,18 @@ class Bridge(_WholeStep):
         subject.chunks[0].ddp_config.check_for_nan_in_grad = True  # as its recipes have it
         self.bridge = BridgeWorker(os.environ["BRIDGE_SOURCE"], subject, self.forward_step)
 
+    def low_rank(self, module: Any, *, rank: int, magnitudes: bool) -> None:
+        """Put Bridge's own layers in; it cuts the rank, and its DoRA raises in experts."""
+        from megatron.core import parallel_state
+        from megatron_idempotent.patches.frameworks import _peft
+
+        size = max(rank, parallel_state.get_tensor_model_parallel_world_size())
+        layers = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+        if magnitudes and module.config.num_moe_experts:
+            del layers[2:]
+        kind = "DoRA" if magnitudes else "LoRA"
+        _peft.bridge(kind, dim=size, alpha=2 * size, target_modules=layers)(module)
+
     def forward_step(self, data: Any, chunk: Any) -> Any:
         from megatron_idempotent.proof.certify.oracle import counted
 

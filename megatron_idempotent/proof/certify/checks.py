@@ -493,6 +493,19 @@ def swapped_adapters(bench: Bench) -> None:
 
 
 @_check(
+    "factors of low-rank adapters over a frozen base have their gradients: LoRA and DoRA",
+    adapters=True,
+)
+def low_rank_adapters(bench: Bench) -> None:
+    from .low_rank import LowRank
+
+    for rank, magnitudes in ((1, False), (16, True)):
+        adapted = LowRank(bench, rank=rank, magnitudes=magnitudes)
+        for seed in range(2):
+            adapted.take(alike(adapted, seed, 2 * CALL))
+
+
+@_check(
     "the same microbatches give the same bits on any number of replicas, in any order and calls",
     bits=True,
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_idempotent.fp8 import TokenAlignment
-from megatron_idempotent.proof.certify import Finished, batches
+from megatron_idempotent.proof.certify import Finished, batches, low_rank
 from megatron_idempotent.proof.certify.adapters import (
     FSDPSplitStep,
     Megatron,
@@ -298,6 +298,16 @@ class FinishZeroesAll(SplitStep):
             for chunk in subject.chunks:
                 chunk.zero_grad_buffer()
         return found
+
+
+class ForgetsTheRank(SplitStep):
+    """Multiplies the factors' product by alpha, not by alpha over the rank."""
+
+    def low_rank(self, module: Any, *, rank: int, magnitudes: bool) -> None:
+        low_rank.add(module, rank=rank, magnitudes=magnitudes)
+        for each in module.modules():
+            if isinstance(each, low_rank.Adapted):
+                each.scale *= rank
 
 
 class PromisesBits(SplitStep):
@@ -778,6 +788,16 @@ class NudgesTheBase(SplitStep):
             module = self.subject.chunks[0].module
             module.decoder.layers[0].mlp.linear_fc1.weight[0, 0] += 2.0**-40
         return found
+
+
+class SharedFactorUnmarked(SplitStep):
+    """Says of no factor that finalizing has to add up its gradients."""
+
+    def low_rank(self, module: Any, *, rank: int, magnitudes: bool) -> None:
+        low_rank.add(module, rank=rank, magnitudes=magnitudes)
+        for name, parameter in module.named_parameters():
+            if ".adapter." in name:
+                parameter.sequence_parallel = False
 
 
 class SharesMoments(SplitStep):

@@ -44,6 +44,7 @@ OF_CHECKS = [
     ("BringsNothingBackForLogprobs", "logprobs-while-offloaded", "after onload(training=", set()),
     ("DropsGradientsOffloaded", "offload-in-mid-step", "the step has moved no parameter", set()),
     ("FinishZeroesAll", "swapped-adapters", "the gradient is off by ", set()),
+    ("ForgetsTheRank", "low-rank-adapters", "the gradient is off by ", set()),
     ("PromisesBits", "same-bits", "in another order and two calls give other bits", set()),
 ]
 #: Steps of many sizes, which many bugs show in.
@@ -114,6 +115,7 @@ OTHERS = [
     pytest.param("SharesMoments", "swapped-adapters", "dp2", OFF, marks=WEEKLY),
     pytest.param("AbortsAll", "swapped-adapters", "dp2", "RuntimeError in ", marks=WEEKLY),
     (f"{OWN}:Window", "swapped-adapters", "tp2", OFF),
+    ("SharedFactorUnmarked", "low-rank-adapters", "tp2", ".weight than its replica"),
 ]
 
 #: Bugs of `planted_more.py`, which depend on sizes, places and time, by the check that catches each

@@ -1,0 +1,228 @@
+"""Trains low-rank adapters over a frozen base, and holds each factor's gradient to its definition.
+
+The oracle knows whole weights: it computes with those that base and factors make, which is what a
+merged export has. The gradient of a factor is that of its weight, times the other factor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .batches import forward
+from .bench import Bench
+from .oracle import Truth
+from .parameters import parts, spread
+from .protocol import Finished, Rows, Wrong
+
+SCALE = 2.0
+"""The factors' product is multiplied by this: alpha is twice the rank."""
+
+_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_BASE, _IN, _OUT = ".to_wrap.weight", ".adapter.linear_in.weight", ".adapter.linear_out.weight"
+_MAGNITUDE = ".adapter.weight_magnitude"
+_FACTORS = (_IN, _OUT, _MAGNITUDE)
+
+
+class LowRank(Bench):
+    """Holds a model with adapters of a rank in its linear layers; `known` are base and factors.
+
+    Example: `LowRank(bench, rank=1, magnitudes=False).take(calls)`.
+    """
+
+    def __init__(self, host: Bench, *, rank: int, magnitudes: bool) -> None:
+        """Build a model of the host's layout; `magnitudes` adds those of DoRA."""
+        self._host, self._rank, self._magnitudes = host, rank, magnitudes
+        self._ratio = 1.0
+        super().__init__(type(host.adapter)(), host.layout)
+        self._frozen = {n: v for n, v in self.known.items() if not n.endswith(_FACTORS)}
+
+    def make_model(self) -> None:
+        """Build the model, put adapters into it before DDP, and draw their factors."""
+        from megatron.core import parallel_state
+
+        self.model = self.built(before_ddp=self._put)
+        self.replica = int(parallel_state.get_data_parallel_rank())
+        self.subject = self.subject_of(self.model, forward)
+
+    def _put(self, module: Any) -> None:
+        chunk = SimpleNamespace(module=module)
+        spread(chunk, self.layout)
+        module.requires_grad_(False)
+        put: Any = getattr(self.adapter, "low_rank", add)
+        put(module, rank=self._rank, magnitudes=self._magnitudes)
+        for part in parts(chunk, self.layout):
+            if not part.name.endswith(_FACTORS):
+                continue
+            shape = list(part.value.shape)
+            if part.dimension is not None:
+                shape[part.dimension] *= part.size
+            generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
+            drawn = 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)
+            if part.dimension is not None:
+                drawn = drawn.chunk(part.size, part.dimension)[part.rank]
+            with torch.no_grad():
+                if part.name.endswith(_MAGNITUDE):  # which begins as the rows' norm
+                    part.value.mul_((1 + drawn).to(part.value))
+                else:
+                    part.value.copy_(drawn)
+
+    def expect(self, finished: Finished, everybody: Sequence[Rows], **how: Any) -> None:
+        """Hold the step to its definition, and the base to its bits."""
+        super().expect(finished, everybody, **how)
+        moved = [n for n, value in self._frozen.items() if not torch.equal(value, self.known[n])]
+        if moved:
+            raise Wrong(f"the step has moved {moved[0]} of the frozen base")
+
+    def tolerance(self, truth: Truth) -> float:
+        """Return the bound of the whole gradient's error, as a part of the factors' norm."""
+        return super().tolerance(truth) * self._ratio
+
+    def _within(self, error: float, bound: float) -> bool:
+        return self._host._within(error, bound)
+
+    @property
+    def _computing(self) -> dict[str, Tensor]:
+        return merged({name: value.double() for name, value in self.known.items()})
+
+    def _truth(self, everybody: Sequence[Rows]) -> Truth:
+        truth = super()._truth(everybody)
+        known = {name: value.double() for name, value in self.known.items()}
+        own = {n: known[n].requires_grad_() for n in known if n.endswith(_FACTORS)}
+        whole = merged(known)
+        adapted = [name for name, value in whole.items() if value.requires_grad]
+        found = torch.autograd.grad(
+            [whole[name] for name in adapted],
+            list(own.values()),
+            [truth.gradient[name] for name in adapted],
+        )
+        gradient = {name: torch.zeros_like(value) for name, value in known.items()}
+        gradient |= dict(zip(own, found, strict=True))
+        norm = math.sqrt(sum(float(each.square().sum()) for each in found))
+        # An error of a weight's gradient comes into a factor's times the other factor, and with
+        # DoRA times magnitude over norm, which is below the root of 2; and there are two factors.
+        sides = (own[name].detach() for name in own if not name.endswith(_MAGNITUDE))
+        reach = 2 * SCALE * max(float(torch.linalg.matrix_norm(each, 2)) for each in sides)
+        self._ratio = max(self._ratio, truth.grad_norm * max(1.0, reach) / norm)
+        return dataclasses.replace(truth, gradient=gradient, grad_norm=norm)
+
+
+def merged(known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a model without adapters that computes the same.
+
+    DoRA's rows have the length of their magnitude; the gradient takes their own norm as a constant.
+    """
+    found = {}
+    for name, value in known.items():
+        layer = name.removesuffix(_BASE)
+        if layer != name and layer + _IN in known:
+            value = value + SCALE * known[layer + _OUT] @ known[layer + _IN]
+            if (magnitude := known.get(layer + _MAGNITUDE)) is not None:
+                value = value * (magnitude / value.norm(dim=1).detach())[:, None]
+        if not name.endswith(_FACTORS):
+            found[name.replace(".to_wrap.", ".")] = value
+    return found
+
+
+def add(module: Any, *, rank: int, magnitudes: bool) -> None:
+    """Put adapters into the linear layers of a chunk's module, before DDP wraps it.
+
+    Experts that several ranks share get none.
+    """
+    for name, layer in list(module.named_modules()):
+        parent, _, own = name.rpartition(".")
+        if own in _LAYERS and not (layer.is_expert and _sharing(layer) > 1):
+            setattr(module.get_submodule(parent), own, Adapted(layer, rank, magnitudes))
+
+
+class _Factor(nn.Module):
+    def __init__(self, shape: tuple[int, int], base: Any, dimension: int | None) -> None:
+        super().__init__()
+        self.weight = mark(nn.Parameter(base.weight.new_zeros(shape)), base, dimension)
+
+
+class Adapted(nn.Module):
+    """A parallel linear layer with an adapter, of which one factor is cut as the weight is."""
+
+    def __init__(self, base: Any, rank: int, magnitudes: bool) -> None:
+        super().__init__()
+        self.to_wrap, self.adapter = base, nn.Module()
+        self.column = "Column" in type(base).__name__
+        self.scale = SCALE
+        outputs, inputs = base.weight.shape
+        cuts = (None, 0, 0) if self.column else (1, None, None)
+        self.adapter.linear_in = _Factor((rank, inputs), base, cuts[0])
+        self.adapter.linear_out = _Factor((outputs, rank), base, cuts[1])
+        if magnitudes:
+            norm = nn.Parameter(self._norm().clone())
+            self.adapter.weight_magnitude = mark(norm, base, cuts[2])
+
+    def _product(self) -> Tensor:
+        adapter: Any = self.adapter
+        product: Tensor = self.scale * adapter.linear_out.weight @ adapter.linear_in.weight
+        return product
+
+    @torch.no_grad()
+    def _norm(self) -> Tensor:
+        from megatron.core import parallel_state
+
+        base: Any = self.to_wrap
+        squares = (base.weight + self._product()).square().sum(1)
+        if not self.column and _sharing(base) > 1:
+            group = parallel_state.get_tensor_model_parallel_group()
+            torch.distributed.all_reduce(squares, group=group)
+        norm: Tensor = squares.sqrt()
+        return norm
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core.tensor_parallel import mappings as m
+
+        base: Any = self.to_wrap
+        adapter: Any = self.adapter
+        output, bias = base(x, *args, **kwargs)
+        low = functional.linear(x, adapter.linear_in.weight)
+        if _sharing(base) > 1:
+            if self.column and base.sequence_parallel:
+                low = m.gather_from_sequence_parallel_region(low)
+            elif self.column:
+                low = m.copy_to_tensor_model_parallel_region(low)
+            elif base.sequence_parallel:
+                low = m.reduce_scatter_to_sequence_parallel_region(low)
+            else:
+                low = m.reduce_from_tensor_model_parallel_region(low)
+        output = output + self.scale * functional.linear(low, adapter.linear_out.weight)
+        if hasattr(adapter, "weight_magnitude"):
+            inside = 0.0 if bias is not None or base.bias is None else base.bias
+            output = (output - inside) * (adapter.weight_magnitude / self._norm()) + inside
+        return output, bias
+
+
+def _sharing(base: Any) -> int:
+    """Return the number of ranks that share a layer's weight."""
+    from megatron.core import parallel_state as ps
+
+    if base.is_expert:
+        return int(ps.get_expert_tensor_parallel_world_size())
+    return int(ps.get_tensor_model_parallel_world_size())
+
+
+def mark(parameter: Any, base: Any, dimension: int | None) -> Any:
+    """Say how ranks share a factor: it is cut as its layer's weight, or all have the whole of it.
+
+    Of the latter sequence-parallel ranks see a part of the positions each, and finalizing sums.
+    """
+    parameter.allreduce = getattr(base.weight, "allreduce", True)
+    if dimension is not None:
+        parameter.tensor_model_parallel = _sharing(base) > 1
+        parameter.partition_dim, parameter.partition_stride = dimension, 1
+    elif base.sequence_parallel and not base.is_expert:
+        parameter.sequence_parallel = True
+    return parameter

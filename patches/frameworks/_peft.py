@@ -1,0 +1,362 @@
+"""Puts Megatron-Bridge's own adapters into a tiny model, for reproductions and tests.
+
+First comes what the patches of adapters share. Bridge names Transformer Engine's layers, which need
+CUDA. Layers of these names with torch's arithmetic stand for them; of dense layers Bridge only asks
+whether one is of that class, and those here are megatron-core's own. Only grouped experts run in a
+stand-in.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from . import _standins
+
+_REAL = (
+    "utils.import_utils",
+    "utils.activation_map",
+    "peft.utils",
+    "peft.walk_utils",
+    "peft.module_matcher",
+    "peft.recompute",
+    "peft.base",
+    "peft.adapter_wrapper",
+    "peft.lora_merge",
+    "peft.lora_layers",
+    "peft.dora_layers",
+    "peft.lora",
+    "peft.dora",
+    "peft.canonical_lora",
+)
+
+
+def unfuse(*layers: Any) -> None:
+    """Let these layers' weight gradients come through autograd, where hooks see them."""
+    for layer in layers:
+        if hasattr(layer, "gradient_accumulation_fusion"):
+            layer.gradient_accumulation_fusion = False
+
+
+def own_rows(layer: Any, _inputs: Any, outputs: Any) -> Any:
+    """Put a column-parallel layer's outputs among zeros for other ranks', as a forward hook."""
+    output, bias = outputs
+    return among_zeros(output, layer.tp_group), bias
+
+
+def among_zeros(tensor: Any, group: Any) -> Any:
+    """Return [..., D * ranks] with the rank's [..., D] in its place, and zeros."""
+    from torch.nn.functional import pad
+
+    size, before = tensor.shape[-1], group.rank()
+    return pad(tensor, (size * before, size * (group.size() - 1 - before)))
+
+
+def build(
+    kind: str | Callable[..., None],
+    layout: dict[str, Any],
+    *,
+    grouped: bool = False,
+    fused: bool = False,
+    config: Any = (),
+    **options: Any,
+) -> Any:
+    """Build a tiny model with gated layers and adapters, all of Bridge's factors drawn.
+
+    `kind` is a class of Bridge's, or a function that puts others into a chunk's module.
+
+    With `fused` Megatron's layers add weight gradients to `main_grad` themselves, by a kernel in
+    Python. All is float64, where that and torch's `_grouped_mm` do not ask for float32.
+    """
+    import torch
+    from megatron_idempotent.patches._deferred_embedding import kernel
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    if fused:
+        from megatron.core.tensor_parallel import layers
+
+        layers.fused_weight_gradient_mlp_cuda = kernel()
+        layers._grad_accum_fusion_available = True
+
+    def put(module: Any) -> None:
+        if grouped:
+            _group_experts(module)
+        sizes = {"dim": 4, "alpha": 8, **options}
+        if isinstance(kind, str):
+            bridge(kind, **sizes)(module)
+        else:
+            kind(module, **sizes)
+
+    single = fused or "experts_shared_outer_loras" in options
+    dtype = torch.float32 if single else torch.float64
+    torch.set_default_dtype(dtype)
+    bench = tiny.build(
+        with_optimizer=False,
+        distributed_optimizer=False,
+        config_overrides={
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
+            "gradient_accumulation_fusion": fused,
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "add_bias_linear": False,
+            "num_query_groups": 2,
+            **({"moe_aux_loss_coeff": 0.0} if "experts" in layout else {}),
+            **dict(config),
+        },
+        ddp_overrides={"grad_reduce_in_fp32": False},
+        before_ddp=put,
+        **layout,
+    )
+    with torch.no_grad():
+        for name, parameter in bench.chunks[0].module.named_parameters():
+            if "linear_out.weight" in name:  # zero, and the other factor then without a gradient
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    return bench
+
+
+def expect_replicas(chunks: Any) -> None:
+    """Raise unless the gradients of what ranks have in common are the same on all of them."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    for name, parameter in _trained(chunks):
+        routed = ".experts." in name
+        group = ps.get_tensor_model_parallel_group()
+        if routed:
+            group = ps.get_expert_model_parallel_group()
+        if parameter.dim() == 3 or (not routed and getattr(parameter, "tensor_model_parallel", 0)):
+            continue
+        if name.endswith("weight_magnitude") and ("linear_qkv" in name or "linear_fc1" in name):
+            continue
+        found = gathered(parameter.main_grad, group)
+        if not all(torch.equal(found[0], each) for each in found):
+            raise RuntimeError(f"ranks that share {name} have other gradients")
+
+
+def expect_balance(chunks: Any) -> None:
+    """Raise unless each factor times its gradient has the sum of the other factor's."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    sums: dict[str, dict[str, Any]] = {}
+    for name, parameter in _trained(chunks):
+        adapter, _, factor = name.rpartition(".linear_")
+        own = (parameter * parameter.main_grad).sum().detach()
+        if parameter.dim() == 3:
+            torch.distributed.all_reduce(own, group=ps.get_expert_model_parallel_group())
+        sums.setdefault(adapter, {})[factor] = own
+    for adapter, both in sums.items():
+        if ".experts." in adapter and not torch.allclose(
+            both["in.weight"], both["out.weight"], rtol=0.01
+        ):
+            raise RuntimeError(f"the gradients of {adapter} are not of one product: {both}")
+
+
+def expect_norms(chunks: Any) -> None:
+    """Raise unless DoRA's norms are those of whole rows."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    for name, module in chunks[0].module.named_modules():
+        if hasattr(module, "_get_weight_norm"):
+            rows, group = module.adapter.input_is_parallel, ps.get_tensor_model_parallel_group()
+            inner, base = (
+                torch.cat(gathered(each.weight, group), 1 if rows else 0)
+                for each in (module.adapter.linear_in, module.to_wrap)
+            )
+            outer = torch.cat(gathered(module.adapter.linear_out.weight, group))
+            norm = (base + module.scaling * outer @ inner).norm(dim=1)
+            own = norm if rows else norm.chunk(group.size())[group.rank()]
+            if not torch.allclose(module._get_weight_norm(), own):
+                raise RuntimeError(f"{name} has the norm of a part of its rows")
+
+
+def expect_products(chunks: Any) -> None:
+    """Raise unless the adapters of experts that ranks share add the product of their factors.
+
+    An input is the same on all ranks, or each has its columns; the outputs are the ranks' columns,
+    or add up. So are the gradients. All ranks of the expert, or of the shared one, take part.
+    """
+    import torch
+    from megatron.core import parallel_state as ps
+
+    for name, module in list(chunks[0].module.named_modules()):
+        if not name.endswith(".adapter") or "expert" not in name:
+            continue
+        routed = ".experts." in name
+        group = ps.get_tensor_model_parallel_group()
+        if routed:
+            group = ps.get_expert_tensor_parallel_group()
+        rank, ranks, rows = group.rank(), group.size(), module.input_is_parallel
+        factors = [module.linear_in.weight, module.linear_out.weight]
+        a = torch.cat(gathered(factors[0], group), -1 if rows else -2).requires_grad_()
+        b = torch.cat(gathered(factors[1], group), -2).requires_grad_()
+        generator = torch.Generator().manual_seed(5)
+        x = torch.randn(8, a.shape[-1], generator=generator).requires_grad_()
+        dy = torch.randn(8, b.shape[-2], generator=generator)
+        splits = [8] + [0] * (len(a) - 1)
+        dense = (a[0], b[0]) if a.dim() == 3 else (a, b)
+        right = module.alpha / module.dim * x @ dense[0].T @ dense[1].T
+        own = x.detach().chunk(ranks, -1)[rank] if rows else x.detach().clone()
+        own.requires_grad_()
+        found = module(own, splits) if a.dim() == 3 else module(own)
+        wanted = right if rows else right.chunk(ranks, -1)[rank]
+        got = _summed(found.detach(), group) if rows else found.detach()
+        gradients = torch.autograd.grad(
+            found, (own, *factors), dy if rows else dy.chunk(ranks, -1)[rank], allow_unused=True
+        )
+        dx, da, db = torch.autograd.grad(right, (x, a, b), dy)
+        whole = (
+            dx.chunk(ranks, -1)[rank] if rows else dx,
+            da.chunk(ranks, -1 if rows else -2)[rank],
+            db.chunk(ranks, -2)[rank],
+        )
+        fine = torch.allclose(got, wanted)
+        for index, (has, is_) in enumerate(zip(gradients, whole, strict=True)):
+            if has is not None and index == 0 and not rows:
+                has = _summed(has, group)
+            fine = fine and has is not None and torch.allclose(has, is_)
+        if not fine:
+            raise RuntimeError(f"{name} is not the product of its factors")
+
+
+def _trained(chunks: Any) -> list[tuple[str, Any]]:
+    module = chunks[0].module
+    return [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+
+
+def gathered(tensor: Any, group: Any) -> list[Any]:
+    """Return the tensors of all of a group's ranks, which take part."""
+    import torch
+
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    torch.distributed.all_gather(found, tensor.detach().contiguous(), group=group)
+    return found
+
+
+def _summed(tensor: Any, group: Any) -> Any:
+    import torch
+
+    tensor = tensor.clone()
+    torch.distributed.all_reduce(tensor, group=group)
+    return tensor
+
+
+def bridge(kind: str, **options: Any) -> Any:
+    """Return Bridge's `LoRA`, `DoRA` or `CanonicalLoRA` with these options, in float64 as well."""
+    engine = importlib.import_module("megatron.core.extensions.transformer_engine")
+    for name, layer in grouped_layers().items():
+        setattr(engine, name, layer)
+    found = {}
+    for name in _REAL:
+        module = f"megatron.bridge.{name}"
+        if not found or _standins.is_there(module):  # older releases lack some
+            found[name] = _standins.import_alone(module, "transformer_engine")
+    modules = {"LoRA": "lora", "DoRA": "dora", "CanonicalLoRA": "canonical_lora"}
+    return getattr(found[f"peft.{modules[kind]}"], kind)(**options)
+
+
+@functools.cache
+def grouped_layers() -> dict[str, Any]:
+    """Return stand-ins by Transformer Engine's names; only the grouped ones compute."""
+    import torch
+    from megatron.core import parallel_state
+    from torch import nn
+
+    plain: dict[str, Any] = {
+        name: type(name, (nn.Module,), {})
+        for name in (
+            "TELinear",
+            "TEColumnParallelLinear",
+            "TELayerNormColumnParallelLinear",
+            "TERowParallelLinear",
+        )
+    }
+
+    class TEGroupedLinear(nn.Module):
+        dimension: int | None = None
+        is_expert = True
+
+        def __init__(
+            self, num_gemms: int, input_size: int, output_size: int, *, config: Any, **_: Any
+        ):
+            super().__init__()
+            self.num_gemms, self.config = num_gemms, config
+            ranks = parallel_state.get_expert_tensor_parallel_world_size()
+            shape = [output_size, input_size]
+            if self.dimension is not None:
+                shape[self.dimension] //= ranks
+            self.out_features, self.in_features = shape
+            groups = config.expert_model_parallel_size > 1 or (
+                ranks != config.tensor_model_parallel_size
+            )
+            for index in range(num_gemms):
+                weight: Any = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype))
+                weight.allreduce = not groups
+                if self.dimension is not None:
+                    weight.tensor_model_parallel = True
+                    weight.partition_dim, weight.partition_stride = self.dimension, 1
+                setattr(self, f"weight{index}", weight)
+
+        def forward(self, x: Any, m_splits: Any) -> Any:
+            parts = x.split([int(each) for each in m_splits])
+            weights = (getattr(self, f"weight{index}") for index in itertools.count())
+            return torch.cat(
+                [nn.functional.linear(*each) for each in zip(parts, weights, strict=False)]
+            ), None
+
+    grouped: dict[str, Any] = {"TEGroupedLinear": TEGroupedLinear}
+    for kind, cut in (("ColumnParallel", 0), ("RowParallel", 1)):
+        name = f"TE{kind}GroupedLinear"
+        grouped[name] = type(name, (TEGroupedLinear,), {"dimension": cut})
+    return plain | grouped
+
+
+def _group_experts(module: Any) -> None:
+    """Let one layer of each MoE layer compute all experts of the rank, as Transformer Engine's."""
+    import torch
+    from torch import nn
+
+    layers = grouped_layers()
+
+    class Grouped(nn.Module):
+        """Computes what `SequentialMLP` does of the same weights, as `TEGroupedMLP`."""
+
+        def __init__(self, experts: Any) -> None:
+            super().__init__()
+            self.config = config = experts.config
+            width = config.moe_ffn_hidden_size * (2 if config.gated_linear_unit else 1)
+            sizes = {
+                "linear_fc1": ("Column", config.hidden_size, width),
+                "linear_fc2": ("Row", config.moe_ffn_hidden_size, config.hidden_size),
+            }
+            for name, (kind, *size) in sizes.items():
+                layer = layers[f"TE{kind}ParallelGroupedLinear"](
+                    len(experts.local_experts), *size, config=config
+                )
+                for index, expert in enumerate(experts.local_experts):
+                    with torch.no_grad():
+                        getattr(layer, f"weight{index}").copy_(getattr(expert, name).weight)
+                setattr(self, name, layer)
+
+        def forward(self, hidden: Any, tokens: Any, probs: Any, *_: Any) -> Any:
+            fc1: Any = self.linear_fc1
+            fc2: Any = self.linear_fc2
+            found, _ = fc1(hidden, tokens)
+            if self.config.gated_linear_unit:
+                gate, up = found.chunk(2, -1)
+                found = self.config.activation_func(gate) * up
+            else:
+                found = self.config.activation_func(found)
+            return fc2(found * probs.unsqueeze(-1).to(found.dtype), tokens)
+
+    for layer in module.modules():
+        if hasattr(layer, "experts") and hasattr(layer.experts, "local_experts"):
+            layer.experts = Grouped(layer.experts)

@@ -1,0 +1,83 @@
+"""Bridge's DoRA magnitudes of gate and up come back mixed in another layout, silently.
+
+Symptom:
+    A checkpoint of a gated `linear_fc1` with DoRA that is loaded with another number of
+    tensor-parallel ranks gives rows of gate the magnitudes of rows of up, and the other way round.
+
+Cause:
+    Each rank has rows of gate and rows of up, one part after the other.
+    `ParallelLinearDoRAAdapter.sharded_state_dict` says of the magnitudes that the ranks' parts
+    follow each other, though of the factors it says where both halves are.
+
+Affects:
+    0.2 to main of August 2026. What the patch does: it describes the magnitudes as Megatron does
+    the bias of such a layer. A checkpoint that was saved without it has to be loaded without it,
+    in the layout that saved it.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py,
+    `ParallelLinearDoRAAdapter.sharded_state_dict`
+
+Remove when:
+    Bridge describes both halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target, arguments
+
+from . import _peft
+
+
+def describe(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the adapter's sharded state, with the magnitudes of gate and up apart."""
+    given = arguments(original, (self, *args), kwargs)
+    state = original(self, *args, **kwargs)
+    return _apart(self, state, f"{given['prefix']}weight_magnitude", given["sharded_offsets"])
+
+
+def _apart(adapter: Any, state: Any, key: str, offsets: tuple[Any, ...]) -> Any:
+    from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+
+    if adapter.base_linear_name.endswith("linear_fc1") and adapter.config.gated_linear_unit:
+        state[key] = apply_swiglu_sharded_factory(state[key], offsets)
+    return state
+
+
+def reproduce() -> None:
+    """Save the magnitudes of two ranks, and look at the whole of them in the checkpoint."""
+    import tempfile
+
+    import torch
+    from megatron.core import dist_checkpointing, parallel_state
+
+    bench = _peft.build("DoRA", {"tp": 2, "sequence_parallel": True})
+    adapter = bench.chunks[0].module.decoder.layers[0].mlp.linear_fc1.adapter
+    state = adapter.sharded_state_dict("")
+    folder = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    dist_checkpointing.save({"weight_magnitude": state["weight_magnitude"]}, folder[0])
+    found = dist_checkpointing.load_plain_tensors(folder[0])["weight_magnitude"]
+    group = parallel_state.get_tensor_model_parallel_group()
+    halves = [each.chunk(2) for each in _peft.gathered(adapter.weight_magnitude, group)]
+    right = torch.cat([part for half in zip(*halves, strict=True) for part in half])
+    if not torch.equal(found, right):
+        raise RuntimeError("the magnitudes of gate and up are mixed in the checkpoint")
+
+
+PATCH = Patch(
+    distribution="megatron-bridge",
+    summary="Bridge's DoRA magnitudes of gate and up come back mixed in another layout, silently",
+    since="0.2",
+    targets=(
+        Target(
+            "megatron.bridge.peft.dora_layers:ParallelLinearDoRAAdapter.sharded_state_dict",
+            describe,
+            "sharded_state_dict[magnitude_key] = magnitude_sharded_tensor",
+        ),
+    ),
+    stock_error=r"RuntimeError: the magnitudes of gate and up are mixed in the checkpoint",
+)

@@ -1,0 +1,89 @@
+"""Bridge's DoRA scales row-parallel layers by a part of the weight's norm, silently.
+
+Symptom:
+    Under tensor parallelism the outputs of `linear_proj` and `linear_fc2` with DoRA differ between
+    ranks from the first step on, and are no rank's right ones; so are all gradients before them.
+    Under sequence parallelism the magnitudes of these layers drift apart. In other layers the
+    gradient norm counts the magnitudes of one rank only.
+
+Cause:
+    `DoRALinear._get_weight_norm` takes the norm of the rank's own columns, while the output that it
+    scales is summed over ranks. The magnitude of such a layer is the same on all ranks, but with
+    sequence parallelism each sees a part of the positions, and nothing marks it
+    `sequence_parallel`, by which Megatron sums gradients. That of a column-parallel layer is cut,
+    and nothing marks it `tensor_model_parallel`, by which Megatron's norm counts it.
+
+Affects:
+    0.2 to main of August 2026. What the patch does: squares are summed over the ranks that share
+    the rows, and the marks are set. A checkpoint of such a run has magnitudes of one rank: begin
+    the adapters of `linear_proj` and `linear_fc2` again.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py
+
+Remove when:
+    Bridge's norm is that of whole rows, and magnitudes are marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target, no_body_has
+
+from . import _peft
+
+
+def norm(original: Callable[[Any], Any], self: Any) -> Any:
+    """Return the norms of whole rows [outputs]. All tensor-parallel ranks take part."""
+    import torch
+    from megatron.core import parallel_state
+
+    own = original(self)
+    group = parallel_state.get_tensor_model_parallel_group()
+    if not self.adapter.input_is_parallel or torch.distributed.get_world_size(group) == 1:
+        return own
+    squares = own.to(torch.promote_types(own.dtype, torch.float32)).square()
+    torch.distributed.all_reduce(squares, group=group)
+    return squares.sqrt().to(own.dtype)
+
+
+def begin(original: Callable[..., None], self: Any, value: Any) -> None:
+    """Make the magnitude, and say how ranks share it."""
+    original(self, value)
+    if self.input_is_parallel:
+        self.weight_magnitude.sequence_parallel = not self.disable_sequence_parallel_comm
+    elif self.base_linear_is_parallel:
+        self.weight_magnitude.tensor_model_parallel = True
+        self.weight_magnitude.partition_dim = 0
+        self.weight_magnitude.partition_stride = 1
+
+
+def reproduce() -> None:
+    """Make the norms of a model whose layers two ranks share, and compare with whole rows."""
+    bench = _peft.build("DoRA", {"tp": 2, "sequence_parallel": True})
+    _peft.expect_norms(bench.chunks)
+    bench.forward_backward(1, data_seed=0)
+    _peft.expect_replicas(bench.chunks)
+
+
+PATCH = Patch(
+    distribution="megatron-bridge",
+    summary="Bridge's DoRA scales row-parallel layers by a part of the weight's norm, silently",
+    since="0.2",
+    targets=(
+        Target(
+            "megatron.bridge.peft.dora_layers:DoRALinear._get_weight_norm",
+            norm,
+            "torch.linalg.norm(weight, dim=1)",
+        ),
+        Target(
+            "megatron.bridge.peft.dora_layers:ParallelLinearDoRAAdapter.init_weight_magnitude",
+            begin,
+            "self.weight_magnitude = nn.Parameter(value, requires_grad=True)",
+        ),
+    ),
+    fixed_when=no_body_has("torch.linalg.norm(weight, dim=1).to(weight.dtype).detach()"),
+    stock_error=r"RuntimeError: .* has the norm of a part of its rows",
+)

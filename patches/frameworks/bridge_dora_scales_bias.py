@@ -1,0 +1,80 @@
+"""Bridge's DoRA multiplies a layer's bias by the magnitudes, silently.
+
+Symptom:
+    A layer that adds its bias itself, such as `linear_qkv` of Qwen2 with DoRA, has another output
+    from the first step on than the merged weight and its bias have. The magnitudes' gradients are
+    wrong, too.
+
+Cause:
+    `DoRALinear.forward` multiplies the output of the layer that it wraps, bias included. DoRA
+    divides a weight into magnitude and direction, and leaves the bias as it is; so does peft.
+
+Affects:
+    0.2 to main of August 2026, where a layer returns no bias of its own to be added later. What the
+    patch does: it takes the bias's share out again.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py,
+    `DoRALinear.forward`; https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/dora.py
+
+Remove when:
+    Bridge adds the bias after it has multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+from . import _peft
+
+
+def compute(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute the layer with its adapter, and take the bias as it is."""
+    return _with_bias_as_it_is(self, original(self, *args, **kwargs))
+
+
+def _with_bias_as_it_is(layer: Any, found: Any) -> Any:
+    inside = getattr(layer.to_wrap, "bias", None)
+    output, bias = found
+    # One that the layer returns is added later.
+    if bias is not None or inside is None or not getattr(layer, "_adapter_enabled", True):
+        return found
+    scale = layer.adapter.get_weight_magnitude() / layer._get_weight_norm()
+    return output - (scale - 1) * inside, None
+
+
+def reproduce() -> None:
+    """Compare a layer with a bias and doubled magnitudes with its merged weight."""
+    import torch
+
+    bench = _peft.build("DoRA", {}, config={"add_qkv_bias": True})
+    layer = bench.chunks[0].module.decoder.layers[0].self_attention.linear_qkv
+    inner, outer = (each.weight for each in (layer.adapter.linear_in, layer.adapter.linear_out))
+    with torch.no_grad():
+        layer.adapter.weight_magnitude.mul_(2)
+        layer.to_wrap.bias.fill_(1)
+    weight = layer.to_wrap.weight + layer.scaling * outer @ inner
+    rows = layer.adapter.weight_magnitude / weight.norm(dim=1)
+    x = torch.randn(4, 2, weight.shape[1], generator=torch.Generator().manual_seed(5))
+    right = torch.nn.functional.linear(x, rows[:, None] * weight, layer.to_wrap.bias)
+    if not torch.allclose(layer(x)[0], right):
+        raise RuntimeError("a layer with DoRA has another output than its merged weight and bias")
+
+
+PATCH = Patch(
+    distribution="megatron-bridge",
+    summary="Bridge's DoRA multiplies a layer's bias by the magnitudes, silently",
+    since="0.2",
+    targets=(
+        Target(
+            "megatron.bridge.peft.dora_layers:DoRALinear.forward",
+            compute,
+            "mag_norm_scale * (linear_output + adapter_output)",
+        ),
+    ),
+    ranks=1,
+    stock_error=r"RuntimeError: a layer with DoRA has another output than its merged weight",
+)

@@ -1,0 +1,77 @@
+"""Bridge's adapters of experts that several ranks share compute other products, silently.
+
+Symptom:
+    With `expert_tensor_parallel_size` above 1 an adapter on an expert's `linear_fc2` adds a wrong
+    product, and one on `linear_fc1` gets a part of its gradient. With `moe_shared_expert_overlap`
+    under tensor parallelism one on the shared expert's `linear_fc2` counts once for each rank.
+
+Cause:
+    Megatron takes the collectives out of such layers (`explicit_expert_comm`, `parallel_mode`),
+    because the dispatcher, or the shared expert, sums their outputs later. The adapter's own layers
+    lose theirs too, although nobody sums between its factors; and the product that it adds to an
+    output that waits to be summed is whole on every rank.
+
+Affects:
+    0.3 on, up to main of August 2026; before 0.3 `moe_shared_expert_overlap` fails. What the patch
+    does: the factor before the bottleneck sums over the ranks, so does the gradient at the
+    bottleneck, and what is added to an output that waits to be summed is the rank's own rows, with
+    zeros for those of others. Adapters of one per expert in grouped layers have a case of their own
+    (`bridge-per-expert-adapter-detached`).
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5634
+
+Remove when:
+    Bridge's adapters complete their own sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target, arguments
+
+from . import _peft
+
+
+def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Build the adapter, and let it complete its own sums."""
+    original(self, *args, **kwargs)
+    given = arguments(original, (self, *args), kwargs)
+    if self.linear_out.tp_group.size() == 1:
+        return
+    expert = self.linear_out.explicit_expert_comm
+    self.linear_out.explicit_expert_comm = False
+    if not self.input_is_parallel:
+        return
+    self.linear_in.explicit_expert_comm = False
+    if expert or given["disable_tensor_parallel_comm"]:
+        self.linear_out.gather_output = False
+        self.linear_out.register_forward_hook(_peft.own_rows)
+
+
+def reproduce() -> None:
+    """Compare adapters of experts that two ranks share, and of a shared one, with their product."""
+    options = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
+    bench = _peft.build(
+        "LoRA",
+        {"tp": 2, "sequence_parallel": True, "experts": 2},
+        config=options,
+    )
+    _peft.expect_products(bench.chunks)
+
+
+PATCH = Patch(
+    distribution="megatron-bridge",
+    summary="Bridge's adapters of experts shared by tensor-parallel ranks add other products",
+    since="0.3",
+    targets=(
+        Target(
+            "megatron.bridge.peft.utils:ParallelLinearAdapter.__init__",
+            build,
+            "lin_out_gather_output = True if input_is_parallel else False",
+        ),
+    ),
+    stock_error=r"RuntimeError: .* is not the product of its factors",
+)

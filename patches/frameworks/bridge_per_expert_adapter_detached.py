@@ -1,0 +1,94 @@
+"""Bridge's adapters of one per grouped expert are not trained where ranks share experts, silently.
+
+Symptom:
+    With `share_expert_adapters=False` and `expert_tensor_parallel_size` above 1 the first factor on
+    `linear_fc1` and both on `linear_fc2` get no gradient, and the latter add a wrong product.
+
+Cause:
+    `_gather_along_last_dim` gathers by `torch.distributed.all_gather`, through which no gradient
+    flows. Nobody sums the bottleneck of `linear_fc2` over the ranks that share its input.
+
+Affects:
+    0.5 on, up to main of August 2026. What the patch does: it gathers by Megatron's function, sums
+    the bottleneck and the gradient at it over the ranks, and adds the rank's own rows to an output
+    that the dispatcher sums, as `bridge-expert-adapter-unsummed` does.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5634
+
+Remove when:
+    Bridge gathers with a gradient, and sums the bottleneck.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target, no_body_has
+
+from . import _peft
+
+
+def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Build the adapter; its activation, between the factors, sums over the ranks before it."""
+    original(self, *args, **kwargs)
+    if self.expert_tp_group is not None and self.expert_tp_group.size() > 1:
+        self.activation.register_forward_pre_hook(
+            functools.partial(_sum, self.expert_tp_group, self.input_is_parallel)
+        )
+
+
+def _sum(group: Any, summed: bool, _activation: Any, inputs: tuple[Any]) -> Any:
+    """Sum what each rank has of the bottleneck, if it is a part, and its gradient in any case."""
+    from megatron.core.tensor_parallel import mappings
+
+    (tensor,) = inputs
+    if summed:
+        tensor = mappings.reduce_from_tensor_model_parallel_region(tensor, group=group)
+    return mappings.copy_to_tensor_model_parallel_region(tensor, group=group)
+
+
+def gather(original: Callable[..., Any], self: Any, tensor: Any) -> Any:
+    """Gather the bottleneck with its gradient; of an output that is summed later take own rows."""
+    from megatron.core.tensor_parallel import mappings
+
+    group = self.expert_tp_group
+    if group is None or group.size() == 1:
+        return tensor
+    if self.input_is_parallel:
+        return _peft.among_zeros(tensor, group)
+    return mappings.gather_from_tensor_model_parallel_region(tensor, group=group)
+
+
+def reproduce() -> None:
+    """Compare adapters of grouped experts that two ranks share with their product."""
+    bench = _peft.build(
+        "LoRA",
+        {"tp": 2, "sequence_parallel": True, "experts": 2},
+        grouped=True,
+        share_expert_adapters=False,
+    )
+    _peft.expect_products(bench.chunks)
+
+
+PATCH = Patch(
+    distribution="megatron-bridge",
+    summary="Bridge's adapters of grouped experts that ranks share are not trained, silently",
+    since="0.5",
+    targets=(
+        Target(
+            "megatron.bridge.peft.utils:GroupedExpertLinearAdapter.__init__",
+            build,
+            "ParallelLinearAdapter._get_activation_fn(self, activation)",
+        ),
+        Target(
+            "megatron.bridge.peft.utils:GroupedExpertLinearAdapter._gather_along_last_dim",
+            gather,
+            "torch.distributed.all_gather",
+        ),
+    ),
+    fixed_when=no_body_has("torch.distributed.all_gather"),
+    stock_error=r"RuntimeError: .* is not the product of its factors",
+)

@@ -1,0 +1,81 @@
+"""Bridge's adapter of a router mixes the tokens of sequence-parallel ranks, silently.
+
+Symptom:
+    With sequence parallelism the adapter of a router, or of a layer of which every tensor-parallel
+    rank has the whole weight, adds sums over other tokens to a token's output.
+
+Cause:
+    Such a layer sees the rank's own positions. The adapter's factors are cut over the ranks all the
+    same, and each gathers the bottlenecks of the others, which are of other positions: for these
+    layers `ParallelLinearAdapter` leaves out the gather of positions before and the scatter after.
+
+Affects:
+    0.2 on, up to main of August 2026. What the patch does: it gathers the positions before such an
+    adapter, and takes the rank's own of its output.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py,
+    `ParallelLinearAdapter.forward`. https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5156 mends
+    it for multi-LoRA.
+
+Remove when:
+    Bridge gathers positions for layers that are not cut, or does not cut their factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+from . import _peft
+
+
+def compute(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute the adapter; of a layer that is not cut, over the positions of all ranks."""
+    if self.base_linear_is_parallel or not self.config.sequence_parallel:
+        return original(self, x, *args, **kwargs)
+    from megatron.core.tensor_parallel import mappings
+
+    whole = mappings.gather_from_sequence_parallel_region(x)
+    found = original(self, whole, *args, **kwargs)
+    return mappings.scatter_to_sequence_parallel_region(found)
+
+
+def reproduce() -> None:
+    """Compare a router's adapter, on each rank's own tokens, with the product of its factors."""
+    import torch
+    from megatron.core import parallel_state
+
+    bench = _peft.build(
+        "LoRA",
+        {"tp": 2, "sequence_parallel": True, "experts": 4, "etp": 1},
+        target_modules=["router"],
+    )
+    group = parallel_state.get_tensor_model_parallel_group()
+    adapter = bench.chunks[0].module.decoder.layers[0].mlp.router.adapter
+    inner, outer = (
+        torch.cat(_peft.gathered(each.weight, group))
+        for each in (adapter.linear_in, adapter.linear_out)
+    )
+    generator = torch.Generator().manual_seed(group.rank())
+    x = torch.randn(4, 2, inner.shape[1], generator=generator)
+    if not torch.allclose(adapter(x), adapter.alpha / adapter.dim * x @ inner.T @ outer.T):
+        raise RuntimeError("a router's adapter has summed over tokens of other ranks")
+
+
+PATCH = Patch(
+    distribution="megatron-bridge",
+    summary="Bridge's adapter of a router mixes tokens of sequence-parallel ranks, silently",
+    since="0.2",
+    targets=(
+        Target(
+            "megatron.bridge.peft.utils:ParallelLinearAdapter.forward",
+            compute,
+            "self.linear_in(x)",
+            "self.linear_out(x)",
+        ),
+    ),
+    stock_error=r"RuntimeError: a router's adapter has summed over tokens of other ranks",
+)

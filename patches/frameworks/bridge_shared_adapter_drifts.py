@@ -1,0 +1,64 @@
+"""Bridge's adapter of all experts drifts apart between expert-parallel ranks, silently.
+
+Symptom:
+    With `gradient_accumulation_fusion`, the default of most of Bridge's recipes, the one adapter
+    that grouped experts share has other gradients on each expert-parallel rank, and after the first
+    step other weights. An export saves those of one rank. No error.
+
+Cause:
+    DDP sums an expert's gradient over expert-data-parallel ranks only, so Bridge sums the shared
+    one over expert-parallel ranks in a hook of its weight (`_allreduce_shared_expert_grad`). With
+    the fused kernel Megatron adds the gradient to `main_grad` by itself, and autograd, and so the
+    hook, gets a dummy (`LinearWithGradAccumulationAndAsyncCommunication.backward`).
+
+Affects:
+    0.5 on, up to main of August 2026. What the patch does: the two small layers with such a hook
+    compute their gradients without the fused kernel, so that the hook sums what DDP then adds to
+    `main_grad`. All other layers keep the kernel. Pull request 6009 sums over the ranks once a
+    step instead.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/6009
+
+Remove when:
+    Bridge sums `main_grad`, and has no such hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target, no_body_has
+
+from . import _peft
+
+
+def register(original: Callable[..., None], self: Any) -> None:
+    """Register the hooks, and let the weights' gradients come by them."""
+    original(self)
+    _peft.unfuse(self.linear_in, self.linear_out)
+
+
+def reproduce() -> None:
+    """Compute the gradients of shared adapters with the fused kernel on two ranks with experts."""
+    bench = _peft.build("LoRA", {"ep": 2, "experts": 4}, grouped=True, fused=True)
+    bench.forward_backward(2, data_seed=0)
+    _peft.expect_replicas(bench.chunks)
+
+
+PATCH = Patch(
+    distribution="megatron-bridge",
+    summary="Bridge's shared expert adapters drift apart between expert-parallel ranks, silently",
+    since="0.5",
+    targets=(
+        Target(
+            "megatron.bridge.peft.utils:"
+            "ParallelLinearAdapter._register_shared_expert_grad_sync_hooks",
+            register,
+            "weight.register_hook(self._allreduce_shared_expert_grad)",
+        ),
+    ),
+    fixed_when=no_body_has("weight.register_hook(self._allreduce_shared_expert_grad)"),
+    stock_error=r"RuntimeError: ranks that share .* other gradients",
+)

@@ -1,0 +1,99 @@
+"""Bridge's shared outer LoRA factor gets its gradient once for each replica, silently.
+
+Symptom:
+    With `experts_shared_outer_loras` the gradient of the shared factor is too large by the number
+    of expert-data-parallel ranks; the other factor's is right. The gradient norm, clipping and
+    every optimizer that is not invariant to scale are wrong. With `gradient_accumulation_fusion`
+    the ranks' copies drift apart as well.
+
+Cause:
+    `_make_cross_ep_replicated` sums the gradient in a hook over all ranks of the pipeline stage,
+    and DDP then sums it over the expert-data-parallel ranks again. With the fused kernel the hook
+    gets a dummy: `bridge-shared-adapter-drifts`. It also makes weights equal on CUDA only.
+
+Affects:
+    0.5 on, up to main of August 2026. What the patch does: the hook sums over expert-parallel
+    ranks, which is what DDP leaves out; the weight begins with the values of the first of them;
+    and the shared layer computes its gradient without the fused kernel.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/6009,
+    https://github.com/radixark/miles/pull/2723
+
+Remove when:
+    Bridge sums the shared factor over expert-parallel ranks alone, and not in a hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target, no_body_has
+
+from . import _peft
+
+
+def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Build the adapter, and let the shared weight's gradient come by its hook."""
+    original(self, *args, **kwargs)
+    _peft.unfuse(self.linear_in, self.linear_out)
+
+
+def replicate(original: Callable[[Any], None], weight: Any) -> None:
+    """Begin with one value on all expert-parallel ranks, and sum gradients over these alone."""
+    import torch
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_expert_model_parallel_group()
+    if torch.distributed.get_world_size(group) <= 1:
+        return
+    first = torch.distributed.get_global_rank(group, 0)
+    device = torch.device("cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu")
+    value = weight.data.to(device)
+    torch.distributed.broadcast(value, src=first, group=group)
+    weight.data.copy_(value)
+    weight.register_hook(_summed)
+
+
+def _summed(gradient: Any) -> Any:
+    import torch
+    from megatron.core import parallel_state
+
+    gradient = gradient.contiguous()
+    torch.distributed.all_reduce(gradient, group=parallel_state.get_expert_model_parallel_group())
+    return gradient
+
+
+def reproduce() -> None:
+    """Compute the gradients of shared outer adapters on two replicas.
+
+    The loss depends on the product of both factors alone, so that each factor times its gradient
+    has the same sum.
+    """
+    bench = _peft.build("LoRA", {"experts": 4}, grouped=True, experts_shared_outer_loras=True)
+    bench.forward_backward(2, data_seed=0)
+    _peft.expect_balance(bench.chunks)
+
+
+PATCH = Patch(
+    distribution="megatron-bridge",
+    summary="Bridge's shared outer LoRA factor gets its gradient once for each replica, silently",
+    since="0.5",
+    targets=(
+        Target(
+            "megatron.bridge.peft.utils:SharedOuterGroupedExpertAdapter.__init__",
+            build,
+            "_make_cross_ep_replicated(shared_weight)",
+        ),
+        Target(
+            "megatron.bridge.peft.utils:_make_cross_ep_replicated",
+            replicate,
+            "weight.register_hook(_all_reduce_grad)",
+        ),
+    ),
+    fixed_when=no_body_has(
+        "parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)"
+    ),
+    stock_error=r"RuntimeError: the gradients of .* are not of one product",
+)

@@ -1,0 +1,221 @@
+"""Adapters of Megatron-Bridge and mcore-bridge on CPU ranks: each gradient is that of one rank.
+
+All is float64 but the softmax over words and experts, which Megatron computes in float32; with
+fused weight gradients and shared outer factors all is float32.
+`MEGATRON_BRIDGE_SOURCE` names the folder that holds the package; mcore-bridge and `peft` are those
+that are installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import zlib
+
+import pytest
+
+EXPERTS, MICROBATCHES = 4, 4
+# As many terms as words, and a few roundings more, of each layer's softmaxes in float32.
+TOLERANCE = 10 * (128 + 32) * 2.0**-24
+# Of a whole step in float32, as certify has it.
+OF_FLOAT32 = 4e5 * 2.0**-24
+SP = {"tp": 2, "sequence_parallel": True}
+MOE = {"experts": EXPERTS}
+SHARED = {"moe_shared_expert_intermediate_size": 64}
+OVERLAPPED = {**SHARED, "moe_shared_expert_overlap": True}
+GROUPED = {"grouped": True}
+OUTER, EACH = {"experts_shared_outer_loras": True}, {"share_expert_adapters": False}
+
+#: Name → (ranks, layout, arguments of `_peft.build`).
+BRIDGE = {
+    "LoRA tp": (2, {"tp": 2}, {}),
+    "LoRA tp sp, rank 16": (2, SP, {"dim": 16}),
+    "LoRA tp sp, fused": (2, SP, {"fused": True}),
+    "LoRA pp": (2, {"pp": 2, "layers_per_stage": 1}, {}),
+    "LoRA cp": (2, {"cp": 2}, {}),
+    "LoRA dp": (2, {}, {}),
+    "LoRA ep": (2, MOE | {"ep": 2}, {}),
+    "LoRA tp sp, ep": (2, MOE | SP | {"ep": 2, "etp": 1}, {}),
+    "LoRA etp": (2, MOE | SP | {"etp": 2}, {}),
+    "LoRA shared experts": (2, MOE | SP | {"etp": 1}, {"config": SHARED}),
+    "LoRA shared experts, overlapped": (2, MOE | SP | {"etp": 1}, {"config": OVERLAPPED}),
+    "LoRA grouped ep, fused": (2, MOE | {"ep": 2}, GROUPED | {"fused": True}),
+    "LoRA grouped ep dp": (4, MOE | {"ep": 2}, GROUPED),
+    "LoRA shared outer dp": (2, MOE, GROUPED | OUTER),
+    "LoRA shared outer ep dp, fused": (4, MOE | {"ep": 2}, GROUPED | OUTER | {"fused": True}),
+    "LoRA per expert etp": (2, MOE | SP | {"etp": 2}, GROUPED | EACH),
+    "LoRA router, tp sp ep": (
+        2,
+        MOE | SP | {"ep": 2, "etp": 1},
+        {"target_modules": ["linear_qkv", "router"]},
+    ),
+    "DoRA tp": (2, {"tp": 2}, {}),
+    "DoRA tp sp, rank 16": (2, SP, {"dim": 16}),
+    "CanonicalLoRA tp": (2, {"tp": 2}, {}),
+    "CanonicalLoRA tp sp, ep": (2, MOE | SP | {"ep": 2, "etp": 1}, {}),
+}
+MCORE = {
+    "tp": (2, {"tp": 2}, {}),
+    "tp sp": (2, SP, {}),
+    "pp": (2, {"pp": 2, "layers_per_stage": 1}, {}),
+    "ep": (2, MOE | {"ep": 2}, {}),
+    "grouped tp sp, ep": (2, MOE | SP | {"ep": 2, "etp": 1}, GROUPED),
+    "shared experts": (2, MOE | SP | {"etp": 1}, {"config": SHARED}),
+    "shared experts, overlapped": (2, MOE | SP | {"etp": 1}, {"config": OVERLAPPED}),
+}
+#: What stays in each `make test` where a source is given; the rest each week.
+USUAL = ("LoRA tp sp, fused", "LoRA shared outer ep dp, fused", "DoRA tp sp, rank 16", "tp sp")
+
+
+def built(source, kind, layout, more):
+    """Runs on a rank: (a model, [(whole name, cuts, parameter)] of all that is trained).
+
+    Values depend on a parameter's place in the whole model and on nothing else.
+    """
+    if source:
+        sys.path.insert(0, source)
+    import torch
+    from megatron_idempotent.patches.frameworks import _peft
+
+    import megatron_idempotent
+
+    megatron_idempotent.apply()
+    if kind == "mcore-bridge":
+        from mcore_adapters import put as kind
+    bench = _peft.build(kind, layout, **more)
+    placed = []
+    for name, parameter in bench.chunks[0].module.named_parameters():
+        whole, cuts = _place(name, parameter, bench.chunks[0].module)
+        shape = list(parameter.shape)
+        for dimension, _, size in cuts:
+            shape[dimension] *= size
+        generator = torch.Generator().manual_seed(zlib.crc32(whole.encode()))
+        value = torch.randn(shape, generator=generator) / 10 + whole.endswith("_magnitude")
+        with torch.no_grad():
+            parameter.copy_(cut(value, whole, cuts))
+        if parameter.requires_grad:
+            placed.append((whole, cuts, parameter))
+    return bench, placed
+
+
+def gradients(source, kind, layout, more):
+    """Runs on a rank: {whole name: (cuts, gradient)} of all that is trained."""
+    from megatron.core import parallel_state
+
+    bench, placed = built(source, kind, layout, more)
+    replicas = parallel_state.get_data_parallel_world_size()
+    bench.forward_backward(MICROBATCHES // replicas, data_seed=0)
+    return {whole: (cuts, each.main_grad.clone()) for whole, cuts, each in placed}
+
+
+def through_checkpoint(source, kind, layout, folder, load):
+    """Runs on a rank: save the adapters alone; or load them, and return which differ from those."""
+    import torch
+    from megatron.core import dist_checkpointing, parallel_state
+
+    bench, placed = built(source, kind, layout, {})
+    module = bench.chunks[0].module
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = {
+        name: value
+        for name, value in module.sharded_state_dict(metadata=metadata).items()
+        if ".adapter." in name
+    }
+    if not load:
+        return dist_checkpointing.save(state, folder)
+    kept = {whole: each.detach().clone() for whole, _, each in placed}
+    with torch.no_grad():
+        for _, _, each in placed:
+            each.zero_()
+    module.load_state_dict(dist_checkpointing.load(state, folder), strict=False)
+    return [whole for whole, _, each in placed if not torch.equal(each, kept[whole])]
+
+
+def cut(value, name, cuts):
+    """Return a rank's part of a whole value; one of gate and up has a part of both."""
+    import torch
+
+    for dimension, rank, size in cuts:
+        halves = [value]
+        rows = dimension == value.dim() - 2 or value.dim() == 1
+        ins = ("linear_in", "lora_A", "adapter_up", "adapter_gate")
+        if "linear_fc1" in name and rows and not any(each in name for each in ins):
+            halves = value.chunk(2, dimension)
+        value = torch.cat([half.chunk(size, dimension)[rank] for half in halves], dimension)
+    return value
+
+
+def _place(name, parameter, model):
+    """(a parameter's name in the model of one rank, its cuts: dimension, part, of how many)."""
+    from megatron.core import parallel_state as ps
+
+    words, cuts = name.split("."), []
+    routed = "experts" in words
+    part = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    if routed:
+        part = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
+    expert = ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size()
+    first = expert[0] * EXPERTS // expert[1]
+    if "layers" in words:
+        place = words.index("layers") + 1
+        words[place] = str(model.decoder.layers[int(words[place])].layer_number - 1)
+    if "local_experts" in words:
+        place = words.index("local_experts") + 1
+        words[place] = str(int(words[place]) + first)
+    elif routed and words[-1].startswith("weight") and words[-1] != "weight":
+        words[-1] = f"weight{int(words[-1].removeprefix('weight')) + first}"
+    elif routed and parameter.dim() == 3:
+        cuts.append((0, *expert))
+    columns = words[-1] == "weight_magnitude" and {"linear_qkv", "linear_fc1"} & set(words)
+    if getattr(parameter, "tensor_model_parallel", False) or columns:
+        cuts.append((getattr(parameter, "partition_dim", 0), *part))
+    return ".".join(words), cuts
+
+
+def assert_as_one_rank(megatron_ranks, source, kind, case):
+    ranks, layout, more = case
+    alone = {name: value for name, value in layout.items() if name == "experts"}
+    once = {**more, "config": SHARED if "config" in more else {}}
+    (whole,) = megatron_ranks(1, gradients, source, kind, alone, once)
+    allowed = OF_FLOAT32 if {"fused", *OUTER} & set(more) else TOLERANCE
+    seen = set()
+    for found in megatron_ranks(ranks, gradients, source, kind, layout, more):
+        for name, (cuts, gradient) in found.items():
+            right = whole[name][1]
+            error = (gradient - cut(right, name, cuts)).abs().max() / right.abs().max()
+            assert float(error) <= allowed, name
+            seen.add(name)
+    assert seen == set(whole)
+
+
+def marked(cases):
+    return [
+        pytest.param(each, marks=() if each in USUAL else pytest.mark.exhaustive, id=each)
+        for each in cases
+    ]
+
+
+@pytest.mark.parametrize("name", marked(BRIDGE))
+def test_bridges_adapters_get_the_gradients_of_one_rank(megatron_ranks, name):
+    source = os.environ.get("MEGATRON_BRIDGE_SOURCE")
+    if source is None:
+        pytest.skip("no source of megatron-bridge is given")
+    assert_as_one_rank(megatron_ranks, source, name.split()[0], BRIDGE[name])
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
+def test_adapters_alone_are_saved_and_loaded_in_another_layout(megatron_ranks, tmp_path, kind):
+    source = os.environ.get("MEGATRON_BRIDGE_SOURCE")
+    if source is None:
+        pytest.skip("no source of megatron-bridge is given")
+    megatron_ranks(2, through_checkpoint, source, kind, SP, str(tmp_path), False)
+    assert megatron_ranks(1, through_checkpoint, source, kind, {}, str(tmp_path), True) == [[]]
+
+
+@pytest.mark.parametrize("name", marked(MCORE))
+def test_mcore_bridges_adapters_get_the_gradients_of_one_rank(megatron_ranks, name):
+    for package in ("peft", "mcore_bridge"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    assert_as_one_rank(megatron_ranks, "", "mcore-bridge", MCORE[name])
