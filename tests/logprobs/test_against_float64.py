@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 #: Cases of each kind; others are asked for by -m exhaustive.
 CASES = 60
@@ -26,8 +27,10 @@ def test_within_what_rounding_allows_and_alike_on_all_ranks(
     assert all(other == found for other, _ in others)
 
 
-def confident(entropy: str) -> None:
-    """Runs on a rank that shares the vocabulary: tokens that are certain up to as little as
+@pytest.mark.parametrize(("ranks", "entropy"), [(1, "none"), (2, "grad")])
+@on_ranks("ranks")
+def test_gradients_of_tokens_that_are_all_but_certain_are_exact(entropy: str) -> None:
+    """Tokens that are certain up to as little as
     e⁻²⁵."""
     import torch.distributed as dist
     from cases import additions
@@ -68,11 +71,6 @@ def confident(entropy: str) -> None:
         total.backward()
         error = (leaf.grad - wanted).norm(dim=-1) / wanted.norm(dim=-1)
         assert (error <= bound).all(), (sampling, (error / bound).tolist())
-
-
-@pytest.mark.parametrize(("ranks", "entropy"), [(1, "none"), (2, "grad")])
-def test_gradients_of_tokens_that_are_all_but_certain_are_exact(megatron_ranks, ranks, entropy):
-    megatron_ranks(ranks, confident, entropy)
 
 
 def of_a_model(name: str) -> list[bytes]:
@@ -184,8 +182,9 @@ def test_what_is_found_of_a_token_is_not_up_to_its_neighbours(entropy):
     alone_and_together(entropy)
 
 
-def far_from_0() -> dict[str, float]:
-    """Runs on a rank: logits of float32 whose distance from 0 is rounded where they are shifted."""
+@on_ranks(1)
+def test_entropy_far_from_0_has_the_gradient_of_what_was_rounded() -> None:
+    """Logits of float32 whose distance from 0 is rounded where they are shifted."""
     from cases import USED, Case, within_bounds
 
     torch.manual_seed(0)
@@ -200,11 +199,7 @@ def far_from_0() -> dict[str, float]:
             whole = torch.randn(6, 40) + offset
             given = Case(whole, arguments, "plain", torch.zeros(6, 4), torch.ones(6))
             within_bounds(given, (offset, temperature), kind="several_targets")
-    return USED
-
-
-def test_entropy_far_from_0_has_the_gradient_of_what_was_rounded(megatron_ranks):
-    (used,) = megatron_ranks(1, far_from_0)
+    used = USED
     print(f"parts of their bounds that errors have: {used}")
 
 
