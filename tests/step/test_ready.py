@@ -77,7 +77,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
     "pp2, experts, by sequence, summed": (2, {"pp": 2, **BALANCED, **PER_TOKEN}, "sequence"),
     "tp2": (2, {"tp": 2}, "token"),
 }
-ALWAYS = ("dp2", "pp2 dp2, gathers", "pp2, experts", "pp2, experts, by sequence, summed", "tp2")
+ALWAYS = ("pp2 dp2, gathers", "pp2, experts, by sequence, summed", "tp2")
 
 
 @pytest.mark.parametrize(
