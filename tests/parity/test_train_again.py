@@ -53,8 +53,8 @@ MEGATRON_FSDP = (
     *("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--no-gradient-reduce-div-fusion"),
     "--data-parallel-sharding-strategy",
 )
-#: One has what all others have, and all run on every release. Two ranks with overlap are below, where
-#: more is done between the calls.
+#: One has what all others have, and all run on every release. Two ranks with overlap are in the
+#: test with more between the calls.
 SOME = [
     pytest.param(each, marks=() if each == LAYOUTS[3] else pytest.mark.matrix) for each in LAYOUTS
 ]
