@@ -206,8 +206,7 @@ def test_entropy_far_from_0_has_the_gradient_of_what_was_rounded() -> None:
             whole = torch.randn(6, 40) + offset
             given = Case(whole, arguments, "plain", torch.zeros(6, 4), torch.ones(6))
             within_bounds(given, (offset, temperature), kind="several_targets")
-    used = USED
-    print(f"parts of their bounds that errors have: {used}")
+    print(f"parts of their bounds that errors have: {USED}")
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse", "mixed"])

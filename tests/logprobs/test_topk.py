@@ -324,5 +324,4 @@ def test_a_tail_of_next_to_nothing_is_exact_where_the_teacher_says_it() -> None:
     flat = torch.zeros(2, 100)
     del of_k["teacher_rest"]
     assert token_kl(logits=flat, **of_k, direction="reverse").kl.isfinite().all()
-    used = USED
-    print(f"parts of their bounds that errors have: {used}")
+    print(f"parts of their bounds that errors have: {USED}")

@@ -143,13 +143,12 @@ def test_an_update_that_broke_off_on_all_ranks_can_be_undone(undo: bool) -> None
     layout = {"step": {"undo": undo}}
     calls = [("step", [2]), ("step", [2], {"seed": 2}), ("abort",), ("begin",)]
     found = scenario(layout, calls, [Fault("optimizer", 1)])
-    told = [f"{type(each).__name__}: {each}" for each in (found.told[1], found.told[3])]
-    (told, again), untouched = told, torch.equal(found.bench.parameters(), found.bits[0][2])
+    told, again = (f"{type(each).__name__}: {each}" for each in (found.told[1], found.told[3]))
     assert told.startswith(ABORTED)
     assert ("All ranks can go back" if undo else "undo=True") in told
     assert again.startswith(NOTHING if undo else "RuntimeError")
     assert undo or "load a checkpoint" in again
-    assert untouched == undo
+    assert torch.equal(found.bench.parameters(), found.bits[0][2]) == undo
 
 
 def absent() -> float:

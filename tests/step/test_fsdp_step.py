@@ -274,6 +274,7 @@ def test_a_scaled_step_is_the_step_and_an_overflow_is_none(layout):
     trip.raise_at(None)
     got += [one_step(made)[1] for _ in range(2)]
     assert scaler.get_scale() == 1024.0  # two steps without an overflow, not more
+    # Scales are powers of two, by which nothing is rounded.
     for (a, c), (b, d) in zip(got, want, strict=True):
         assert a == b
         assert torch.equal(c, d)
