@@ -277,12 +277,13 @@ def _exists(name: str) -> bool:
 def _read_ahead() -> None:
     """Read and compare the code that patches stand on, so that no rank's `apply()` has to."""
     from megatron_idempotent.patching import catalog, decide, patch_points
+    from megatron_idempotent.patching.base import Conflict
 
     for patch in catalog.patches().values():
         bodies = decide.check_bodies(patch, named=False).bodies
         for target in patch.targets:
             if target.module in sys.modules and target.address in bodies:
-                with contextlib.suppress(patch_points.Conflict, AttributeError):  # said by apply()
+                with contextlib.suppress(Conflict, AttributeError):  # said by apply()
                     patch_points.check_patch_point(target, bodies[target.address])
 
 
