@@ -100,7 +100,7 @@ def test_a_pack_is_aligned_after_its_sequences():
 
 @on_ranks(1)
 def test_the_multiples_are_read_from_megatrons_configuration() -> None:
-    """From Megatron's own configuration, with its own names of recipes."""
+    """Recipes have Megatron's own names."""
     from megatron.core.enums import Fp8Recipe
     from megatron.core.transformer import TransformerConfig
 

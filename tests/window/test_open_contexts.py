@@ -113,7 +113,7 @@ def test_random_states_of_a_window() -> None:
 )
 @on_ranks(1)
 def test_random_states_in_use() -> None:
-    """Which random states are in use after an inner fork was never left."""
+    """An inner fork is never left."""
     from megatron.core import tensor_parallel
     from scenario import Bench
 
