@@ -139,8 +139,6 @@ def check_bodies(patch: Patch, *, named: bool) -> Verdict:
 
     A drifted body is accepted if the patch was named: that is the user's decision.
     """
-    from pathlib import Path
-
     from .source import read_body
     from .surroundings import OnPath
 
@@ -150,7 +148,7 @@ def check_bodies(patch: Patch, *, named: bool) -> Verdict:
         if path is None:
             return check_modules(patch)
         try:
-            bodies[target.address] = read_body(Path(path), target.qualname)
+            bodies[target.address] = read_body(path, target.qualname)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
             return Verdict(status="failed", reason=f"cannot read {target.module}: {error}")
     verdict = judge(patch, bodies, OnPath(), version_of(patch), named=named)

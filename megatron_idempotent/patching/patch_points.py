@@ -88,9 +88,11 @@ _ALONE = _references({"value": object()}, "value")
 
 
 def _modules() -> Iterator[tuple[str, types.ModuleType]]:
-    for name, module in list(sys.modules.items()):
+    for name in list(sys.modules):
+        # By the name first: to look at a module copies its page of memory in a forked process.
+        module = None if name.partition(".")[0] in _NEVER else sys.modules.get(name)
         # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
-        if issubclass(type(module), types.ModuleType) and name.partition(".")[0] not in _NEVER:
+        if module is not None and issubclass(type(module), types.ModuleType):
             yield name, module
 
 

@@ -147,7 +147,7 @@ def watches(decorator: ast.expr) -> bool:
     return isinstance(maker, ast.Name) and maker.id in WATCHING
 
 
-def read_body(path: Path, qualname: str) -> Body | None:
+def read_body(path: Path | str, qualname: str) -> Body | None:
     """Return the body of `qualname` in the file, or None where the file does not define it.
 
     Raises:
@@ -157,24 +157,21 @@ def read_body(path: Path, qualname: str) -> Body | None:
     return parse_body(read_text(path), qualname)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path | str) -> str:
     """Return a file's text, read again only if it has changed.
 
     Raises:
         OSError, UnicodeDecodeError: it cannot be read.
     """
-    return _read_text(path, _state(path))
-
-
-def _state(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_mtime_ns, status.st_size
+    name = os.fspath(path)
+    status = os.stat(name)
+    return _read_text(name, (status.st_mtime_ns, status.st_size))
 
 
 # More than the modules around all patches, some 130, which are read in the same order by each rank.
 @lru_cache(maxsize=256)
-def _read_text(path: Path, state: tuple[int, int]) -> str:
-    return path.read_text(encoding="utf-8")
+def _read_text(path: str, state: tuple[int, int]) -> str:
+    return Path(path).read_text(encoding="utf-8")
 
 
 # A dozen patches stand around the same few functions, and releases share most of them.

@@ -17,7 +17,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from .base import Record
@@ -45,15 +44,20 @@ class Sources(Protocol):
 
 
 class OnPath:
-    """Reads the modules on the path, and imports none."""
+    """Reads the modules on the path, each of them once, and imports none."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str | None] = {}
 
     def text(self, module: str) -> str | None:
         """Return the module's source, or None if there is none, or none that can be read."""
-        path = find(module)
-        try:
-            return None if path is None else read_text(Path(path))
-        except (OSError, UnicodeDecodeError):
-            return None
+        if module not in self._texts:
+            path = find(module)
+            try:
+                self._texts[module] = None if path is None else read_text(path)
+            except (OSError, UnicodeDecodeError):
+                self._texts[module] = None
+        return self._texts[module]
 
     def beside(self, module: str) -> list[str]:
         """Return the modules in the module's folder, itself included."""

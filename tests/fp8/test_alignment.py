@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from ranks import on_ranks
 
 from megatron_idempotent.fp8.packing import RECIPES, Pack, TokenAlignment, token_alignment
 from megatron_idempotent.logprobs import context_parallel_part
@@ -97,8 +98,9 @@ def test_a_pack_is_aligned_after_its_sequences():
     assert [alignment.of_pack(lengths) for lengths in ([5, 8, 1], [127, 1], [])] == [128, 256, 0]
 
 
-def of_megatron() -> None:
-    """Runs on a rank: from Megatron's own configuration, with its own names of recipes."""
+@on_ranks(1)
+def test_the_multiples_are_read_from_megatrons_configuration() -> None:
+    """Recipes have Megatron's own names."""
     from megatron.core.enums import Fp8Recipe
     from megatron.core.transformer import TransformerConfig
 
@@ -114,10 +116,6 @@ def of_megatron() -> None:
     for recipe in Fp8Recipe.__members__:
         if recipe != "custom":
             token_alignment(Fp8Recipe[recipe], 1, 1, False)
-
-
-def test_the_multiples_are_read_from_megatrons_configuration(megatron_ranks):
-    megatron_ranks(1, of_megatron)
 
 
 FIELDS = {

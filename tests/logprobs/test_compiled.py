@@ -6,10 +6,16 @@ import shutil
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 
-def compiled() -> None:
-    """Runs on a rank: random calls in two types, against float64; and from hidden states, and
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))),
+    reason="torch.compile needs a C++ compiler for a CPU",
+)
+@on_ranks(1, timeout_s=180.0)
+def test_compiled_blocks_stay_within_the_same_bounds() -> None:
+    """Random calls in two types, against float64; and from hidden states, and
     cut."""
     import warnings
 
@@ -63,11 +69,3 @@ def compiled() -> None:
         # The same numbers below 20 in another order of roundings: V of them, and 16 products.
         for eager, fast in zip(*found, strict=True):
             torch.testing.assert_close(fast, eager, rtol=1e-5, atol=316 * 20 * 2.0**-24)
-
-
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))),
-    reason="torch.compile needs a C++ compiler for a CPU",
-)
-def test_compiled_blocks_stay_within_the_same_bounds(megatron_ranks):
-    megatron_ranks(1, compiled, timeout_s=180.0)

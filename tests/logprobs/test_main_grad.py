@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 H, V = 16, 600
 
 
-def as_by_hook(cut: bool, dtype: str) -> None:
-    """Runs on one of two replicas: Megatron's DDP around a weight, two microbatches, fused and
+@pytest.mark.parametrize(("cut", "dtype"), [(False, "bfloat16"), (True, "float32")])
+@on_ranks(2)
+def test_it_is_what_the_hook_would_have_added(cut: bool, dtype: str) -> None:
+    """Megatron's DDP around a weight, two microbatches, fused and
     not."""
     import torch
     import torch.distributed as dist
@@ -84,11 +87,6 @@ def as_by_hook(cut: bool, dtype: str) -> None:
                 assert (plain - fused).abs().max() <= bound
             else:
                 assert torch.equal(plain, fused)
-
-
-@pytest.mark.parametrize(("cut", "dtype"), [(False, "bfloat16"), (True, "float32")])
-def test_it_is_what_the_hook_would_have_added(megatron_ranks, cut, dtype):
-    megatron_ranks(2, as_by_hook, cut, dtype)
 
 
 def test_who_has_one_finds_zeros():

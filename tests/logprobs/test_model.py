@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 RECOMPUTED = {
     "recompute_granularity": "full",
@@ -61,8 +62,10 @@ def test_stats_and_gradients_are_those_of_the_logits(megatron_ranks, options):
     assert all(other == first for other in others)
 
 
-def added_up(tied: bool) -> None:
-    """Runs on a rank: the layer is to add its weight's gradient to main_grad, and DDP not twice."""
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(1)
+def test_the_weight_has_its_gradient_in_main_grad_where_megatron_wants_it(tied: bool) -> None:
+    """The layer is to add its weight's gradient to main_grad, and DDP not twice."""
     import models
 
     (chunk,) = models.build(tied=tied).chunks
@@ -77,11 +80,6 @@ def added_up(tied: bool) -> None:
     weight = chunk.module.shared_embedding_or_output_weight() if tied else None
     weight = chunk.module.output_layer.weight if weight is None else weight
     assert weight.grad_added_to_main_grad
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_weight_has_its_gradient_in_main_grad_where_megatron_wants_it(megatron_ranks, tied):
-    megatron_ranks(1, added_up, tied)
 
 
 def of_a_teacher(options: dict[str, Any]) -> list[bytes]:
@@ -129,8 +127,9 @@ def test_ids_of_each_position_are_those_of_a_teacher_or_a_sampler(megatron_ranks
     assert all(other == first for other in others)
 
 
-def largest() -> list[int]:
-    """Runs on a rank: rows of the largest tensor with a column for each token that a forward
+@on_ranks(1)
+def test_the_logits_are_never_there_as_a_whole() -> None:
+    """Rows of the largest tensor with a column for each token that a forward
     makes."""
     import models
     import torch
@@ -159,19 +158,13 @@ def largest() -> list[int]:
             found.append(watching.rows)
     finally:
         sources.NARROWEST = narrowest
-    return found
-
-
-def test_the_logits_are_never_there_as_a_whole(megatron_ranks):
-    (found,) = megatron_ranks(1, largest)
     from_hidden, from_logits = found
     assert from_logits == 4 * 2 * 32  # [S, B, V]
     assert from_hidden <= 64  # as of the weight, [H, V]
 
 
-def names_of_calls() -> list[str]:
-    """Runs on a rank: what the output layer's hooks see, in a call that raises inside, and after
-    it."""
+@on_ranks(1)
+def test_the_output_layer_is_called_with_its_hooks_and_left_as_it_was() -> None:
     import models
 
     (chunk,) = models.build().chunks
@@ -188,11 +181,6 @@ def names_of_calls() -> list[str]:
     layer.register_forward_hook(lambda module, inputs, output: (output[0].logprob, None))
     with pytest.raises(RuntimeError, match="hook of the output layer made a Tensor of its Tok"):
         models.from_hidden(chunk, tokens, arguments)
-    return seen
-
-
-def test_the_output_layer_is_called_with_its_hooks_and_left_as_it_was(megatron_ranks):
-    (seen,) = megatron_ranks(1, names_of_calls)
     assert seen == ["before", "behind", "before", "before"]
 
 
@@ -265,8 +253,9 @@ def test_mup_scales_and_what_is_no_scale_is_refused(megatron_ranks):
     assert factor == 0.3
 
 
-def for_who_calls_the_model() -> None:
-    """Runs on a rank: the processor, given to a model by its caller, with labels too."""
+@on_ranks(1)
+def test_who_calls_the_model_gives_it_the_processor() -> None:
+    """The processor, given to a model by its caller, with labels too."""
     import models
     import torch
 
@@ -279,7 +268,3 @@ def for_who_calls_the_model() -> None:
         processor = logprobs_processor(**arguments)
         stats = chunk(**models.inputs(tokens), output_processor=processor, **more)
         assert all(map(torch.equal, stats[:3], wanted[:3]))
-
-
-def test_who_calls_the_model_gives_it_the_processor(megatron_ranks):
-    megatron_ranks(1, for_who_calls_the_model)

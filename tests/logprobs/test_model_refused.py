@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from ranks import on_ranks
 
 
-def layers() -> None:
-    """Runs on a rank: output layers that do more, each refused before anything is computed."""
+@on_ranks(1)
+def test_an_output_layer_that_does_more_is_refused_and_left_as_it_was() -> None:
+    """Output layers that do more, each refused before anything is computed."""
     import copy
 
     import models
@@ -63,12 +65,9 @@ def layers() -> None:
     models.from_hidden(chunk, tokens, arguments)
 
 
-def test_an_output_layer_that_does_more_is_refused_and_left_as_it_was(megatron_ranks):
-    megatron_ranks(1, layers)
-
-
-def others() -> None:
-    """Runs on a rank: no GPTModel, one whose forward keeps the processor to itself, inference."""
+@on_ranks(1)
+def test_models_that_would_give_something_else_are_refused() -> None:
+    """No GPTModel, one whose forward keeps the processor to itself, inference."""
     import models
     import torch
     from megatron.core.inference.contexts import StaticInferenceContext
@@ -91,10 +90,6 @@ def others() -> None:
     chunk.module.__class__ = Own
     with pytest.raises(RuntimeError, match=r"forward of .*Own called its output_processor 0 times"):
         models.from_hidden(chunk, tokens, arguments)
-
-
-def test_models_that_would_give_something_else_are_refused(megatron_ranks):
-    megatron_ranks(1, others)
 
 
 def without_patches() -> str:

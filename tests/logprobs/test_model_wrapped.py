@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+from ranks import on_ranks
 
 
 def gathered(align: bool) -> bytes:
@@ -45,8 +46,9 @@ def test_the_weight_is_waited_for_before_it_is_read(megatron_ranks, align):
     assert first == second
 
 
-def sharded() -> None:
-    """Runs on a rank: FSDP2, by layer; its gradients are those of whole parameters."""
+@on_ranks(2)
+def test_a_sharded_weight_is_whole_for_the_call() -> None:
+    """FSDP2, by layer; its gradients are those of whole parameters."""
     import models
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -65,12 +67,9 @@ def sharded() -> None:
     models.agree(found, wanted)
 
 
-def test_a_sharded_weight_is_whole_for_the_call(megatron_ranks):
-    megatron_ranks(2, sharded)
-
-
-def rounded() -> None:
-    """Runs on a rank: a bfloat16 model in Float16Module and DDP, and frozen weights."""
+@on_ranks(1)
+def test_wrappers_that_make_tuples_of_it_return_stats() -> None:
+    """A bfloat16 model in Float16Module and DDP, and frozen weights."""
     import models
     import torch
 
@@ -97,10 +96,6 @@ def rounded() -> None:
     assert torch.equal(frozen.logprob, stats.logprob)
 
 
-def test_wrappers_that_make_tuples_of_it_return_stats(megatron_ranks):
-    megatron_ranks(1, rounded)
-
-
 class _Loss:
     """Sums log-probs and entropies over valid tokens."""
 
@@ -113,8 +108,21 @@ class _Loss:
         return -(output.logprob * mask_BS).sum() - 0.1 * entropy, {"entropy": entropy}
 
 
-def stepped(options: dict[str, Any]) -> None:
-    """Runs on a rank: a step in two pieces, out of hidden states and out of logits.
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (2, {"pp": 2, "tied": True}),
+        (2, {"ep": 2, "experts": 2}),
+        (4, {"pp": 2, "tp": 2, "sequence_parallel": True}),
+        pytest.param(2, {"pp": 2}, marks=pytest.mark.exhaustive),
+        pytest.param(2, {"pp": 2, "vpp": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+@on_ranks("ranks")
+def test_a_step_of_stats_is_the_step_of_logits(options: dict[str, Any]) -> None:
+    """A step in two pieces, out of hidden states and out of logits.
 
     Where ranks share experts the second piece is the first rank's alone.
     """
@@ -171,24 +179,9 @@ def stepped(options: dict[str, Any]) -> None:
         models.agree(ours, wanted)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (1, {}),
-        (2, {"pp": 2, "tied": True}),
-        (2, {"ep": 2, "experts": 2}),
-        (4, {"pp": 2, "tp": 2, "sequence_parallel": True}),
-        pytest.param(2, {"pp": 2}, marks=pytest.mark.exhaustive),
-        pytest.param(2, {"pp": 2, "vpp": 2}, marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
-def test_a_step_of_stats_is_the_step_of_logits(megatron_ranks, ranks, options):
-    megatron_ranks(ranks, stepped, options)
-
-
-def failing() -> list[str]:
-    """Runs on one of two ranks that share an output layer: the first one's loss raises, then
+@on_ranks(2)
+def test_a_loss_of_stats_that_raises_aborts_the_step_on_all_ranks() -> None:
+    """The first one's loss raises, then
     none."""
     import models
     import torch
@@ -220,10 +213,6 @@ def failing() -> list[str]:
         except WindowAborted as aborted:
             told.append(str(aborted))
             step.abort(step_id)
-    return told
-
-
-def test_a_loss_of_stats_that_raises_aborts_the_step_on_all_ranks(megatron_ranks):
-    for aborted, then in megatron_ranks(2, failing):
-        assert "rank 0: loss: ArithmeticError: no loss" in aborted
-        assert then == "True"
+    aborted, then = told
+    assert "rank 0: loss: ArithmeticError: no loss" in aborted
+    assert then == "True"

@@ -8,10 +8,28 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 
-def packed_and_rows(sequence_parallel: bool) -> dict[str, float]:
-    """Runs on tensor-parallel ranks: the largest difference of each form, in roundings."""
+def _in_order(values: Any) -> Any:
+    total = values.new_zeros(())
+    for each in values:
+        total = total + each
+    return total
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sequence_parallel"),
+    [
+        (1, False),
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.exhaustive),
+        pytest.param(4, True, marks=pytest.mark.exhaustive),
+    ],
+)
+@on_ranks("ranks")
+def test_the_log_probs_of_a_pack_are_those_of_its_rows(sequence_parallel: bool) -> None:
+    """The largest difference of each form, in roundings."""
     import torch
     from megatron.core import parallel_state
 
@@ -86,29 +104,8 @@ def packed_and_rows(sequence_parallel: bool) -> dict[str, float]:
                 assert torch.equal(mine, other.grad)
         largest = [float((a - b).abs().max()) for a, b in pairs if a.numel()]
         found[form] = max(largest) / 2.0**-53
-    return found
-
-
-def _in_order(values: Any) -> Any:
-    total = values.new_zeros(())
-    for each in values:
-        total = total + each
-    return total
-
-
-@pytest.mark.parametrize(
-    ("ranks", "sequence_parallel"),
-    [
-        (1, False),
-        (2, True),
-        pytest.param(2, False, marks=pytest.mark.exhaustive),
-        pytest.param(4, True, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_the_log_probs_of_a_pack_are_those_of_its_rows(megatron_ranks, ranks, sequence_parallel):
-    for found in megatron_ranks(ranks, packed_and_rows, sequence_parallel):
-        # Products of 8 features and of 64 columns, and sums of 61 tokens, each below 32.
-        assert max(found.values()) < (8 + 64 + 61) * 32, found
+    # Products of 8 features and of 64 columns, and sums of 61 tokens, each below 32.
+    assert max(found.values()) < (8 + 64 + 61) * 32, found
 
 
 #: What ranks can share: those of `packs`, as multiples of 4.
@@ -134,8 +131,19 @@ def bound(megatron_rank_pool) -> float:
     return found * 2.0**-53
 
 
-def of_a_model(options: dict[str, Any]) -> float:
-    """Runs on a rank: the norm of what `model_logprobs` of packs and of each sequence differ by."""
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (2, {"cp": 2}),
+        (4, {"cp": 2, "tp": 2, "sequence_parallel": True}),
+        pytest.param(2, {"tp": 2}, marks=pytest.mark.exhaustive),
+        pytest.param(2, {"tp": 2, "sequence_parallel": True}, marks=pytest.mark.exhaustive),
+    ],
+)
+@on_ranks("ranks")
+def test_a_model_gives_a_pack_the_log_probs_of_its_rows(options: dict[str, Any], bound) -> None:
+    """The norm of what `model_logprobs` of packs and of each sequence differ by."""
     import sys
     from pathlib import Path
 
@@ -178,20 +186,6 @@ def of_a_model(options: dict[str, Any]) -> float:
         got.update(zip(each["row"].tolist(), found, strict=True))
     apart = torch.cat([got[row] - want[row] for row in want])
     assert len(want) == 11
-    return float(apart.norm())
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (1, {}),
-        (2, {"cp": 2}),
-        (4, {"cp": 2, "tp": 2, "sequence_parallel": True}),
-        pytest.param(2, {"tp": 2}, marks=pytest.mark.exhaustive),
-        pytest.param(2, {"tp": 2, "sequence_parallel": True}, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_model_gives_a_pack_the_log_probs_of_its_rows(megatron_ranks, bound, ranks, options):
-    for found in megatron_ranks(ranks, of_a_model, options):
-        print(f"{found / bound:.1e} of {bound * 2.0**53:.1e} roundings")
-        assert found < bound
+    found = float(apart.norm())
+    print(f"{found / bound:.1e} of {bound * 2.0**53:.1e} roundings")
+    assert found < bound

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 from megatron_idempotent.logprobs import (
     context_parallel_part,
@@ -117,8 +118,10 @@ def test_the_parts_of_all_ranks_are_the_whole_again():
         assert torch.equal(whole.grad, weight)
 
 
-def gathered() -> None:
-    """Runs on a rank: the same over a group, and both gradients that a loss may mean."""
+@pytest.mark.parametrize("ranks", [1, 4])
+@on_ranks("ranks")
+def test_a_loss_of_gathered_parts_has_the_gradient_of_one_rank() -> None:
+    """The same over a group, and both gradients that a loss may mean."""
     group = torch.distributed.group.WORLD
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     lengths = [2 * size, 0, 6 * size, 4 * size]
@@ -137,11 +140,6 @@ def gathered() -> None:
         counted = torch.isin(whole, theirs[rank]) if losses == "parts" else 1
         (found**2 * counted).sum().backward()
         assert torch.equal(leaf.grad, 2 * mine)
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_loss_of_gathered_parts_has_the_gradient_of_one_rank(megatron_ranks, ranks):
-    megatron_ranks(ranks, gathered)
 
 
 def test_no_value_is_read_and_types_stay():

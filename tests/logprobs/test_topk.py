@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 H = 8
 
@@ -280,8 +281,9 @@ def test_a_tail_is_what_its_words_say(megatron_ranks, ranks):
     assert all(other == first for other, _ in others)
 
 
-def next_to_nothing_left() -> dict[str, float]:
-    """Runs on a rank: a tail that no sum of float32 could tell from nothing, on either side."""
+@on_ranks(1)
+def test_a_tail_of_next_to_nothing_is_exact_where_the_teacher_says_it() -> None:
+    """A tail that no sum of float32 could tell from nothing, on either side."""
     import divergences
     import torch
     from cases import USED, close
@@ -322,9 +324,4 @@ def next_to_nothing_left() -> dict[str, float]:
     flat = torch.zeros(2, 100)
     del of_k["teacher_rest"]
     assert token_kl(logits=flat, **of_k, direction="reverse").kl.isfinite().all()
-    return USED
-
-
-def test_a_tail_of_next_to_nothing_is_exact_where_the_teacher_says_it(megatron_ranks):
-    (used,) = megatron_ranks(1, next_to_nothing_left)
-    print(f"parts of their bounds that errors have: {used}")
+    print(f"parts of their bounds that errors have: {USED}")

@@ -6,6 +6,7 @@ import contextlib
 import re
 
 import pytest
+from layouts import some_of
 from ranks import (
     VIRTUAL,
     built,
@@ -15,7 +16,6 @@ from ranks import (
     on_ranks,
     same,
     schedule_call,
-    some_of,
 )
 
 import megatron_idempotent

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from ranks import VIRTUAL, agree, built, groups, on_ranks, some_of
+from layouts import some_of
+from ranks import VIRTUAL, agree, built, groups, on_ranks
 
 import megatron_idempotent
 

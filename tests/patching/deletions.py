@@ -11,7 +11,6 @@ import gc
 import importlib
 import io
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,33 +21,31 @@ from forks import forked, value_of
 Seen = dict[str, Any]
 
 
-def in_turn(folder: str, names: list[str]) -> dict[str, Any]:
-    """Delete each file of `names` in turn, then two of them at once, then all case files.
+def in_turn(folder: str, groups: list[list[str]]) -> list[Seen]:
+    """Delete the files of each group in turn, then two at once, then all case files.
 
     Args:
         folder: of a copy of the package with `patches/` inside, which is changed.
-        names: of case files, such as `patches/gc_stays_off.py`.
+        groups: of case files, such as `patches/gc_stays_off.py`.
 
     Returns:
-        What the package says with all files, under "", and without each; what
-        `accumulation_window()` says without the two that it stands on, under "window"; and modules
-        of the library that cannot be imported without any, under "imports".
+        What the package says with all files, then without those of each group; last, under
+        "window", what `accumulation_window()` says without the two that it stands on, and, under
+        "imports", modules of the library that cannot be imported without any.
     """
     _warm(folder)
     root = Path(folder, "megatron_idempotent")
-    found = {"": value_of(forked(lambda: _without_it("")))}
-    for name in names:
-        with _deleted(root / name):
-            stem = Path(name).stem.replace("_", "-")
-            found[name] = value_of(forked(lambda stem=stem: _without_it(stem)))
+    found = [value_of(forked(lambda: _without([])))]
+    for names in groups:
+        with _deleted([root / name for name in names]):
+            found.append(value_of(forked(lambda names=names: _without(names))))
     for name in WINDOW_STANDS_ON:
         (root / name).unlink()
-    found["window"] = value_of(forked(_open_a_window))
+    window = value_of(forked(_open_a_window))
     for path in (root / "patches").rglob("*.py"):
         if path.name != "__init__.py":
             path.unlink()
-    found["imports"] = value_of(forked(_import_everything))
-    return found
+    return [*found, {"window": window, "imports": value_of(forked(_import_everything))}]
 
 
 WINDOW_STANDS_ON = ("patches/aux_loss_scale_left_set.py", "patches/timers_left_running.py")
@@ -91,16 +88,17 @@ def _warm(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def _deleted(path: Path) -> Iterator[None]:
-    kept = path.with_name(f"{path.name}.kept")
-    shutil.move(path, kept)
+def _deleted(paths: list[Path]) -> Iterator[None]:
+    for path in paths:
+        path.rename(f"{path}.kept")
     try:
         yield
     finally:
-        shutil.move(kept, path)
+        for path in paths:
+            Path(f"{path}.kept").rename(path)
 
 
-def _without_it(deleted: str) -> Seen:
+def _without(deleted: list[str]) -> Seen:
     """Run `doctor --json`, apply, take off again; the index still lists what was deleted."""
     before = _standing()
     import megatron_idempotent
@@ -113,8 +111,8 @@ def _without_it(deleted: str) -> Seen:
     applied = {row.id: row.status for row in megatron_idempotent.apply()}
     changed = sum(before[key] is not value for key, value in _standing().items())
     megatron_idempotent.revert()
-    outline = _indexed().get(deleted)
-    provided = () if outline is None else outline.provides
+    outlines = [_indexed().get(Path(name).stem.replace("_", "-")) for name in deleted]
+    provided = {key for outline in outlines if outline is not None for key in outline.provides}
     return {
         "decided": {row["id"]: row for row in json.loads(printed.getvalue())},
         "code": code,

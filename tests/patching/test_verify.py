@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ranks import on_ranks
 
 from megatron_idempotent import VerificationError, verify
 
@@ -16,14 +17,6 @@ def test_alone_it_returns_the_report_and_finds_what_was_replaced(toys):
     toy_up.greet.greet = print
     with pytest.raises(VerificationError, match=r"no longer in place: toy-a \(its function was"):
         verify()
-
-
-def alike() -> str:
-    """Runs on every rank: apply, verify."""
-    import megatron_idempotent
-
-    megatron_idempotent.apply()
-    return megatron_idempotent.verify()["pipeline-seed-offset"].status
 
 
 def one_without() -> str:
@@ -62,20 +55,13 @@ def message_of_verify() -> str:
     return "nothing"
 
 
-def subgroup() -> str:
-    """A group of rank 1 alone: rank 0 has nothing to do with it."""
-    import torch
-
+@on_ranks(2)
+def test_equal_ranks_agree() -> None:
+    """Apply, verify."""
     import megatron_idempotent
 
-    group = torch.distributed.new_group([1])
-    megatron_idempotent.apply(exclude=["grad-scale-func"] * torch.distributed.get_rank())
-    megatron_idempotent.verify(group)
-    return "fine"
-
-
-def test_equal_ranks_agree(megatron_ranks):
-    assert megatron_ranks(2, alike) == ["applied", "applied"]
+    megatron_idempotent.apply()
+    assert (megatron_idempotent.verify()["pipeline-seed-offset"].status) == "applied"
 
 
 def test_a_rank_without_a_patch_raises_on_all_ranks_and_is_named(megatron_ranks):
@@ -98,5 +84,14 @@ def test_a_rank_that_fails_by_itself_does_not_leave_the_others_waiting(megatron_
     assert "pipeline-seed-offset" in second
 
 
-def test_a_rank_outside_of_the_group_is_not_asked(megatron_ranks):
-    assert megatron_ranks(2, subgroup) == ["fine", "fine"]
+@on_ranks(2)
+def test_a_rank_outside_of_the_group_is_not_asked() -> None:
+    """A group of rank 1 alone: rank 0 has nothing to do with it."""
+    import torch
+
+    import megatron_idempotent
+
+    group = torch.distributed.new_group([1])
+    megatron_idempotent.apply(exclude=["grad-scale-func"] * torch.distributed.get_rank())
+    megatron_idempotent.verify(group)
+    assert ("fine") == "fine"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from ranks import on_ranks
 
 #: From a right batch to the arguments of a wrong call.
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -416,8 +417,15 @@ VALUES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 }
 
 
-def in_a_loss(engine: str, layout: dict[str, Any]) -> tuple[list[str], bool]:
-    """Runs on a rank: what each loss of rank 1 ends in, and whether the next step is right."""
+@pytest.mark.parametrize(
+    ("engine", "layout"),
+    [("megatron", {}), ("megatron", {"pp": 2}), ("fsdp", {})],
+    ids=["dp", "pp", "fsdp"],
+)
+@on_ranks(2)
+def test_a_loss_that_returns_something_else_is_refused_by_name(
+    engine: str, layout: dict[str, Any]
+) -> None:
     from fsdp_bench import same
     from scenario import raised_by
 
@@ -434,19 +442,9 @@ def in_a_loss(engine: str, layout: dict[str, Any]) -> tuple[list[str], bool]:
         return told, bench.state()
 
     told, got = run(True)
-    return told, same(got, run(False)[1])
-
-
-@pytest.mark.parametrize(
-    ("engine", "layout"),
-    [("megatron", {}), ("megatron", {"pp": 2}), ("fsdp", {})],
-    ids=["dp", "pp", "fsdp"],
-)
-def test_a_loss_that_returns_something_else_is_refused_by_name(megatron_ranks, engine, layout):
-    for told, right in megatron_ranks(2, in_a_loss, engine, layout):
-        for (name, (_, text)), message in zip({**LOSSES, **VALUES}.items(), told, strict=True):
-            assert re.search(text, message), (name, message)
-        assert right
+    for (name, (_, text)), message in zip({**LOSSES, **VALUES}.items(), told, strict=True):
+        assert re.search(text, message), (name, message)
+    assert same(got, run(False)[1])
 
 
 class _Slots:
@@ -497,8 +495,9 @@ BEGUN: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def made_with(engine: str) -> None:
-    """Runs on a rank: what each is told when a step is made or begun, and the step that goes on."""
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+@on_ranks(1)
+def test_a_bad_argument_is_refused_when_a_step_is_made_or_begun(engine: str) -> None:
     from scenario import Bench, TokenLoss, class_of, raised_by
 
     import megatron_idempotent
@@ -536,13 +535,9 @@ def made_with(engine: str) -> None:
         assert "deadline_s is inf" in str(told)
 
 
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_a_bad_argument_is_refused_when_a_step_is_made_or_begun(megatron_ranks, engine):
-    megatron_ranks(1, made_with, engine)
-
-
-def models() -> None:
-    """Runs on a rank: chunks, optimizers and settings of Megatron's that a step cannot have."""
+@on_ranks(1)
+def test_a_model_that_a_step_cannot_have_is_refused() -> None:
+    """Chunks, optimizers and settings of Megatron's that a step cannot have."""
     import torch
     from scenario import Bench, raised_by
 
@@ -570,12 +565,20 @@ def models() -> None:
     assert bench.run([bench.batch(1)]).updated
 
 
-def test_a_model_that_a_step_cannot_have_is_refused(megatron_ranks):
-    megatron_ranks(1, models)
-
-
-def of_another_model(options: dict[str, Any], frozen: str) -> None:
-    """Runs on a rank: an optimizer is for the model that it was made of, and for no other."""
+@pytest.mark.parametrize(
+    ("options", "frozen"),
+    [
+        ({}, ""),
+        pytest.param({"distributed_optimizer": False}, "", marks=pytest.mark.exhaustive),
+        ({"distributed_optimizer": False, "dtype": "bf16"}, "embedding"),
+        pytest.param({"dtype": "bf16"}, "embedding", marks=pytest.mark.exhaustive),
+        ({"experts": 4}, ""),
+    ],
+    ids=str,
+)
+@on_ranks(1)
+def test_an_optimizer_of_another_model_is_refused(options: dict[str, Any], frozen: str) -> None:
+    """An optimizer is for the model that it was made of, and for no other."""
     from scenario import build, raised_by
 
     from megatron_idempotent import TrainStep
@@ -593,23 +596,9 @@ def of_another_model(options: dict[str, Any], frozen: str) -> None:
     assert "parameters are not the chunks', such as one of shape (" in str(told)
 
 
-@pytest.mark.parametrize(
-    ("options", "frozen"),
-    [
-        ({}, ""),
-        pytest.param({"distributed_optimizer": False}, "", marks=pytest.mark.exhaustive),
-        ({"distributed_optimizer": False, "dtype": "bf16"}, "embedding"),
-        pytest.param({"dtype": "bf16"}, "embedding", marks=pytest.mark.exhaustive),
-        ({"experts": 4}, ""),
-    ],
-    ids=str,
-)
-def test_an_optimizer_of_another_model_is_refused(megatron_ranks, options, frozen):
-    megatron_ranks(1, of_another_model, options, frozen)
-
-
-def of_another_ddp() -> None:
-    """Runs on a rank: two DDPs over the same modules, one of matrices and one of vectors."""
+@on_ranks(1)
+def test_an_optimizer_of_another_ddp_is_refused() -> None:
+    """Two DDPs over the same modules, one of matrices and one of vectors."""
     from scenario import build, raised_by
 
     from megatron_idempotent import TrainStep
@@ -627,12 +616,10 @@ def of_another_ddp() -> None:
     assert "parameters none of the chunks' DDP reduces" in str(told)
 
 
-def test_an_optimizer_of_another_ddp_is_refused(megatron_ranks):
-    megatron_ranks(1, of_another_ddp)
-
-
-def sent_again(engine: str) -> None:
-    """Runs on a rank: the same batch under one id is run once, and another one is refused."""
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+@on_ranks(2)
+def test_an_id_that_comes_again_with_another_batch_is_refused(engine: str) -> None:
+    """The same batch under one id is run once, and another one is refused."""
     from fsdp_bench import same
     from scenario import raised_by
 
@@ -661,13 +648,23 @@ def sent_again(engine: str) -> None:
     assert same(steps(True), steps(False))
 
 
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_an_id_that_comes_again_with_another_batch_is_refused(megatron_ranks, engine):
-    megatron_ranks(2, sent_again, engine)
-
-
-def not_a_number(engine: str, layout: dict[str, Any], rule: str) -> Any:
-    """Runs on a rank: rank 1's embedding of a token that no batch has is NaN."""
+@pytest.mark.parametrize(
+    ("engine", "layout", "rule"),
+    [
+        ("megatron", {}, "refuse"),
+        pytest.param(
+            *("megatron", {"distributed_optimizer": False}, "skip"), marks=pytest.mark.exhaustive
+        ),
+        ("megatron", {"dtype": "bf16"}, "skip"),
+        ("fsdp", {}, "refuse"),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_a_parameter_that_is_nan_on_one_replica_stops_all_of_them(
+    engine: str, layout: dict[str, Any], rule: str
+) -> None:
+    """Rank 1's embedding of a token that no batch has is NaN."""
     from fsdp_bench import same
     from scenario import raised_by
 
@@ -692,27 +689,8 @@ def not_a_number(engine: str, layout: dict[str, Any], rule: str) -> Any:
         return told, bench.state()
 
     told, got = steps(True)
-    return told, same(got, steps(False)[1])
-
-
-@pytest.mark.parametrize(
-    ("engine", "layout", "rule"),
-    [
-        ("megatron", {}, "refuse"),
-        pytest.param(
-            *("megatron", {"distributed_optimizer": False}, "skip"), marks=pytest.mark.exhaustive
-        ),
-        ("megatron", {"dtype": "bf16"}, "skip"),
-        ("fsdp", {}, "refuse"),
-    ],
-    ids=str,
-)
-def test_a_parameter_that_is_nan_on_one_replica_stops_all_of_them(
-    megatron_ranks, engine, layout, rule
-):
-    for told, right in megatron_ranks(2, not_a_number, engine, layout, rule):
-        assert re.search(r"rank 1: its parameter '\S*embedding\S*' is nan at \[3, 5\]", told), told
-        assert right
+    assert re.search(r"rank 1: its parameter '\S*embedding\S*' is nan at \[3, 5\]", told), told
+    assert same(got, steps(False)[1])
 
 
 def surroundings(layout: dict[str, Any]) -> list[str]:
@@ -751,8 +729,10 @@ def test_autocast_and_parameters_that_are_frozen_after_ddp_are_named(megatron_ra
     assert other[1].startswith("WindowAborted: rank 1: ")
 
 
-def two_threads(engine: str) -> None:
-    """Runs on a rank: a second thread comes while the first one waits in `finish()`."""
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+@on_ranks(2)
+def test_a_second_thread_is_refused_and_the_first_one_finishes(engine: str) -> None:
+    """A second thread comes while the first one waits in `finish()`."""
     import torch
     from fsdp_bench import same
     from scenario import raised_by
@@ -789,13 +769,9 @@ def two_threads(engine: str) -> None:
     assert same(steps(True), steps(False))
 
 
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_a_second_thread_is_refused_and_the_first_one_finishes(megatron_ranks, engine):
-    megatron_ranks(2, two_threads, engine)
-
-
-def on_a_device() -> str:
-    """Runs on a rank: nothing may be read before the end of the step, as on a GPU.
+@on_ranks(2)
+def test_masks_on_a_device_are_judged_at_the_end() -> None:
+    """Nothing may be read before the end of the step, as on a GPU.
 
     Counts with a fraction on one rank and without on the other are added up all the same.
     """
@@ -814,13 +790,9 @@ def on_a_device() -> str:
     told = raised_by(bench.run, [{**batch, "token_mask": mask}])
     bench.step.abort()
     assert bench.run([batch]).updated
-    return str(told)
-
-
-def test_masks_on_a_device_are_judged_at_the_end(megatron_ranks):
-    for told in megatron_ranks(2, on_a_device):
-        assert "rank 1: ValueError: count 0 of 1" in told
-        assert "another value than 0 and 1" in told
+    told = str(told)
+    assert "rank 1: ValueError: count 0 of 1" in told
+    assert "another value than 0 and 1" in told
 
 
 def test_the_page_has_a_row_for_each():

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 PIECES = {1: [6], 3: [1, 2, 3], 6: [1] * 6}
 STEPS = 2
@@ -153,8 +154,27 @@ SMALL = 10_000
 HELD = 30_000 + 3 * 2 * 4096
 
 
-def allocated(options: dict[str, Any]) -> dict[str, Any]:
-    """Runs on a rank: what each way to cut a step allocates beyond the one-shot step."""
+def _large(sizes: list[int]) -> Counter[int]:
+    return Counter(size for size in sizes if size > SMALL)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap_param_gather": True},
+        pytest.param({}, marks=pytest.mark.matrix),
+        pytest.param({"distributed_optimizer": False}, marks=pytest.mark.matrix),
+        pytest.param({"dtype": "bf16"}, marks=pytest.mark.matrix),
+        pytest.param(
+            {"config_overrides": {"calculate_per_token_loss": False}}, marks=pytest.mark.matrix
+        ),
+    ],
+    ids=str,
+)
+@on_ranks(2, timeout_s=120)
+def test_nothing_large_is_allocated_that_the_one_shot_step_does_not(
+    options: dict[str, Any],
+) -> None:
     from scenario import Bench, one_shot, split_step
 
     from megatron_idempotent.megatron.ddp import bucket_groups
@@ -193,27 +213,5 @@ def allocated(options: dict[str, Any]) -> dict[str, Any]:
     held = allocations(lambda: step.microbatch(bench.begin(), batch))
     found["while it is open"] = {}, sum(held)
     step.abort()
-    return found
-
-
-def _large(sizes: list[int]) -> Counter[int]:
-    return Counter(size for size in sizes if size > SMALL)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap_param_gather": True},
-        pytest.param({}, marks=pytest.mark.matrix),
-        pytest.param({"distributed_optimizer": False}, marks=pytest.mark.matrix),
-        pytest.param({"dtype": "bf16"}, marks=pytest.mark.matrix),
-        pytest.param(
-            {"config_overrides": {"calculate_per_token_loss": False}}, marks=pytest.mark.matrix
-        ),
-    ],
-    ids=str,
-)
-def test_nothing_large_is_allocated_that_the_one_shot_step_does_not(megatron_ranks, options):
-    for found in megatron_ranks(2, allocated, options, timeout_s=120):
-        assert not {way: more for way, (more, _) in found.items() if more}
-        assert max(held for _, held in found.values()) < HELD, found
+    assert not {way: more for way, (more, _) in found.items() if more}
+    assert max(held for _, held in found.values()) < HELD, found

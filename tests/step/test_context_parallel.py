@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 from megatron_idempotent.proof.cpu import RankError
 
@@ -156,8 +157,8 @@ def test_a_loss_says_part_or_whole(megatron_ranks):
         megatron_ranks(1, stepped, {}, returned="half")
 
 
-def rows_by_themselves() -> Any:
-    """Runs on a rank: what `gpt_forward` makes of rows, as this rank's part and on one rank."""
+@on_ranks(2)
+def test_rows_are_cut_with_their_positions_and_masks() -> None:
     import torch
 
     from megatron_idempotent.proof.cpu import tiny
@@ -183,12 +184,8 @@ def rows_by_themselves() -> Any:
     (whole * weights).sum().backward()
     assert torch.equal(own_positions(whole), part)
     assert torch.equal(part.grad, own_positions(weights))
-    return max(float((each - found[0]).abs().max()) for each in found[1:]), found[0].shape
-
-
-def test_rows_are_cut_with_their_positions_and_masks(megatron_ranks):
-    for off, shape in megatron_ranks(2, rows_by_themselves):
-        # With a mask all keys are summed over, without one those that can be seen: as many
-        # roundings as there are keys and channels, in each of two layers, of numbers below 1.
-        assert off <= 2 * (32 + 64) * 2.0**-52
-        assert shape == (2, 16, 128)
+    off = max(float((each - found[0]).abs().max()) for each in found[1:])
+    # With a mask all keys are summed over, without one those that can be seen: as many
+    # roundings as there are keys and channels, in each of two layers, of numbers below 1.
+    assert off <= 2 * (32 + 64) * 2.0**-52
+    assert found[0].shape == (2, 16, 128)

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {"overlap_param_gather": True}),
@@ -170,8 +171,10 @@ def test_a_critic_in_pieces_is_the_critic_at_once(megatron_ranks, layout):
     megatron_ranks(ranks, critic, options, timeout_s=200)
 
 
-def rewards(options: dict[str, Any]) -> None:
-    """Runs on a rank: a reward model in pieces and at once; its metrics, against the scores."""
+@pytest.mark.parametrize("options", [{}, {"pp": 2}], ids=str)
+@on_ranks(2, timeout_s=200)
+def test_a_reward_model_in_pieces_is_the_one_at_once(options: dict[str, Any]) -> None:
+    """A reward model in pieces and at once; its metrics, against the scores."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state as ps
@@ -221,8 +224,3 @@ def rewards(options: dict[str, Any]) -> None:
     dist.all_reduce(right)
     pairs = 4 * ps.get_data_parallel_world_size()
     assert result.metrics["accuracy"] == float(right) / pairs
-
-
-@pytest.mark.parametrize("options", [{}, {"pp": 2}], ids=str)
-def test_a_reward_model_in_pieces_is_the_one_at_once(megatron_ranks, options):
-    megatron_ranks(2, rewards, options, timeout_s=200)

@@ -11,6 +11,7 @@ import itertools
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 MOE = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
 
@@ -206,8 +207,10 @@ def test_gradients_and_metrics_are_divided_as_the_loss_or_the_caller_says(
     megatron_ranks(2, divided, engine, {}, overrides)
 
 
-def without_groups(engine: str) -> None:
-    """Runs on both ranks: ids that are no groups, and the step that goes on."""
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+@on_ranks(2)
+def test_ids_that_are_no_groups_are_refused(engine: str) -> None:
+    """Ids that are no groups, and the step that goes on."""
     import torch
     from scenario import Bench, TokenLoss, raised_by
 
@@ -224,13 +227,9 @@ def without_groups(engine: str) -> None:
     assert bench.step.finish(step_id).updated
 
 
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_ids_that_are_no_groups_are_refused(megatron_ranks, engine):
-    megatron_ranks(2, without_groups, engine)
-
-
-def weighed() -> None:
-    """Runs on a rank: auxiliary losses of a loss that does not say what they count as."""
+@on_ranks(1)
+def test_a_loss_that_is_divided_already_says_what_auxiliary_losses_count_as() -> None:
+    """Auxiliary losses of a loss that does not say what they count as."""
     from scenario import Bench, TokenLoss, cut, raised_by
 
     norms = []
@@ -251,7 +250,3 @@ def weighed() -> None:
         assert batch["input_ids"].numel() / 2 == 64
         norms.append(bench.run(list(cut(batch, [1, 1])), divisor=4.0).grad_norm)
     assert norms[0] == norms[1] == norms[2] != norms[3]
-
-
-def test_a_loss_that_is_divided_already_says_what_auxiliary_losses_count_as(megatron_ranks):
-    megatron_ranks(1, weighed)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 OWN, ABORTED, POISONED, NOTHING = "Broken", "WindowAborted", "SessionPoisoned", "NoneType"
 #: Layout and place → what rank 1, which fails, and rank 0 raise in `microbatch`, and then in
@@ -103,8 +104,9 @@ def test_the_page_has_the_same_table():
         ]
 
 
-def a_bad_batch() -> None:
-    """Runs on a rank: a batch that one stage cannot take, one that differs, and then a good one.
+@on_ranks(4)
+def test_a_batch_that_one_stage_cannot_take_is_taken_by_none() -> None:
+    """A batch that one stage cannot take, one that differs, and then a good one.
 
     Only the second replica has them; the first goes on without a word.
     """
@@ -131,30 +133,22 @@ def a_bad_batch() -> None:
     assert bench.step.finish(step_id).updated
 
 
-def test_a_batch_that_one_stage_cannot_take_is_taken_by_none(megatron_ranks):
-    megatron_ranks(4, a_bad_batch)
-
-
-def in_the_update(undo: bool) -> tuple[list[str], bool]:
-    """Runs on a rank: the inner optimizer raises after its update, on all ranks."""
+@pytest.mark.parametrize("undo", [True, False])
+@on_ranks(2)
+def test_an_update_that_broke_off_on_all_ranks_can_be_undone(undo: bool) -> None:
+    """The inner optimizer raises after its update, on all ranks."""
     import torch
     from scenario import Fault, scenario
 
     layout = {"step": {"undo": undo}}
     calls = [("step", [2]), ("step", [2], {"seed": 2}), ("abort",), ("begin",)]
     found = scenario(layout, calls, [Fault("optimizer", 1)])
-    told = [f"{type(each).__name__}: {each}" for each in (found.told[1], found.told[3])]
-    return told, torch.equal(found.bench.parameters(), found.bits[0][2])
-
-
-@pytest.mark.parametrize("undo", [True, False])
-def test_an_update_that_broke_off_on_all_ranks_can_be_undone(megatron_ranks, undo):
-    for (told, again), untouched in megatron_ranks(2, in_the_update, undo):
-        assert told.startswith(ABORTED)
-        assert ("All ranks can go back" if undo else "undo=True") in told
-        assert again.startswith(NOTHING if undo else "RuntimeError")
-        assert undo or "load a checkpoint" in again
-        assert untouched == undo
+    told, again = (f"{type(each).__name__}: {each}" for each in (found.told[1], found.told[3]))
+    assert told.startswith(ABORTED)
+    assert ("All ranks can go back" if undo else "undo=True") in told
+    assert again.startswith(NOTHING if undo else "RuntimeError")
+    assert undo or "load a checkpoint" in again
+    assert torch.equal(found.bench.parameters(), found.bits[0][2]) == undo
 
 
 def absent() -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 VPP = {"pp": 2, "vpp": 2, "layers_per_stage": 1}
 GATHERS = {"overlap_param_gather": True}
@@ -268,12 +269,9 @@ def test_the_norm_is_that_of_what_is_trained_and_clips_it(megatron_ranks, layout
         assert used == pytest.approx(min(norms[0], clip), rel=tolerance + 1e-6 / norms[0])
 
 
-def exchanged(dtype: str) -> list[bool]:
-    """Runs on a rank: whether adapters that were put into the same memory are those of what
-    follows.
-
-    That is, of a forward, and of a step whose rate is 0.
-    """
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@on_ranks(2)
+def test_other_adapters_in_the_same_memory_are_trained_from_there(dtype: str) -> None:
     import torch
     from lora import Lora
 
@@ -293,15 +291,10 @@ def exchanged(dtype: str) -> list[bool]:
             others.append((parameter, other))
     model.optimizer.reload_model_params()
     model.forward_backward(1, data_seed=1, forward_only=True)
-    found = [all(torch.equal(parameter, other) for parameter, other in others)]
+    assert all(torch.equal(parameter, other) for parameter, other in others)
     for group in model.optimizer.param_groups:
         group["lr"] = 0.0
     model.forward_backward(2, data_seed=2)
     model.step()
     megatron_idempotent.ensure_params_synced(model.chunks)
-    return [*found, all(torch.equal(parameter, other) for parameter, other in others)]
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_other_adapters_in_the_same_memory_are_trained_from_there(megatron_ranks, dtype):
-    assert megatron_ranks(2, exchanged, dtype) == [[True, True]] * 2
+    assert all(torch.equal(parameter, other) for parameter, other in others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ranks import on_ranks
 
 PIECES = [1, 1]
 
@@ -112,8 +113,11 @@ def check_places(answers):
         assert not differing
 
 
-def on_one_rank(where, last):
-    """Runs on a rank: rank 0 fails outside of the model, in the second of three microbatches."""
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("where", ["forward before", "forward after", "loss itself"])
+@on_ranks(2)
+def test_one_rank_fails_outside_of_the_model(where, last):
+    """Rank 0 fails outside of the model, in the second of three microbatches."""
     import gc
     import weakref
 
@@ -162,17 +166,14 @@ def on_one_rank(where, last):
     assert not any(output() is not None for output in outputs)  # the error holds none of them
     aborted = same(made.state(), before)
     made.run(pieces, last=last)
-    return aborted, same(made.state(), want)
+    assert aborted
+    assert same(made.state(), want)
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("where", ["forward before", "forward after", "loss itself"])
-def test_one_rank_fails_outside_of_the_model(megatron_ranks, where, last):
-    assert megatron_ranks(2, on_one_rank, where, last) == [(True, True)] * 2
-
-
-def inside_the_model_of_one_rank(interrupt):
-    """Runs on a rank: rank 0 leaves a layer, and the other waits for it in a collective."""
+@pytest.mark.parametrize("interrupt", [False, True])
+@on_ranks(2)
+def test_one_rank_fails_inside_of_the_model(interrupt):
+    """Rank 0 leaves a layer, and the other waits for it in a collective."""
     import time
 
     from fsdp_bench import Trip, bench
@@ -193,11 +194,6 @@ def inside_the_model_of_one_rank(interrupt):
     with pytest.raises(SessionPoisoned, match="half-way"):
         made.run([made.batch(1)])
     assert all(parameter.grad is None for parameter in made.module.parameters())
-
-
-@pytest.mark.parametrize("interrupt", [False, True])
-def test_one_rank_fails_inside_of_the_model(megatron_ranks, interrupt):
-    megatron_ranks(2, inside_the_model_of_one_rank, interrupt)
 
 
 def in_the_update(undo, ranks):

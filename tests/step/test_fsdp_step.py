@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from ranks import on_ranks
 
 SIZES = {1: [6], 3: [1, 2, 3], 6: [1] * 6}
 #: Layout → ranks.
@@ -93,8 +94,10 @@ def test_pieces_are_torchs_own_step_at_once(megatron_ranks, layout, kind, sizes)
             assert [got[1], *got[3:]] == [want[1], *want[3:]]
 
 
-def uneven(last):
-    """Runs on a rank: rank 1 gets less than rank 0, or nothing; as if it had masked rows
+@pytest.mark.parametrize("last", [False, True])
+@on_ranks(2)
+def test_ranks_with_less_data_send_zeros(last):
+    """Rank 1 gets less than rank 0, or nothing; as if it had masked rows
     instead."""
     from fsdp_bench import bench, same
     from scenario import ROWS, cut
@@ -126,12 +129,7 @@ def uneven(last):
     forwards = [float(block.forwards) for block in made.module.blocks]
     assert forwards == [float(sum(mine))] * 2
     # All but the buffers, which count the masked microbatches too, and the random state.
-    return same(made.state()[:-3], padded.state()[:-3])
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_ranks_with_less_data_send_zeros(megatron_ranks, last):
-    assert megatron_ranks(2, uneven, last) == [True, True]
+    assert same(made.state()[:-3], padded.state()[:-3])
 
 
 def early_finish():
@@ -156,9 +154,8 @@ def test_a_rank_that_finishes_early_goes_on_with_the_others(megatron_ranks):
     assert first[0] == 4
 
 
-def settings_of_the_program():
-    """Runs on a rank: what the program had set on the model is so again after a step, and an
-    abort."""
+@on_ranks(2)
+def test_settings_of_the_program_are_put_back():
     from fsdp_bench import bench
 
     made = bench()
@@ -187,12 +184,10 @@ def settings_of_the_program():
     assert not model.blocks[1].training
 
 
-def test_settings_of_the_program_are_put_back(megatron_ranks):
-    megatron_ranks(2, settings_of_the_program)
-
-
-def leftovers(layout):
-    """Runs on a rank: a step after a loop that was left in the middle of an accumulation."""
+@pytest.mark.parametrize("layout", ["shard", "half precision"])
+@on_ranks(2)
+def test_begin_drops_what_a_loop_has_left(layout):
+    """A step after a loop that was left in the middle of an accumulation."""
     import torch
     from fsdp_bench import Trip, Tripped, bench, same
 
@@ -211,16 +206,12 @@ def leftovers(layout):
     for block in model.blocks:
         block.forwards.zero_()
     made.run([made.batch(2)])
-    return same(made.state(), want.state())
+    assert same(made.state(), want.state())
 
 
-@pytest.mark.parametrize("layout", ["shard", "half precision"])
-def test_begin_drops_what_a_loop_has_left(megatron_ranks, layout):
-    assert megatron_ranks(2, leftovers, layout) == [True, True]
-
-
-def different_batches():
-    """Runs on a rank: the two ranks of replica 0 are given different numbers of rows."""
+@on_ranks(4)
+def test_tensor_parallel_ranks_with_different_batches_are_refused():
+    """The two ranks of replica 0 are given different numbers of rows."""
     from fsdp_bench import bench
 
     from megatron_idempotent import WindowAborted
@@ -230,15 +221,16 @@ def different_batches():
     with pytest.raises(WindowAborted, match="data-parallel rank 0 was given"):
         made.step.microbatch(step_id, made.batch(1 if made.rank == 1 else 2))
     made.step.microbatch(step_id, made.batch(2))
-    return made.step.finish(step_id).microbatches
+    assert made.step.finish(step_id).microbatches == 4
 
 
-def test_tensor_parallel_ranks_with_different_batches_are_refused(megatron_ranks):
-    assert megatron_ranks(4, different_batches) == [4] * 4
-
-
-def scaled(layout):
-    """Runs on a rank: three steps with a scaler, with an overflow and two failures between."""
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("shard", 2), pytest.param("tensor parallel", 4, marks=pytest.mark.exhaustive)],
+)
+@on_ranks("ranks")
+def test_a_scaled_step_is_the_step_and_an_overflow_is_none(layout):
+    """Three steps with a scaler, with an overflow and two failures between."""
     import torch
     from fsdp_bench import CLIP, Trip, bench
     from scenario import TokenLoss, cut
@@ -282,20 +274,15 @@ def scaled(layout):
     trip.raise_at(None)
     got += [one_step(made)[1] for _ in range(2)]
     assert scaler.get_scale() == 1024.0  # two steps without an overflow, not more
-    return [a == b and torch.equal(c, d) for (a, c), (b, d) in zip(got, want, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("layout", "ranks"),
-    [("shard", 2), pytest.param("tensor parallel", 4, marks=pytest.mark.exhaustive)],
-)
-def test_a_scaled_step_is_the_step_and_an_overflow_is_none(megatron_ranks, layout, ranks):
     # Scales are powers of two, by which nothing is rounded.
-    assert megatron_ranks(ranks, scaled, layout) == [[True] * 3] * ranks
+    for (a, c), (b, d) in zip(got, want, strict=True):
+        assert a == b
+        assert torch.equal(c, d)
 
 
-def scaler_that_is_off():
-    """Runs on a rank: a scaler that is not enabled changes nothing, and can be aborted with."""
+@on_ranks(2)
+def test_a_scaler_that_is_off_changes_nothing():
+    """A scaler that is not enabled changes nothing, and can be aborted with."""
     import torch
     from fsdp_bench import bench, same
 
@@ -306,15 +293,12 @@ def scaler_that_is_off():
         made.run([made.batch(1)])
         return made.state()
 
-    return same(run(grad_scaler=torch.amp.GradScaler("cpu", enabled=False)), run())
+    assert same(run(grad_scaler=torch.amp.GradScaler("cpu", enabled=False)), run())
 
 
-def test_a_scaler_that_is_off_changes_nothing(megatron_ranks):
-    assert megatron_ranks(2, scaler_that_is_off) == [True, True]
-
-
-def between_parameters():
-    """Runs on a rank: one parameter of a group changes its state, and the next one raises
+@on_ranks(2)
+def test_parameters_of_a_group_that_differ_are_put_back():
+    """One parameter of a group changes its state, and the next one raises
     instead."""
     from fsdp_bench import Tripped, bench, same
     from scenario import raised_by
@@ -342,12 +326,9 @@ def between_parameters():
     assert same(made.state(), expected)
 
 
-def test_parameters_of_a_group_that_differ_are_put_back(megatron_ranks):
-    megatron_ranks(2, between_parameters)
-
-
-def before_the_norm():
-    """Runs on a rank: one rank raises where the other sums norms, in the group of an equal mesh."""
+@on_ranks(2)
+def test_a_rank_that_never_sums_norms_is_not_waited_for():
+    """One rank raises where the other sums norms, in the group of an equal mesh."""
     from fsdp_bench import Tripped, bench
     from scenario import raised_by
 
@@ -363,15 +344,14 @@ def before_the_norm():
         made.step._backend._clipped = trip
     start = time.monotonic()
     told = raised_by(made.run, [made.batch(4)])
-    return type(told).__name__, time.monotonic() - start < 20
+    assert type(told).__name__ == "SessionPoisoned"
+    assert time.monotonic() - start < 20
 
 
-def test_a_rank_that_never_sums_norms_is_not_waited_for(megatron_ranks):
-    assert megatron_ranks(2, before_the_norm) == [("SessionPoisoned", True)] * 2
-
-
-def reading(last):
-    """Runs on a rank: log-probs, export and a failed evaluation after every piece; and a program
+@pytest.mark.parametrize("last", [False, True])
+@on_ranks(2)
+def test_reading_and_evaluating_disturb_nothing(last):
+    """Log-probs, export and a failed evaluation after every piece; and a program
     that evaluates without reading() before the update."""
     import torch
     from fsdp_bench import Trip, Tripped, bench, same
@@ -428,16 +408,13 @@ def reading(last):
     assert len(set(values[:3])) == len(set(values[3:6])) == 1
     assert len({values[0], values[3], values[6]}) == 3
     assert torch.equal(logprobs[6][1], want[0][0])
-    return same(want[0], got[0]), same(want[0], plain[0])
+    assert same(want[0], got[0])
+    assert same(want[0], plain[0])
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_reading_and_evaluating_disturb_nothing(megatron_ranks, last):
-    assert megatron_ranks(2, reading, last) == [(True, True)] * 2
-
-
-def accumulated():
-    """Runs on a rank: gradients are dropped, as a reset of FSDP2 may one day do, and put back."""
+@on_ranks(2)
+def test_accumulated_gradients_are_put_back():
+    """Gradients are dropped, as a reset of FSDP2 may one day do, and put back."""
     import torch
     from fsdp_bench import build
 
@@ -454,15 +431,12 @@ def accumulated():
         restore()
         shards.reduce()
         found.append(all(parameter.grad is not None for parameter in model.parameters()))
-    return found
+    assert found == [True, True]
 
 
-def test_accumulated_gradients_are_put_back(megatron_ranks):
-    assert megatron_ranks(2, accumulated) == [[True, True]] * 2
-
-
-def forwards_that_are_refused():
-    """Runs on a rank: a forward for training, and another step, while one is open."""
+@on_ranks(2)
+def test_an_open_step_refuses_other_training():
+    """A forward for training, and another step, while one is open."""
     from fsdp_bench import bench, same
     from scenario import raised_by, split_step
 
@@ -483,16 +457,11 @@ def forwards_that_are_refused():
     split_step(step, made.loss, made.batch(2), [2], between=between)
     made.module(tokens).sum().backward()
     other.begin(made.loss, global_batch_size=8, micro_batch_size=2)
-    return same(made.state()[:1], want.state()[:1])
+    assert same(made.state()[:1], want.state()[:1])
 
 
-def test_an_open_step_refuses_other_training(megatron_ranks):
-    assert megatron_ranks(2, forwards_that_are_refused) == [True, True]
-
-
-def bad_arguments():
-    """Runs on a rank: what the constructor says no to, and weights that were swapped under a
-    step."""
+@on_ranks(2)
+def test_bad_arguments_are_errors_that_name_the_remedy():
     from types import SimpleNamespace
 
     import torch
@@ -530,10 +499,6 @@ def bad_arguments():
     made.step.abort()
     block = model.blocks[0]
     refuse("part of a larger sharded model: pass that", block, torch.optim.SGD(block.parameters()))
-
-
-def test_bad_arguments_are_errors_that_name_the_remedy(megatron_ranks):
-    megatron_ranks(2, bad_arguments)
 
 
 def test_megatron_is_not_imported():

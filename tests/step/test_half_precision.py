@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 # Rows of each replica, of 31 tokens that count: 992.
 REPLICA_ROWS = 32
@@ -28,8 +29,9 @@ def _split_norm(batch: Any, pieces: list[int], last: bool, **options: Any) -> An
     return Bench(**options).run(pieces, last=last, global_batch_size=2 * REPLICA_ROWS)
 
 
-def fixed_scale() -> None:
-    """Runs on a rank: the norm of steps in pieces against that of a plain step with a mean loss."""
+@on_ranks(2)
+def test_sums_do_not_overflow_where_means_do_not() -> None:
+    """The norm of steps in pieces against that of a plain step with a mean loss."""
     from scenario import TokenLoss, build, data, one_shot
 
     for scale, pieces, last in ((4096.0, [16], False), (2.0**14, [4, 12], True)):
@@ -41,12 +43,10 @@ def fixed_scale() -> None:
         assert result.grad_norm == pytest.approx(want, rel=TOLERANCE)
 
 
-def test_sums_do_not_overflow_where_means_do_not(megatron_ranks):
-    megatron_ranks(2, fixed_scale)
-
-
-def lengths_differ(layout: dict[str, Any]) -> None:
-    """Runs on a rank: replicas with rows of 32 and of 8 tokens, and one without any, against
+@pytest.mark.parametrize("layout", [{}, {"experts": 4, "ep": 2}], ids=["dense", "ep2"])
+@on_ranks(2)
+def test_ranks_agree_on_what_they_divide_by(layout: dict[str, Any]) -> None:
+    """Replicas with rows of 32 and of 8 tokens, and one without any, against
     float32."""
     from scenario import ROWS, build, data
 
@@ -71,13 +71,9 @@ def lengths_differ(layout: dict[str, Any]) -> None:
         assert norms[:2] == pytest.approx(norms[2:] * 2, rel=2.0**-7), norms
 
 
-@pytest.mark.parametrize("layout", [{}, {"experts": 4, "ep": 2}], ids=["dense", "ep2"])
-def test_ranks_agree_on_what_they_divide_by(megatron_ranks, layout):
-    megatron_ranks(2, lengths_differ, layout)
-
-
-def weighs_by_itself() -> None:
-    """Runs on a rank: a config's own scale of the MoE losses, under losses divided by 2^6 and by
+@on_ranks(1)
+def test_auxiliary_losses_with_a_scale_of_their_own_are_divided_too() -> None:
+    """A config's own scale of the MoE losses, under losses divided by 2^6 and by
     2^9."""
     from scenario import Bench
 
@@ -91,12 +87,8 @@ def weighs_by_itself() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=2.0**-7), norms
 
 
-def test_auxiliary_losses_with_a_scale_of_their_own_are_divided_too(megatron_ranks):
-    megatron_ranks(1, weighs_by_itself)
-
-
-def reasons() -> dict[str, str]:
-    """Runs on a rank: what steps are told that overflow under each kind of loss scale."""
+@on_ranks(1)
+def test_a_skipped_step_says_what_became_of_the_scale() -> None:
     from megatron.core.optimizer import OptimizerConfig
     from scenario import data
 
@@ -114,11 +106,6 @@ def reasons() -> dict[str, str]:
             continue  # before 0.18
         result = _split_norm(batch, [2], False, **_options(scale, optimizer_overrides=rates))
         told[name] = str(result.skipped)
-    return told
-
-
-def test_a_skipped_step_says_what_became_of_the_scale(megatron_ranks):
-    (told,) = megatron_ranks(1, reasons)
     assert "fixed loss scale of 1.09951e+12" in told["fixed"]
     assert "is 5.49756e+11 now, not 1.09951e+12" in told["lowered"]
     assert "stays at 1.09951e+12, as its hysteresis says" in told["hysteresis"]

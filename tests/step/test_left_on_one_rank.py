@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 
 class Broken(Exception):
@@ -144,8 +145,10 @@ def _raise_behind(owner: Any, name: str, said: str) -> None:
     setattr(owner, name, raising)
 
 
-def behind_the_vote(engine: str) -> None:
-    """Runs on a rank: all ranks have said that they have updated, and one is interrupted then."""
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+@on_ranks(2)
+def test_what_all_ranks_have_done_is_not_dropped_by_one(engine: str) -> None:
+    """All ranks have said that they have updated, and one is interrupted then."""
     import torch
     from scenario import Bench, raised_by
 
@@ -171,13 +174,9 @@ def behind_the_vote(engine: str) -> None:
     assert torch.equal(got, parameters)
 
 
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_what_all_ranks_have_done_is_not_dropped_by_one(megatron_ranks, engine):
-    megatron_ranks(2, behind_the_vote, engine)
-
-
-def in_doubt() -> list[str]:
-    """Runs on a rank: one is interrupted as it hears that all have updated, and goes back alone."""
+@on_ranks(2)
+def test_ranks_of_which_one_went_back_do_not_train_on() -> None:
+    """One is interrupted as it hears that all have updated, and goes back alone."""
     from scenario import Bench, raised_by
 
     from megatron_idempotent.step import open_step
@@ -195,9 +194,4 @@ def in_doubt() -> list[str]:
     assert is_poisoned()
     bench.rebuild()
     told.append(str(raised_by(bench.run, [batch], step_id="of both")))
-    return told
-
-
-def test_ranks_of_which_one_went_back_do_not_train_on(megatron_ranks):
-    for told in megatron_ranks(2, in_doubt):
-        assert "rank 0: has made 2 updates, others [1]" in told[2]
+    assert "rank 0: has made 2 updates, others [1]" in told[2]

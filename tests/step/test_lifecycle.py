@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+from ranks import on_ranks
 
 
 def _raised(error, call, *args, **kwargs):
@@ -15,8 +16,10 @@ def _raised(error, call, *args, **kwargs):
     return str(raised)
 
 
-def calls_out_of_order(engine: str) -> None:
-    """Runs on a rank: every call that has no open step, or has one already."""
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+@on_ranks(2)
+def test_calls_out_of_order_are_errors_that_name_the_open_step(engine: str) -> None:
+    """Every call that has no open step, or has one already."""
     from scenario import Bench
 
     bench = Bench(engine)
@@ -45,12 +48,9 @@ def calls_out_of_order(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_calls_out_of_order_are_errors_that_name_the_open_step(megatron_ranks, engine):
-    megatron_ranks(2, calls_out_of_order, engine)
-
-
-def calls_sent_again(engine: str) -> None:
-    """Runs on a rank: the same ids again, and the numbers of a run in which nothing was
+@on_ranks(2)
+def test_what_is_sent_again_changes_nothing(engine: str) -> None:
+    """The same ids again, and the numbers of a run in which nothing was
     repeated."""
     import torch
     from scenario import Bench, cut
@@ -83,11 +83,6 @@ def calls_sent_again(engine: str) -> None:
     once, twice = run(1), run(3)
     assert once[0] == twice[0]
     assert torch.equal(once[1], twice[1])
-
-
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_what_is_sent_again_changes_nothing(megatron_ranks, engine):
-    megatron_ranks(2, calls_sent_again, engine)
 
 
 def differently(engine: str, options: dict[str, Any]) -> list[tuple[str, str]]:
@@ -154,8 +149,10 @@ def test_arguments_that_differ_are_named_with_their_ranks(megatron_ranks, engine
         assert text in told
 
 
-def told_late(engine: str) -> None:
-    """Runs on a rank: batch size, divisor and learning rate are given to finish(), as Tinker's
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+@on_ranks(2)
+def test_a_step_is_told_its_learning_rate_and_batch_size_when_it_ends(engine: str) -> None:
+    """Batch size, divisor and learning rate are given to finish(), as Tinker's
     client does.
 
     Against a step whose schedule has that rate. What is given twice is the same.
@@ -186,11 +183,6 @@ def told_late(engine: str) -> None:
         told = raised_by(bench.step.finish, step_id, **{name: value})
         assert f"finish() got {name}={value!r}, and begin()" in str(told)
     assert bench.step.finish(step_id, divisor=2.0).updated
-
-
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_a_step_is_told_its_learning_rate_and_batch_size_when_it_ends(megatron_ranks, engine):
-    megatron_ranks(2, told_late, engine)
 
 
 def messages(lengths: list[int]) -> list[tuple[str, int]]:
@@ -238,8 +230,9 @@ def test_an_aborted_window_begins_with_the_ranks_own_error(megatron_ranks):
     assert found[0][0].startswith("rank 2: loss: LookupError")
 
 
-def without_what_it_needs() -> None:
-    """Runs on a rank: no patches, no finalize function, no optimizer, a schedule called
+@on_ranks(2)
+def test_what_it_stands_on_is_asked_for_before_any_collective() -> None:
+    """No patches, no finalize function, no optimizer, a schedule called
     directly."""
     import torch
     from scenario import Bench, build
@@ -293,10 +286,6 @@ def without_what_it_needs() -> None:
     assert model.config.grad_sync_func is None
     assert model.config.no_sync_func == model.chunks[0].no_sync
     model.forward_backward(1, data_seed=1)
-
-
-def test_what_it_stands_on_is_asked_for_before_any_collective(megatron_ranks):
-    megatron_ranks(2, without_what_it_needs)
 
 
 SHARED = {"tp": 2, "sequence_parallel": True}

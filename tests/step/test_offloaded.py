@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 
 def layout(fraction: float, *, precise: bool = False) -> dict[str, Any]:
@@ -23,8 +24,9 @@ def layout(fraction: float, *, precise: bool = False) -> dict[str, Any]:
 KINDS = [layout(0.5), layout(1.0), layout(0.5, precise=True)]
 
 
-def broken_off():
-    """Runs on a rank: steps that fail, in a loss or between two inner optimizers, change no bit."""
+@on_ranks(2)
+def test_a_step_that_broke_off_leaves_no_bit():
+    """Steps that fail, in a loss or between two inner optimizers, change no bit."""
     import torch
     from scenario import Bench, Broken, Fault, scenario
 
@@ -58,12 +60,9 @@ def broken_off():
         assert all(torch.equal(*pair) for pair in zip(found, want.bits[-1], strict=True))
 
 
-def test_a_step_that_broke_off_leaves_no_bit(megatron_ranks):
-    megatron_ranks(2, broken_off)
-
-
-def written():
-    """Runs on a rank: the step after weights were written into the model."""
+@on_ranks(2)
+def test_weights_beside_the_optimizer_are_refused_before_the_update():
+    """The step after weights were written into the model."""
     import torch
     from scenario import Bench
 
@@ -83,7 +82,3 @@ def written():
         assert ensure_main_params_synced(bench.optimizer) > 0
         bench.run([bench.batch(2)])
         assert (bench.parameters() - 2 * before).abs().max() < 0.1
-
-
-def test_weights_beside_the_optimizer_are_refused_before_the_update(megatron_ranks):
-    megatron_ranks(2, written)

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 MICROBATCHES = 8
 
@@ -95,8 +96,20 @@ def test_without_it_the_bits_are_others(megatron_ranks):
     assert bits(megatron_ranks(2, trained, FORWARD, 1, options, stable=False)) != one
 
 
-def left_out(scale: float, of_gradient: float) -> str:
-    """Runs on a rank: a step that one rank spoils, aborted and taken again as it should be."""
+@pytest.mark.parametrize(
+    ("scale", "of_gradient", "said"),
+    [
+        (1e9, 1.0, "adds up to 4096 exactly"),
+        (float("nan"), 1.0, "nan"),
+        (1.0, float("inf"), "norm of the gradients is nan"),
+    ],
+    ids=["large", "loss", "gradient"],
+)
+@on_ranks(2)
+def test_a_gradient_that_cannot_be_added_stops_all_ranks(
+    scale: float, of_gradient: float, said
+) -> None:
+    """A step that one rank spoils, aborted and taken again as it should be."""
     from scenario import Bench, TokenLoss, raised_by
 
     plain = TokenLoss()
@@ -115,25 +128,12 @@ def left_out(scale: float, of_gradient: float) -> str:
     bench.step.abort()
     assert before.equal(bench.parameters())
     assert bench.run([bench.batch(2)]).updated
-    return str(told)
+    text = str(told)
+    assert said in text.lower()
 
 
-@pytest.mark.parametrize(
-    ("scale", "of_gradient", "said"),
-    [
-        (1e9, 1.0, "adds up to 4096 exactly"),
-        (float("nan"), 1.0, "nan"),
-        (1.0, float("inf"), "norm of the gradients is nan"),
-    ],
-    ids=["large", "loss", "gradient"],
-)
-def test_a_gradient_that_cannot_be_added_stops_all_ranks(megatron_ranks, scale, of_gradient, said):
-    for text in megatron_ranks(2, left_out, scale, of_gradient):
-        assert said in text.lower()
-
-
-def let_go() -> bool:
-    """Runs on a rank: whether a step is gone once nobody holds it, though its model is there."""
+@on_ranks(1)
+def test_a_step_that_nobody_holds_keeps_no_sums() -> None:
     import gc
     import weakref
 
@@ -144,11 +144,7 @@ def let_go() -> bool:
     sums = weakref.ref(step._backend._sums)
     del step
     gc.collect()
-    return sums() is None
-
-
-def test_a_step_that_nobody_holds_keeps_no_sums(megatron_ranks):
-    assert megatron_ranks(1, let_go) == [True]
+    assert sums() is None
 
 
 def refused(options: dict[str, Any], **later: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 from packaging.version import Version
+from ranks import on_ranks
 
 #: Neither routers nor MTP layers know padding masks, or packs.
 BEFORE_PADDING_MASKS = Version(version("megatron-core")) < Version("0.16")
@@ -283,8 +284,9 @@ def test_ranks_that_share_experts_make_as_many_packs(megatron_ranks):
     assert first[2] == sum(first[0]) + sum(second[0])
 
 
-def ready_or_rows() -> list[bool]:
-    """Runs on a rank: a budget, and the packs that it would make as a list, and one by one."""
+@on_ranks(1)
+def test_the_same_packs_have_the_same_bits_whoever_made_them() -> None:
+    """A budget, and the packs that it would make as a list, and one by one."""
     import torch
     from packs import make, rows
 
@@ -318,11 +320,7 @@ def ready_or_rows() -> list[bool]:
         pieces = {"budget": [batch], "a call each": [[each] for each in packs]}
         tokens = 64 if style == "budget" else None
         found.append(bench.bits(bench.run(pieces.get(style, [packs]), **budget(tokens))))
-    return [torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True)]
-
-
-def test_the_same_packs_have_the_same_bits_whoever_made_them(megatron_ranks):
-    (same,) = megatron_ranks(1, ready_or_rows)
+    same = [torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True)]
     assert all(same)
 
 
@@ -363,8 +361,9 @@ def test_packs_that_ranks_cannot_share_are_refused(megatron_ranks, options, alig
         assert re.search(words, told), told
 
 
-def other_sequences() -> str:
-    """Runs on two stages that are given other sequences, as many tokens in packs as large."""
+@on_ranks(2)
+def test_ranks_that_were_given_other_sequences_are_told() -> None:
+    """Two stages are given other sequences, as many tokens in packs as large."""
     from packs import make, rows
     from scenario import raised_by
 
@@ -377,21 +376,18 @@ def other_sequences() -> str:
     told = str(raised_by(bench.step.microbatch, step_id, moved))
     bench.step.microbatch(step_id, batch)
     assert bench.step.finish(step_id).updated
-    return told
+    assert re.search(
+        r"was given chunk\(2 microbatches of up to 1 x \d+ \(shapes and lengths \w{8}\)\) on "
+        r"one of its model parallel ranks and chunk\(2 microbatches",
+        told,
+    ), told
+    assert "the step is as it was" in told
 
 
-def test_ranks_that_were_given_other_sequences_are_told(megatron_ranks):
-    for told in megatron_ranks(2, other_sequences):
-        assert re.search(
-            r"was given chunk\(2 microbatches of up to 1 x \d+ \(shapes and lengths \w{8}\)\) on "
-            r"one of its model parallel ranks and chunk\(2 microbatches",
-            told,
-        ), told
-        assert "the step is as it was" in told
-
-
-def heads() -> dict[str, float]:
-    """Runs on a rank in float64: MTP heads of a pack, with padding in it and without."""
+@pytest.mark.skipif(BEFORE_PADDING_MASKS, reason="MTP layers refuse packs before 0.16")
+@on_ranks(1)
+def test_mtp_heads_learn_nothing_of_padding() -> None:
+    """MTP heads of a pack, with padding in it and without."""
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -440,12 +436,7 @@ def heads() -> dict[str, float]:
         (model(**gpt_inputs(model, microbatch), labels=labels_BT) * 0.0).sum().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         found[name] = torch.cat([each.flatten() for each in gradients])
-    return differences(found)
-
-
-@pytest.mark.skipif(BEFORE_PADDING_MASKS, reason="MTP layers refuse packs before 0.16")
-def test_mtp_heads_learn_nothing_of_padding(megatron_ranks):
-    (found,) = megatron_ranks(1, heads)
+    found = differences(found)
     assert max(found.values()) < SOFTMAX_IN_FP32, found
 
 

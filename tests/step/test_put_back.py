@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from ranks import on_ranks
 
 
-def in_the_update(what: str) -> None:
-    """Runs on a rank: the loss scale, or the rates, have changed when the last call of an update
+@pytest.mark.parametrize("what", ["loss scale", "rates"])
+@on_ranks(2)
+def test_what_an_aborted_update_has_changed_never_was(what: str) -> None:
+    """The loss scale, or the rates, have changed when the last call of an update
     raises."""
     import torch
     from scenario import Bench, TokenLoss, raised_by
@@ -53,13 +56,9 @@ def in_the_update(what: str) -> None:
     assert bench.begin() == "step-3"
 
 
-@pytest.mark.parametrize("what", ["loss scale", "rates"])
-def test_what_an_aborted_update_has_changed_never_was(megatron_ranks, what):
-    megatron_ranks(2, in_the_update, what)
-
-
-def modes_and_logs() -> None:
-    """Runs on a rank: eval mode, MoE logs and router counts are those from before the step.
+@on_ranks(2)
+def test_modes_logs_and_counts_are_put_back() -> None:
+    """Eval mode, MoE logs and router counts are those from before the step.
 
     A key-value cache that generation left in a module is gone when a step begins.
     """
@@ -116,12 +115,9 @@ def modes_and_logs() -> None:
     step.abort()
 
 
-def test_modes_logs_and_counts_are_put_back(megatron_ranks):
-    megatron_ranks(2, modes_and_logs)
-
-
-def unwired() -> None:
-    """Runs on a rank: without `grad_scale_func` or `no_sync_func` the gradient norms are the
+@on_ranks(2)
+def test_a_step_scales_and_holds_back_where_nobody_wired_it() -> None:
+    """Without `grad_scale_func` or `no_sync_func` the gradient norms are the
     same."""
     from scenario import Bench, split_step
 
@@ -139,10 +135,6 @@ def unwired() -> None:
         )
         assert lacking is None or getattr(bench.model.config, lacking) is None
     assert norms[0] == norms[1] == norms[2], norms
-
-
-def test_a_step_scales_and_holds_back_where_nobody_wired_it(megatron_ranks):
-    megatron_ranks(2, unwired)
 
 
 def checked_gradients(overlap: bool) -> str:

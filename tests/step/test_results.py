@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 
-def reported(options: dict[str, Any]) -> None:
-    """Runs on a rank: metrics against float64 sums over all ranks' rows, taken from the masks."""
+@pytest.mark.parametrize("options", [{}, {"pp": 2}, {"tp": 2}], ids=["dp2", "pp2", "tp2"])
+@on_ranks(2)
+def test_metrics_are_those_of_the_whole_step_on_all_ranks(options: dict[str, Any]) -> None:
+    """Metrics against float64 sums over all ranks' rows, taken from the masks."""
     import torch
     from scenario import ROWS, Bench, data, split_step
 
@@ -60,13 +63,8 @@ def reported(options: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"pp": 2}, {"tp": 2}], ids=["dp2", "pp2", "tp2"])
-def test_metrics_are_those_of_the_whole_step_on_all_ranks(megatron_ranks, options):
-    megatron_ranks(2, reported, options)
-
-
-def rates() -> None:
-    """Runs on a rank: what a step used of the schedule, and that the schedule moved after it."""
+@on_ranks(2)
+def test_rates_are_those_of_the_step_and_not_of_the_next_one() -> None:
     from scenario import Bench
 
     bench = Bench()
@@ -81,12 +79,21 @@ def rates() -> None:
     assert bench.scheduler.num_steps == 24
 
 
-def test_rates_are_those_of_the_step_and_not_of_the_next_one(megatron_ranks):
-    megatron_ranks(2, rates)
-
-
-def empty(engine: str, options: dict[str, Any]) -> None:
-    """Runs on a rank: steps of masked samples, of no rows and of nothing, under both rules; some
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("megatron", {"overlap_param_gather": True}),
+        ("megatron", {"pp": 2}),
+        ("megatron", {"tp": 2}),
+        ("fsdp", {}),
+    ],
+    ids=["dp2", "pp2", "tp2", "fsdp"],
+)
+@on_ranks(2)
+def test_a_step_in_which_nothing_is_valid_does_as_it_was_told(
+    engine: str, options: dict[str, Any]
+) -> None:
+    """Steps of masked samples, of no rows and of nothing, under both rules; some
     losses are a constant 0."""
     import torch
     from scenario import ROWS, Bench, TokenLoss, cut
@@ -129,22 +136,9 @@ def empty(engine: str, options: dict[str, Any]) -> None:
     assert norms[0] == norms[1] > 0
 
 
-@pytest.mark.parametrize(
-    ("engine", "options"),
-    [
-        ("megatron", {"overlap_param_gather": True}),
-        ("megatron", {"pp": 2}),
-        ("megatron", {"tp": 2}),
-        ("fsdp", {}),
-    ],
-    ids=["dp2", "pp2", "tp2", "fsdp"],
-)
-def test_a_step_in_which_nothing_is_valid_does_as_it_was_told(megatron_ranks, engine, options):
-    megatron_ranks(2, empty, engine, options)
-
-
-def overflowed() -> None:
-    """Runs on a rank: an infinite loss on one rank under dynamic scaling, between two good
+@on_ranks(2)
+def test_an_overflow_skips_the_step_and_the_next_one_is_right() -> None:
+    """An infinite loss on one rank under dynamic scaling, between two good
     steps."""
     import torch
     from scenario import Bench, TokenLoss
@@ -177,12 +171,16 @@ def overflowed() -> None:
     assert all(map(torch.equal, run(False), run(True)))
 
 
-def test_an_overflow_skips_the_step_and_the_next_one_is_right(megatron_ranks):
-    megatron_ranks(2, overflowed)
-
-
-def returned(engine: str, options: dict[str, Any]) -> None:
-    """Runs on a rank: outputs in the order given, from rows and ready lists."""
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [("megatron", {}), ("megatron", {"pp": 2}), ("fsdp", {})],
+    ids=["dp2", "pp2", "fsdp"],
+)
+@on_ranks(2)
+def test_a_batch_returns_outputs_of_each_sample_in_order(
+    engine: str, options: dict[str, Any]
+) -> None:
+    """Outputs in the order given, from rows and ready lists."""
     import torch
     from scenario import ROWS, Bench, TokenLoss, cut, data, mask_of
 
@@ -235,17 +233,9 @@ def returned(engine: str, options: dict[str, Any]) -> None:
     bench.step.finish(step_id)
 
 
-@pytest.mark.parametrize(
-    ("engine", "options"),
-    [("megatron", {}), ("megatron", {"pp": 2}), ("fsdp", {})],
-    ids=["dp2", "pp2", "fsdp"],
-)
-def test_a_batch_returns_outputs_of_each_sample_in_order(megatron_ranks, engine, options):
-    megatron_ranks(2, returned, engine, options)
-
-
-def of_a_pack() -> None:
-    """Runs on a rank: values of a pack's tokens are split by sequence, without padding."""
+@on_ranks(1)
+def test_values_of_a_pack_are_split_by_sequence() -> None:
+    """Values of a pack's tokens are split by sequence, without padding."""
     import torch
     from scenario import Bench, TokenLoss
 
@@ -267,7 +257,3 @@ def of_a_pack() -> None:
     assert found == [[0, 1, 2, 3, 4], [], [8, 9, 10, 11]]
     assert [each.tolist() for each in receipt.outputs["ids"]] == [0, 1, 2]
     bench.step.abort()
-
-
-def test_values_of_a_pack_are_split_by_sequence(megatron_ranks):
-    megatron_ranks(1, of_a_pack)

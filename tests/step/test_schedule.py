@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
+from ranks import on_ranks
 
 NUMBER = 4
 MOE = {"experts": 4, "config_overrides": {"moe_aux_loss_coeff": 1.0}}
@@ -198,8 +199,9 @@ def test_calls_of_one_step_add_up(megatron_ranks):
     assert megatron_ranks(2, in_two_calls, with_tokens(large, True), 3) == [True, True]
 
 
-def weighed() -> bool:
-    """Runs on a rank: MoE's loss counts as the caller says."""
+@on_ranks(2)
+def test_auxiliary_losses_count_as_the_caller_says() -> None:
+    """MoE's loss counts as the caller says."""
     import torch
 
     from megatron_idempotent.step import StepSchedule
@@ -212,11 +214,7 @@ def weighed() -> bool:
         program.call(schedule, program.batches(0))
         schedule.finish()
         gradients.append(model.gradients())
-    return torch.equal(*gradients)
-
-
-def test_auxiliary_losses_count_as_the_caller_says(megatron_ranks):
-    assert megatron_ranks(2, weighed) == [True, True]
+    assert torch.equal(*gradients)
 
 
 def refused() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 GATHERS = {"overlap_param_gather": True}
 SMALL = {"ddp_overrides": {"bucket_size": 600}}
@@ -154,8 +155,8 @@ def test_steps_in_turn_are_each_its_own_run(megatron_ranks, layout):
         assert all(all(map(all, each)) for each in found.values()), found
 
 
-def apart() -> None:
-    """Runs on a rank: what one tenant does, or fails to, while the other one's step is open."""
+@on_ranks(2)
+def test_tenants_are_apart() -> None:
     import torch
     from lora import use
     from scenario import forward, raised_by
@@ -226,12 +227,9 @@ def apart() -> None:
     assert all(each.finish().updated for each in pair)
 
 
-def test_tenants_are_apart(megatron_ranks):
-    megatron_ranks(2, apart)
-
-
-def refused() -> dict[str, str]:
-    """Runs on a rank: errors of steps that would disturb each other; the open one goes on."""
+@on_ranks(1)
+def test_steps_that_would_disturb_each_other_are_refused() -> None:
+    """Errors of steps that would disturb each other; the open one goes on."""
     from megatron.core.distributed import DistributedDataParallel
     from scenario import raised_by
     from tenant_bench import only, step_of, tenants
@@ -262,11 +260,6 @@ def refused() -> dict[str, str]:
     only([chunk.module], "alice", "bob")
     DistributedDataParallel(alice.model.config, chunk.ddp_config, chunk.module)
     told["built later"] = str(raised_by(alice.begin))
-    return told
-
-
-def test_steps_that_would_disturb_each_other_are_refused(megatron_ranks):
-    (told,) = megatron_ranks(1, refused)
     assert "make both with a name" in told["no name"]
     assert "make both with a name" in told["beside one without"]
     assert "tenant 'alice' is open" in told["same name"]
@@ -277,8 +270,9 @@ def test_steps_that_would_disturb_each_other_are_refused(megatron_ranks):
     assert "in a DDP that was built later" in told["built later"]
 
 
-def as_documented() -> None:
-    """Runs on a rank: two tenants' steps by the documented function."""
+@on_ranks(1)
+def test_the_documented_tenants_train() -> None:
+    """Two tenants' steps by the documented function."""
     from lora import Lora, use
     from megatron.core.optimizer import OptimizerConfig
     from scenario import ROWS, TokenLoss, documented, forward
@@ -313,7 +307,3 @@ def as_documented() -> None:
         step.microbatch(ids[name], rows_of(name, 1, 2, 0))
     results = [step.finish(ids[name]) for name, step in steps.items()]
     assert all(result.updated and result.grad_norm > 0 for result in results)
-
-
-def test_the_documented_tenants_train(megatron_ranks):
-    megatron_ranks(1, as_documented)

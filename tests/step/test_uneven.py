@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 # Microbatches by replica, of each `microbatch` call; None is a rank that does not call at all.
 SHARES: dict[str, list[list[int] | None]] = {
@@ -83,8 +84,19 @@ def test_pipelines_with_different_amounts_of_data(megatron_ranks, name):
     assert all(megatron_ranks(4, shared, options, share, last, timeout_s=120))
 
 
-def with_experts(turns: list[list[int]], last: bool) -> None:
-    """Runs on a rank: replicas that share experts; those with less data send ghosts through
+@pytest.mark.parametrize(
+    ("turns", "last"),
+    [
+        pytest.param([[1, 2], [2, 1]], False, marks=pytest.mark.exhaustive),
+        pytest.param([[2, 1], [0, 1]], True, marks=pytest.mark.exhaustive),
+        # Fewer, none at all, and more than the other.
+        ([[2, 1, 1], [1, 0, 2]], True),
+        pytest.param([[0, 0], [1, 2]], True, marks=pytest.mark.exhaustive),
+    ],
+)
+@on_ranks(2)
+def test_replicas_that_share_experts(turns: list[list[int]], last: bool) -> None:
+    """Replicas that share experts; those with less data send ghosts through
     them."""
     import torch
     from scenario import ROWS, Bench, T, cut
@@ -132,20 +144,6 @@ def with_experts(turns: list[list[int]], last: bool) -> None:
     for tokens in counted:
         torch.distributed.all_reduce(tokens)
         assert float(tokens.sum()) == 2 * T * ROWS * sum(map(sum, turns))  # two experts a token
-
-
-@pytest.mark.parametrize(
-    ("turns", "last"),
-    [
-        pytest.param([[1, 2], [2, 1]], False, marks=pytest.mark.exhaustive),
-        pytest.param([[2, 1], [0, 1]], True, marks=pytest.mark.exhaustive),
-        # Fewer, none at all, and more than the other.
-        ([[2, 1, 1], [1, 0, 2]], True),
-        pytest.param([[0, 0], [1, 2]], True, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_replicas_that_share_experts(megatron_ranks, turns, last):
-    megatron_ranks(2, with_experts, turns, last)
 
 
 def changing_counts(options: dict[str, Any]) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from ranks import on_ranks
+
 MET = [
     {"expert_model_parallel_size": 2, "num_moe_experts": 4},
     {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
@@ -19,15 +21,12 @@ NOT_MET = [
 ]
 
 
-def reasons():
-    """Runs on a rank: the settings for which replicas meet, or None."""
+@on_ranks(1)
+def test_whether_replicas_meet_inside_of_a_layer():
+    """The settings for which replicas meet, or None."""
     from megatron_idempotent.window.guard import across_replicas
 
-    return [across_replicas(SimpleNamespace(**config)) for config in (*MET, *NOT_MET)]
-
-
-def test_whether_replicas_meet_inside_of_a_layer(megatron_ranks):
-    (found,) = megatron_ranks(1, reasons)
+    found = [across_replicas(SimpleNamespace(**config)) for config in (*MET, *NOT_MET)]
     assert found[len(MET) :] == [None] * len(NOT_MET)
     for config, why in zip(MET, found, strict=False):
         assert why is not None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
+from ranks import on_ranks
 
 FORK = "dot_product_attention.py", "_GeneratorContextManager.__exit__"
 
@@ -17,8 +18,11 @@ def _fork_ends(found: set[Any]) -> Any:
     return at
 
 
-def fork_of_random_states(interrupted: str, held_by: str) -> None:
-    """Runs on a rank: the attention's dropout is interrupted as its fork of random states ends."""
+@pytest.mark.parametrize("held_by", ["a variable", "a cycle"])
+@pytest.mark.parametrize("interrupted", ["a step", "log-probs"])
+@on_ranks(1)
+def test_random_states(interrupted: str, held_by: str) -> None:
+    """The attention's dropout is interrupted as its fork of random states ends."""
     import gc
 
     import call_sites
@@ -60,14 +64,9 @@ def fork_of_random_states(interrupted: str, held_by: str) -> None:
     assert steps.digest() == expected
 
 
-@pytest.mark.parametrize("held_by", ["a variable", "a cycle"])
-@pytest.mark.parametrize("interrupted", ["a step", "log-probs"])
-def test_random_states(megatron_ranks, interrupted, held_by):
-    megatron_ranks(1, fork_of_random_states, interrupted, held_by)
-
-
-def fork_in_a_window() -> None:
-    """Runs on a rank: `abort_window` handles the interrupt, and its traceback is freed early or
+@on_ranks(1)
+def test_random_states_of_a_window() -> None:
+    """`abort_window` handles the interrupt, and its traceback is freed early or
     late."""
     import gc
 
@@ -109,12 +108,12 @@ def fork_in_a_window() -> None:
     assert torch.equal(gradients_of_the_next(None), gradients_of_the_next(0))
 
 
-def test_random_states_of_a_window(megatron_ranks):
-    megatron_ranks(1, fork_in_a_window)
-
-
-def fork_in_a_fork() -> None:
-    """Runs on a rank: which random states are in use after an inner fork was never left."""
+@pytest.mark.skipif(
+    Version(version("megatron-core")) < Version("0.16"), reason="forks have no names before 0.16"
+)
+@on_ranks(1)
+def test_random_states_in_use() -> None:
+    """An inner fork is never left."""
     from megatron.core import tensor_parallel
     from scenario import Bench
 
@@ -134,10 +133,3 @@ def fork_in_a_fork() -> None:
         name = tracker._current_state_name
     assert name == "model-parallel-rng"
     assert tracker._current_state_name == "default-rng"
-
-
-@pytest.mark.skipif(
-    Version(version("megatron-core")) < Version("0.16"), reason="forks have no names before 0.16"
-)
-def test_random_states_in_use(megatron_ranks):
-    megatron_ranks(1, fork_in_a_fork)

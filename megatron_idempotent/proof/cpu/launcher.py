@@ -275,15 +275,16 @@ def _exists(name: str) -> bool:
 
 
 def _read_ahead() -> None:
-    """Read the code of upstream that patches compare, so that no rank's `apply()` has to."""
-    from megatron_idempotent.patching import catalog, decide, source
+    """Read and compare the code that patches stand on, so that no rank's `apply()` has to."""
+    from megatron_idempotent.patching import catalog, decide, patch_points
+    from megatron_idempotent.patching.base import Conflict
 
     for patch in catalog.patches().values():
-        decide.check_bodies(patch, named=False)
+        bodies = decide.check_bodies(patch, named=False).bodies
         for target in patch.targets:
-            file = getattr(sys.modules.get(target.module), "__file__", None)
-            if file is not None:
-                source.kept(file)
+            if target.module in sys.modules and target.address in bodies:
+                with contextlib.suppress(Conflict, AttributeError):  # said by apply()
+                    patch_points.check_patch_point(target, bodies[target.address])
 
 
 # Of <linux/mman.h>: `MADV_HUGEPAGE` asks for huge pages where the system gives none unasked,

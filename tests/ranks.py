@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
 import megatron_idempotent
 
 #: Two virtual stages on each of two stages.
@@ -128,14 +126,6 @@ def groups(model: Any) -> list[Any]:
     from megatron_idempotent.megatron.ddp import bucket_groups
 
     return [group for chunk in model.chunks for group in bucket_groups(chunk)]
-
-
-def some_of(layouts: Iterable[Any], *always: Any) -> list[Any]:
-    """Test parameters: these `always`, the others with `-m exhaustive`."""
-    return [
-        pytest.param(each, marks=() if each in always else pytest.mark.exhaustive)
-        for each in layouts
-    ]
 
 
 def schedule_call(
