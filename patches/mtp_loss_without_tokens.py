@@ -4,7 +4,7 @@ Symptom:
     With multi-token prediction (MTP), a loss mask and DDP that averages gradients, all gradients
     become NaN as soon as one microbatch of one rank has no token to predict. Under context
     parallelism that is one whose tokens all lie on other ranks; where each has some, those of a
-    rank with few count for more: with two ranks, of which one has twice as many, a small model's
+    rank with few count for more: with 13 on one of two ranks and 21 on the other a small model's
     gradient is off by 25 % of its norm. The logged MTP loss has the same fault.
 
 Cause:
