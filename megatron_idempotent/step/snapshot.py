@@ -238,12 +238,12 @@ class LogSnapshot:
     """Keeps the totals that MoE, MTP and DSA layers log; with `empty`, zeros instead."""
 
     def __init__(self, *, empty: bool = False) -> None:
-        self._values = [] if empty else [(value, value.clone()) for value in _logged()]
+        self._values = [] if empty else [(value, value.clone()) for value in logged()]
 
     def restore(self) -> None:
         """Put the totals back; those that layers have begun to log since then become zero."""
         known = {id(value): before for value, before in self._values}
-        for value in _logged():
+        for value in logged():
             before = known.get(id(value))
             if before is None:
                 value.zero_()
@@ -256,7 +256,7 @@ class LogSnapshot:
             value.add_(before)
 
 
-def _logged() -> Iterator[Tensor]:
+def logged() -> Iterator[Tensor]:
     logging = sys.modules.get(f"{_MOE}.moe_logging")
     state = sys.modules.get("megatron.core.parallel_state")
     moe_utils = sys.modules.get(f"{_MOE}.moe_utils")

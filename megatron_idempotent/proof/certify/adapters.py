@@ -66,7 +66,7 @@ class Stateful:
 
     subject: Subject
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> Any:
         """Copy parameters and optimizer state of this rank, as a checkpoint would.
 
         What the optimizer updates are main parameters in float32, where the model is in bfloat16.
@@ -85,7 +85,7 @@ class Stateful:
             ],
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: Any) -> None:
         """Put back what `save` has copied."""
         own = list(updated(self.subject))
         kept = [*state["model"], *state["main"]]

@@ -31,7 +31,8 @@ class Check:
 
     name: str
     summary: str
-    run: Callable[[Bench], None]
+    run: Callable[[Any], None]
+    """Takes a `Bench`, or a check of state a `States`."""
     needs: tuple[str, ...] = ()
     """Methods of the adapter without which the check is not made."""
     hazards: tuple[str, ...] = ()
@@ -46,6 +47,14 @@ class Check:
     """True if it takes a layout in which several adapters can be judged over one base."""
     bits: bool = False
     """True if it takes an adapter that says `order_stable = True`, and compares bits of layouts."""
+    then: Callable[[Any], None] | None = None
+    """What other ranks do, in new processes, once those of `run` have ended; None for nothing."""
+    reshards: str = ""
+    """The word of a layout whose number is another one on those ranks; "" for the same layout."""
+    keeps: str = ""
+    """What the adapter has to name in its `keeps`; "" for nothing."""
+    parts: bool = False
+    """True if it takes an adapter with `parts`, which it moves one by one."""
 
 
 _checks: dict[str, Check] = {}

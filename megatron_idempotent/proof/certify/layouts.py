@@ -5,6 +5,7 @@ A name is words joined by "-": `tp2-pp2`, `dp2-pp2-vpp2`, `dp2-tp2-distopt`, `ep
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -245,6 +246,39 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 )
 """The layouts that are certified unless others are asked for, by name. All have one GPT of four
 layers."""
+
+STATE_LAYOUTS = ("dp2-distopt", "dp2-bf16-distopt", "dp2-fp16-distopt", "ep2-bf16-distopt")
+"""The layouts that state is certified in unless others are asked for."""
+
+
+def resharded(made: Layout, word: str) -> Layout | None:
+    """Return the layout with another number of these ranks; None if it does not fit.
+
+    What is one becomes two, and else one; replicas are doubled where that fits, and experts are
+    spread over replicas. With "" it is the layout itself.
+    """
+    if not word:
+        return made
+    numbers = {name: made.sizes[name] for name in _SIZES if name in made.words}
+    if word == "dp":
+        choices = [{"dp": 2 * made.replicas}, {"dp": max(1, made.replicas // 2)}]
+    elif word == "ep":
+        choices = [{"ep": 1 if made.sizes["ep"] > 1 else 2}]
+    else:
+        # On as many ranks as before, if that goes.
+        other = 1 if made.sizes[word] > 1 else 2
+        choices = [{word: other, "dp": max(1, made.replicas * made.sizes[word] // other)}]
+        choices.append({word: other})
+    rest = [name for name in made.name.split("-") if name in _FLAGS]
+    for choice in choices:
+        changed = {**numbers, **choice}
+        words = [f"{name}{number}" for name, number in changed.items()]
+        with contextlib.suppress(ValueError):
+            found = layout("-".join((*words, *rest)))
+            if found.sizes[word] != made.sizes[word]:
+                return found
+    return None
+
 
 #: The words of which a layout has one, or none.
 _CHOICES = (

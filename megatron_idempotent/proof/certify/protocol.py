@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .layouts import Layout, LossKind
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
 
@@ -77,6 +79,11 @@ class Subject:
     loss_kind: LossKind = "token"
     """The unit of the loss's mean: "token" for positions that count, "sequence" for sequences that
     do, of which each is the mean over its positions that count."""
+    scheduler: Any = None
+    """Megatron's `OptimizerParamScheduler` in the checks of state, which call its `step` after each
+    `finish`; None in the others."""
+    folder: Path | None = None
+    """A folder that all ranks share, for checkpoints; None where no check of state is made."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,16 +112,30 @@ Calls = Callable[[int], list[Rows]]
 """A function of a replica's number that returns the rows of each of its calls in a step."""
 
 
+PUT = ("scheduler", "random", "loss scale", "expert bias", "token counts")
+"""What the checks put back themselves after a load, each but for the one that is about it."""
+KEEPS = (*PUT, "auxiliary losses", "counters")
+"""What a checkpoint may have beside weights and optimizer.
+
+"expert bias" and "token counts" are routers' buffers, "auxiliary losses" what Megatron's trackers
+have summed up for a report, and "counters" what the adapter's `counters()` returns."""
+RUN = ("weights", "optimizer", *PUT)
+"""What a run holds, without what only a report reads, and what the adapter counts."""
+Part = Literal["weights", "gradients", "optimizer"]
+"""What `offload` can move alone."""
+
+
 class Adapter(Protocol):
     """Drives a framework's training step on one rank; all ranks call the same methods in order.
 
     An adapter may also have `logprobs(rows)`, the log-probability [B, T] of the token after each
     position on ranks of the last stage, and None on others; `export()`, which returns the
     parameters, or sets them as `exported`, and changes nothing that the step depends on; `save()`,
-    a dictionary of all that a later process needs, and `load(state)`, called right after `build`;
-    `offload()`, which moves parameters, gradient buffers and optimizer state to the host or frees
-    them, as colocated frameworks do while engines sample, and `onload(training=True)`, which brings
-    all of it back, or with `training=False` at least what log-probs read; an open step may keep its
+    which returns all that a later process needs, and `load(state)`, called right after `build`, and
+    by the checks of state on a subject that has stepped too; `offload()`, which moves parameters,
+    gradient buffers and optimizer state to the host or frees them, as colocated frameworks do while
+    engines sample, and `onload(training=True)`, which brings all of it back, or with
+    `training=False` at least what log-probs read; an open step may keep its
     gradients or refuse; `tenant(name)`, which returns an adapter of the same kind, not built yet,
     for one of several sets of trained parameters over one frozen base. Each gets a `Subject` of its
     own, with its own DDP and optimizer over the same modules, and steps of two of them may be open
@@ -127,6 +148,17 @@ class Adapter(Protocol):
     `balance_mean = True` experts' loss is a mean over all positions of the step, whether they count
     or not. With `order_stable = True` it promises that the same rows, in the same microbatches,
     give the same bits. With `fsdp2 = True` it trains FSDP2 models, and no others.
+
+    Checks of state (`certify --state`) ask for more. What `save()` returns is pickled for each
+    rank; one that writes files writes them below `subject.folder`, under another name each time,
+    and returns what names them. `load_weights(state)` loads the weights alone, into a subject that
+    has stepped: main parameters become the weights, moments stay. `save_async()` returns what
+    `save` does before all is written, and `saved()` waits until it is. A class
+    attribute `keeps` has what the checkpoint has beside weights and optimizer: some of `KEEPS`;
+    what it lacks, the checks put back themselves. `counters()` returns what the framework counts
+    itself, such as iterations and samples. With a class attribute `parts`, some of `Part`,
+    `offload(only=part)` moves one of them alone, and `onload()` brings it back. With
+    `reshards = ("dp", "tp")` a checkpoint can be loaded with other numbers of these ranks.
     """
 
     cannot: Mapping[str, str]

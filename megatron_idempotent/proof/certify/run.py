@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import logging
 import re
+import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,9 +21,10 @@ from megatron_idempotent.proof.cpu.pool import PRELOAD
 
 from .checks import CHECKS, Check
 from .draws import Draw
-from .layouts import KINDS, LAYOUTS, Layout
+from .layouts import KINDS, LAYOUTS, STATE_LAYOUTS, Layout, resharded
 from .layouts import layout as named
 from .protocol import Wrong, why_not
+from .state_checks import EVERY, STATE_CHECKS
 
 Verdict = Literal["passed", "failed", "declared", "not offered", "not judged"]
 
@@ -67,6 +69,10 @@ class How:
     """The number that sizes and places are drawn from."""
     thorough: bool = False
     """True for more draws."""
+    folder: str = ""
+    """Where a check of state puts checkpoints; it is made for each."""
+    later: bool = False
+    """True on the ranks that come after those of `Check.run`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +92,12 @@ class Facts:
     """True if it trains FSDP2 models, and no others."""
     order_stable: bool = False
     """True if it promises the same bits on any number of replicas."""
+    keeps: frozenset[str] = frozenset()
+    """What its checkpoints have beside weights and optimizer."""
+    reshards: frozenset[str] = frozenset()
+    """The words of layouts whose numbers may change between a save and a load."""
+    parts: frozenset[str] = frozenset()
+    """What it can offload alone."""
 
 
 _DEMANDED = ("build", "begin", "microbatch", "finish", "abort")
@@ -116,6 +128,8 @@ class Certification:
             ValueError: the adapter cannot be imported, or lacks a method.
         """
         told = self._facts()
+        if check in STATE_CHECKS:
+            return self._judge(STATE_CHECKS[check], named(layout), told)
         if layout not in self._whole:
             self._whole[layout] = self._judge(CHECKS["whole-step"], named(layout), told)
         if check == "whole-step":
@@ -156,6 +170,13 @@ class Certification:
             (check.auxiliary and not layout.auxiliary, "no auxiliary losses"),
             (check.packs and not layout.packs, "no packs"),
             (check.adapters and not layout.adapters, "no adapters in 16 bits and on FSDP2"),
+            (check.keeps and check.keeps not in told.keeps, f"no {check.keeps!r} in keeps"),
+            (check.reshards and check.reshards not in told.reshards, "no such word in reshards"),
+            (check.parts and not told.parts, "no parts"),
+            (
+                check.reshards and not resharded(layout, check.reshards),
+                "no such layout on four ranks",
+            ),
             (check.bits and not told.order_stable, "no order_stable = True"),
             (
                 check.bits and layout.packs,
@@ -199,8 +220,10 @@ def certify(
 
     Args:
         adapter: "package.module:Class", importable on the ranks, which have this process's path.
-        checks: names of `CHECKS`; None for all. `whole-step` is always among them.
-        layouts: names of layouts, of the words in `layouts.WORDS`; None for all of `LAYOUTS`.
+        checks: names of `CHECKS`, with which `whole-step` goes, and of `STATE_CHECKS`; None for all
+            of the first.
+        layouts: names of layouts, of the words in `layouts.WORDS`; None for all of `LAYOUTS`, or of
+            `STATE_LAYOUTS` where only state is checked.
         stock: leave out the patches, which else are applied on every rank.
         declared: also run the checks that the adapter's `cannot` names; their failures do not
             count. They may hang, each until its deadline.
@@ -214,11 +237,14 @@ def certify(
     Example:
         failed = [each for each in certify("mine:Adapter") if each.verdict == "failed"]
     """
-    wanted = dict.fromkeys(["whole-step", *_chosen(checks)])
-    places = list(LAYOUTS if layouts is None else dict.fromkeys(layouts))
+    wanted = _chosen(CHECKS if checks is None else checks)
+    usual = LAYOUTS if set(wanted) & {*CHECKS} else STATE_LAYOUTS
+    places = list(usual if layouts is None else dict.fromkeys(layouts))
     if not places:
         raise ValueError("certify got no layouts: name one, or pass None")
-    ranks = max(named(name).ranks for name in places)
+    words = {EVERY[check].reshards for check in wanted}
+    taken = [resharded(named(name), word) for name in places for word in words]
+    ranks = max(each.ranks for each in (*map(named, places), *taken) if each is not None)
     own = None
     if pool is None:
         # Standard output is for the results; releases print there while they are imported.
@@ -262,11 +288,11 @@ def load(adapter: str) -> type:
     unknown = []
     for said in getattr(found, "cannot", {}):
         check, slash, word = said.partition("/")
-        if check not in CHECKS or (slash and word not in KINDS):
+        if check not in EVERY or (slash and word not in KINDS):
             unknown.append(said)
     if unknown:
         raise ValueError(
-            f"{adapter}.cannot names {sorted(unknown)}, which are none of {', '.join(CHECKS)}, nor "
+            f"{adapter}.cannot names {sorted(unknown)}, which are none of {', '.join(EVERY)}, nor "
             f"one of these before a slash and a layout's word: {', '.join(KINDS)}"
         )
     return found  # type: ignore[no-any-return]
@@ -286,24 +312,29 @@ def facts(adapter: str) -> Facts | str:
         kind = load(adapter)
     except ValueError as error:
         return str(error)
-    needed = {name for check in CHECKS.values() for name in check.needs}
+    needed = {name for check in EVERY.values() for name in check.needs}
     return Facts(
         offers=frozenset(name for name in needed if callable(getattr(kind, name, None))),
         cannot=dict(getattr(kind, "cannot", {})),
-        **{
-            name: bool(getattr(kind, name, False))
-            for name in ("packs", "sequences", "fsdp2", "order_stable")
-        },
+        packs=bool(getattr(kind, "packs", False)),
+        sequences=bool(getattr(kind, "sequences", False)),
+        fsdp2=bool(getattr(kind, "fsdp2", False)),
+        order_stable=bool(getattr(kind, "order_stable", False)),
+        keeps=frozenset(getattr(kind, "keeps", ())),
+        reshards=frozenset(getattr(kind, "reshards", ())),
+        parts=frozenset(getattr(kind, "parts", ())),
     )
 
 
-def _chosen(checks: Iterable[str] | None) -> list[str]:
-    names = list(CHECKS if checks is None else checks)
-    unknown = [name for name in names if name not in CHECKS]
+def _chosen(checks: Iterable[str]) -> list[str]:
+    names = list(checks)
+    unknown = [name for name in names if name not in EVERY]
     if unknown or not names:
-        hint = "".join(did_you_mean(name, CHECKS) for name in unknown)
-        raise ValueError(f"unknown check {', '.join(unknown)}: one of {', '.join(CHECKS)}.{hint}")
-    return [name for name in CHECKS if name in names]
+        hint = "".join(did_you_mean(name, EVERY) for name in unknown)
+        raise ValueError(f"unknown check {', '.join(unknown)}: one of {', '.join(EVERY)}.{hint}")
+    # A step that is wrong would fail the others of it too.
+    steps = [name for name in CHECKS if name == "whole-step" or name in names]
+    return [*(steps if set(names) & {*CHECKS} else ()), *(n for n in STATE_CHECKS if n in names)]
 
 
 def alike(layout: str) -> str:
@@ -322,6 +353,21 @@ def outcome_of(
     of the bound for it; and the digest of `same-bits`.
     """
     how = how or How()
+    if check.name not in STATE_CHECKS:
+        return _outcome(pool, adapter, check, layout, how)
+    with tempfile.TemporaryDirectory() as folder:
+        how = dataclasses.replace(how, folder=folder)
+        fault, *_ = _outcome(pool, adapter, check, layout, how)
+        if not fault and check.then:
+            elsewhere = resharded(layout, check.reshards) or layout
+            how = dataclasses.replace(how, later=True)
+            fault, *_ = _outcome(pool, adapter, check, elsewhere, how)
+        return fault, 0.0, ""
+
+
+def _outcome(
+    pool: RankPool, adapter: str, check: Check, layout: Layout, how: How
+) -> tuple[str, float, str]:
     deadline_s = DEADLINE_S * (4 if how.thorough else 1)
     try:
         told: list[tuple[int, str, float, str]] = pool.run(
@@ -351,18 +397,25 @@ def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, 
     from megatron_idempotent.window.agreement import SessionPoisoned, WindowAborted
 
     from .bench import Bench
+    from .states import States
 
     logging.disable(logging.WARNING)
     if not how.stock:
         megatron_idempotent.apply()
     of_bound, bits = 0.0, ""
     try:
-        draw = Draw(how.seed, layout, check)
-        bench = Bench(load(adapter)(), named(layout), draw=draw, thorough=how.thorough)
-        try:
-            CHECKS[check].run(bench)
-        finally:
-            of_bound, bits = bench.of_bound, bench.bits
+        made = load(adapter)()
+        options: Any = {"draw": Draw(how.seed, layout, check), "thorough": how.thorough}
+        asked = EVERY[check]
+        if check in STATE_CHECKS:
+            state = States(made, named(layout), folder=Path(how.folder), **options)
+            (asked.then if how.later and asked.then else asked.run)(state)
+        else:
+            bench = Bench(made, named(layout), **options)
+            try:
+                asked.run(bench)
+            finally:
+                of_bound, bits = bench.of_bound, bench.bits
     except Wrong as wrong:
         return 0, str(wrong), of_bound, bits
     except Exception as error:  # noqa: BLE001  it is what the framework has done

@@ -1,0 +1,215 @@
+"""Defines the checks of state: a run that was saved, loaded or moved goes on as one that was not.
+
+Each step after it has the bits that the step has in a run of nothing but steps: gradient norm and
+loss, weights, optimizer, and what is beside them, on each rank. Where a format rounds, the run that
+is compared with has been rounded so, by plain copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from .checks import CHECKS, Check
+from .protocol import PUT
+
+if TYPE_CHECKING:
+    from .states import States
+
+_checks: dict[str, Check] = {}
+STATE_CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
+"""The checks of state by name, in the order in which they are made."""
+
+_SAVES = ("save", "load")
+_LATER = "later.pt"
+"""What the ranks that save leave for those that load."""
+
+
+def _check(summary: str, **traits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def enter(run: Callable[..., None]) -> Callable[..., None]:
+        name = run.__name__.replace("_", "-")
+        _checks[name] = Check(name=name, summary=summary, run=run, **traits)
+        return run
+
+    return enter
+
+
+@_check("a save, and two in a row, change nothing, and steps go on as without", needs=("save",))
+def save_and_go_on(bench: States) -> None:
+    adapter: Any = bench.adapter
+    bench.run_through()
+    adapter = bench.adapter
+    bench.advance(0)
+    everything = bench.held()
+    adapter.save()
+    bench.hold(0, "save()", everything, everything)
+    bench.follow(1, "save()")
+    adapter.save()
+    adapter.save()
+    bench.follow(2, "two saves")
+
+
+@_check(
+    "a run that is loaded into a new model goes on as it was saved",
+    needs=_SAVES,
+)
+def load_into_new_model(bench: States) -> None:
+    state = _saved_after_two(bench)
+    bench.begin_again()
+    _load(bench, state)
+    bench.follow(2, "load()")
+
+
+@_check(
+    "a run that is loaded over one that has gone on elsewhere goes on as it was saved",
+    needs=_SAVES,
+    hazards=("reload-misses-offloaded-copies", "offloaded-optimizer-loads-wrong"),
+)
+def load_into_live_run(bench: States) -> None:
+    state = _saved_after_two(bench)
+    bench.begin_again()
+    for number in (7, 8, 9):
+        bench.advance(number)
+    _load(bench, state)
+    bench.follow(2, "load()")
+
+
+@_check("a run goes back to the step before, twice, and takes it again", needs=_SAVES)
+def rollback(bench: States) -> None:
+    state = _saved_after_two(bench)
+    for time in ("first", "second"):
+        bench.advance(5)
+        _load(bench, state, what=f"the {time} load() in place")
+        bench.follow(2, f"the {time} load() in place")
+
+
+def _saved_after_two(bench: States) -> Any:
+    """Take the run, and again its first two steps; then save."""
+    bench.run_through()
+    bench.advance(0)
+    bench.advance(1)
+    return bench.adapter.save()  # type: ignore[attr-defined]
+
+
+def _load(bench: States, state: Any, *, what: str = "load()") -> None:
+    """Load what was saved after two steps; the checks put back what the adapter may not keep."""
+    adapter: Any = bench.adapter
+    adapter.load(state)
+    bench.put(bench.course[1][1])
+    bench.hold(1, what)
+
+
+@_check(
+    "an asynchronous save has the run as it was, whatever steps come while it writes",
+    needs=(*_SAVES, "save_async", "saved"),
+    hazards=("async-save-shares-host-tensors",),
+)
+def async_save(bench: States) -> None:
+    bench.run_through()
+    adapter: Any = bench.adapter
+    bench.advance(0)
+    bench.advance(1)
+    state = adapter.save_async()
+    bench.follow(2, "save_async()")
+    adapter.saved()
+    bench.hold(2, "saved()")
+    bench.begin_again()
+    _load(bench, state)
+    bench.follow(2, "load() of an asynchronous save")
+
+
+@_check(
+    "weights that are loaded alone are what the next step starts from, with the moments of before",
+    needs=(*_SAVES, "load_weights"),
+    hazards=("reload-misses-offloaded-copies", "weights-written-beside-optimizer"),
+)
+def load_weights_alone(bench: States) -> None:
+    adapter: Any = bench.adapter
+    bench.advance(0)
+    state = adapter.save()
+    weights = bench.whole_state()
+    bench.advance(1)
+    # What they are to be, by plain copies: main parameters are weights of 16 bits, widened.
+    wanted = bench.whole_state()
+    for name, tensors in wanted.items():
+        for key in tensors.keys() & {"weight", "main"}:
+            tensors[key] = weights[name]["weight"].to(tensors[key].dtype)
+    before = bench.held()
+    adapter.load_weights(state)
+    bench.hold_whole(wanted, "load_weights()")
+    bench.hold(0, "load_weights()", (*PUT, "counters"), before)
+    finished = bench.advance(2)
+    after = bench.held()
+    bench.begin_again()
+    bench.put_whole(wanted, steps=2)
+    bench.put(before)
+    bench.follow_as(finished, after, 2, "load_weights()")
+
+
+@_check(
+    "a run that new processes load goes on as it was saved",
+    needs=_SAVES,
+    then=lambda bench: _load_later(bench),
+)
+def load_into_new_process(bench: States) -> None:
+    _leave(bench, _saved_after_two(bench))
+
+
+def _leave(bench: States, state: Any) -> None:
+    whole = bench.whole_state()
+    import torch
+
+    torch.save((state, bench.course, whole), bench.folder / f"{bench.rank}-{_LATER}")
+
+
+def _left(bench: States, rank: int) -> Any:
+    import torch
+
+    return torch.load(bench.folder / f"{rank}-{_LATER}", weights_only=False)
+
+
+def _load_later(bench: States) -> None:
+    state, bench.course, _ = _left(bench, bench.rank)
+    _load(bench, state)
+    bench.follow(2, "load() in a new process")
+
+
+def _reshard(bench: States) -> None:
+    """Load what other ranks have saved; compare with what plain copies make of it."""
+    adapter: Any = bench.adapter
+    state, course, whole = _left(bench, 0)
+    beside = bench.held()
+    beside |= {kind: course[1][1][kind] for kind in ("loss scale", "scheduler")}
+    beside["scheduler"] |= {"groups": bench.groups_at(course[1][1]["scheduler"]["groups"][0])}
+    adapter.load(state)
+    bench.put(beside)
+    bench.hold_whole(whole, "load() in this layout")
+    finished = bench.advance(2)
+    after = bench.held()
+    bench.begin_again()
+    bench.put_whole(whole, steps=2)
+    bench.put(beside)
+    bench.follow_as(finished, after, 2, "load() in this layout")
+
+
+for _word, _what in {
+    "dp": "replicas",
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "ep": "expert-parallel ranks",
+    "cp": "context-parallel ranks",
+}.items():
+    _checks[f"reshard-{_word}"] = Check(
+        name=f"reshard-{_word}",
+        summary=f"a run that is loaded on another number of {_what} goes on as it was saved",
+        run=_checks["load-into-new-process"].run,
+        then=_reshard,
+        reshards=_word,
+        needs=_SAVES,
+        hazards=("reshardable-state-shifted",),
+    )
+
+
+EVERY: Mapping[str, Check] = MappingProxyType({**CHECKS, **STATE_CHECKS})
+"""The checks of steps, and these."""

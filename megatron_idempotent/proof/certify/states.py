@@ -1,0 +1,433 @@
+"""Holds all that a run depends on, to the bit, for the checks of state.
+
+A run is three steps with dropout, a schedule of rates and, in float16, a loss scale that moves. It
+is taken once without anything between its steps; what a rank then holds after each of them is
+what it has to hold after a save, a load or an offload too. Legend: N elements of a shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from megatron_idempotent.megatron.optimizers import stepping, unchained
+from megatron_idempotent.proof.cpu import tiny
+from megatron_idempotent.step.snapshot import logged
+from megatron_idempotent.window.params import ensure_params_synced
+
+from .bench import Bench
+from .draws import alike
+from .layouts import Layout
+from .parameters import ParameterPart, parts
+from .protocol import MICRO_BATCH, PUT, RUN, Finished, Subject
+
+STEPS = 3
+"""Steps of a run."""
+_RATE = 1e-2
+_RATES = ("lr", "weight_decay")
+_BUFFERS = {"expert_bias": "expert bias", "local_tokens_per_expert": "token counts"}
+
+Held = Mapping[str, Any]
+"""Maps each kind of state to what a rank has of it, copied: nested mappings with tensors."""
+
+
+class States(Bench):
+    """Runs an adapter's steps, and compares what ranks hold with a run of nothing but steps."""
+
+    def __init__(self, adapter: Any, layout: Layout, *, folder: Path, **options: Any) -> None:
+        """Take the folder that the checkpoints go to, and what `Bench` does."""
+        self.folder = folder
+        if layout.dtype == "fp64":  # Megatron's optimizers keep no state of it
+            layout = dataclasses.replace(layout, flags=layout.flags | {"fp32"})
+        super().__init__(adapter, layout, **options)
+        self.course: list[tuple[Finished, Held]] = []
+        """What each step has told and left behind, in a run of nothing but steps."""
+
+    def built(self, **more: Any) -> tiny.Tiny:
+        """Build a model with dropout, with what training runs set that the definition does not."""
+        layers: dict[str, Any] = {}
+        if self.layout.experts:
+            layers = {
+                "moe_router_enable_expert_bias": True,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_topk": 2,
+            }
+        if "mtp" in self.layout.flags:
+            layers |= {"mtp_num_layers": 1}
+            more["model_overrides"] = {"position_embedding_type": "none"}
+        scale = {"initial_loss_scale": 2.0**12, "loss_scale_window": 2, "min_loss_scale": 1.0}
+        return tiny.build(
+            **{
+                "batch": MICRO_BATCH,
+                "config_overrides": {
+                    "calculate_per_token_loss": True,
+                    "hidden_dropout": 0.1,
+                    **layers,
+                    **getattr(self.adapter, "config_overrides", {}),
+                },
+                "optimizer_overrides": {
+                    "lr": _RATE,
+                    "min_lr": 0.0,
+                    "weight_decay": 0.1,
+                    "clip_grad": 1.0,
+                    **(scale if self.layout.dtype == "fp16" else {}),
+                    **getattr(self.adapter, "optimizer_overrides", {}),
+                },
+                "wire": False,
+                **self.layout.options,
+                **more,
+            }
+        )
+
+    def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
+        """Return what an adapter gets, with a scheduler of rates and the folder."""
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        random.seed(1)
+        numpy.random.seed(1)
+        scheduler = OptimizerParamScheduler(
+            model.optimizer,
+            init_lr=0.0,
+            max_lr=_RATE,
+            min_lr=0.0,
+            lr_warmup_steps=2,
+            lr_decay_steps=20,
+            lr_decay_style="linear",
+            start_wd=0.1,
+            end_wd=0.2,
+            wd_incr_steps=20,
+            wd_incr_style="linear",
+        )
+        scheduler.step(1)
+        made = super().subject_of(model, forward)
+        return dataclasses.replace(made, scheduler=scheduler, folder=self.folder)
+
+    def begin_again(self) -> None:
+        """Give a model that has not stepped to an adapter of the same kind."""
+        self.adapter = type(self.adapter)()
+        self.make_model()
+        self.adapter.build(self.subject)
+
+    def advance(self, number: int) -> Finished:
+        """Take a step with the rows of this number, and let the rates follow."""
+        size = MICRO_BATCH * 2
+        finished = self.step(alike(self, 10 + number, size, size))
+        self.subject.scheduler.step(1)
+        return finished
+
+    def run_through(self) -> None:
+        """Take the run without anything in between, and begin again."""
+        for number in range(STEPS):
+            finished = self.advance(number)
+            self.course.append((finished, self.held()))
+        self.begin_again()
+
+    def held(self) -> dict[str, Any]:
+        """Copy what this rank holds; gathers under way come to their end."""
+        ensure_params_synced(self.model.chunks)
+        counters = getattr(self.adapter, "counters", dict)
+        return {
+            "weights": dict(_weights(self.model.chunks)),
+            "optimizer": dict(_optimizer(self.model.optimizer)),
+            "scheduler": {**_plain(self.subject.scheduler), **_rates(self.model.optimizer)},
+            "random": _random(),
+            "loss scale": {
+                f"of optimizer {index}": _copied(scaler.state_dict())
+                for index, scaler in enumerate(_scalers(self.model.optimizer))
+            },
+            **{
+                kind: {n: _copied(b) for n, b in _buffers(self.model.chunks) if n.endswith(ending)}
+                for ending, kind in _BUFFERS.items()
+            },
+            "auxiliary losses": dict(enumerate(_copied(list(logged())))),
+            "counters": dict(counters()),
+        }
+
+    def put(self, held: Held, *, but: str = "") -> None:
+        """Put back what is beside weights and optimizer, but for one kind."""
+        for kind in PUT:
+            if kind != but:
+                self._put(kind, held[kind])
+
+    def _put(self, kind: str, held: Mapping[str, Any]) -> None:
+        if kind == "scheduler":
+            scheduler = self.subject.scheduler
+            vars(scheduler).update({name: held[name] for name in _plain(scheduler)})
+            for group, rates in zip(
+                _groups(self.model.optimizer), _grouped_rates(held), strict=True
+            ):
+                group.update(rates)
+        elif kind == "random":
+            _put_random(held)
+        elif kind == "loss scale":
+            for scaler, state in zip(_scalers(self.model.optimizer), held.values(), strict=True):
+                scaler.load_state_dict(_copied(state))
+        else:
+            for name, buffer in _buffers(self.model.chunks):
+                if name in held:
+                    buffer.copy_(held[name])
+
+    def hold(
+        self, number: int, what: str, kinds: Iterable[str] = RUN, held: Held | None = None
+    ) -> None:
+        """Raise `Wrong` on all ranks unless one holds what it did after the step, bit for bit.
+
+        `held` takes the place of the run's own.
+        """
+        wanted = self.course[number][1] if held is None else held
+        self.stop_at(self.differing(wanted, what, kinds))
+
+    def differing(self, wanted: Held, what: str, kinds: Iterable[str]) -> str | None:
+        """Return how this rank differs from what it should hold; None if it does not."""
+        return first_fault(wanted, self.held(), f"{what} rank {self.rank}", kinds)
+
+    def follow(
+        self, number: int, what: str, kinds: Iterable[str] = RUN, course: Any = None
+    ) -> None:
+        """Take a step, and raise `Wrong` unless it leaves and tells what it did in the run."""
+        told, held = (course or self.course)[number]
+        finished = self.advance(number)
+        fault = self.differing(held, f"{what} and step {number + 1}", kinds)
+        if fault is None and finished != told:
+            fault = f"step {number + 1} after {what} tells {finished}, and {told} without"
+        self.stop_at(fault)
+
+    def follow_as(self, finished: Finished, after: Held, number: int, what: str) -> None:
+        """Take a step of a run that plain copies have set up; that after `what` must be the same.
+
+        `finished` and `after` are what the step after `what` told and left.
+        """
+        told = self.advance(number)
+        fault = first_fault(self.held(), after, f"{what} and a step rank {self.rank}", RUN)
+        if fault is None and finished != told:
+            fault = f"the step after {what} tells {finished}, and {told} is right"
+        self.stop_at(fault)
+
+    # The whole model, for another layout.
+
+    def hold_whole(self, wanted: Mapping[str, Any], what: str) -> None:
+        """Raise `Wrong` unless the whole model's state is this, bit for bit."""
+        place = first_difference(wanted, self.whole_state())
+        self.stop_at(place and f"after {what} the whole model has another {place}")
+
+    def groups_at(self, rates: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return rates for the optimizer's groups, if those of a plain one are these."""
+        return [
+            {
+                "lr": rates["lr"] * group.get("lr_mult", 1.0),
+                "weight_decay": rates["weight_decay"] * bool(group.get("wd_mult", 1.0)),
+            }
+            for group in _groups(self.model.optimizer)
+        ]
+
+    def whole_state(self) -> dict[str, dict[str, Tensor]]:
+        """Gather each parameter, its main one and its moments, by Megatron's names. Collective."""
+        everybody = self.told_by_all(
+            [
+                (dataclasses.replace(part, value=_copied(part.value)), key, start, _copied(value))
+                for part, key, start, value in self._shards()
+            ]
+        )
+        pieces: dict[tuple[str, str], dict[int, Any]] = {}
+        for theirs in everybody:
+            for part, key, start, value in theirs:
+                of_rank = pieces.setdefault((part.name, key), {})
+                if part.rank not in of_rank:
+                    empty = torch.full((part.value.numel(),), torch.nan, dtype=value.dtype)
+                    of_rank[part.rank] = part, empty
+                of_rank[part.rank][1][start : start + value.numel()] = value.flatten()
+        found: dict[str, dict[str, Tensor]] = {}
+        for (name, key), of_rank in pieces.items():
+            shaped = [flat.view_as(part.value) for _, (part, flat) in sorted(of_rank.items())]
+            dimension = next(iter(of_rank.values()))[0].dimension
+            whole = shaped[0] if dimension is None else torch.cat(shaped, dimension)
+            found.setdefault(name, {})[key] = whole
+        return found
+
+    def put_whole(self, whole: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
+        """Write the whole model's state into this rank's shards, without any loader."""
+        self.advance(STEPS)  # there is no state to write into before a step
+        ensure_params_synced(self.model.chunks)
+        with torch.no_grad():
+            for part, key, start, value in self._shards():
+                source = whole[part.name][key]
+                if part.dimension is not None:
+                    source = source.chunk(part.size, part.dimension)[part.rank]
+                value.copy_(source.flatten()[start : start + value.numel()].view(value.shape))
+            for one in unchained(self.model.optimizer):
+                for inner in stepping(one.optimizer):
+                    for state in inner.state.values():
+                        state["step"] = torch.tensor(float(steps))
+
+    def _shards(self) -> Iterator[tuple[ParameterPart, str, int, Tensor]]:
+        """Yield for each parameter of this rank the tensors [N] that are about it.
+
+        With each come its name, and where it begins in the rank's parameter.
+        """
+        kept: dict[Any, tuple[int, dict[str, Tensor]]] = {}
+        for one in unchained(self.model.optimizer):
+            for model, start, main in _mains(one):
+                state = one.optimizer.state.get(main, {})
+                tensors = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dim()}
+                kept[model] = start, {"main": main, **tensors}
+        for chunk in self.model.chunks:
+            for part in parts(chunk, self.layout):
+                yield part, "weight", 0, part.value.detach()
+                start, tensors = kept.get(part.value, (0, {}))
+                for key, value in tensors.items():
+                    yield part, key, start, value.detach()
+
+
+def first_fault(wanted: Held, found: Held, where: str, kinds: Iterable[str]) -> str | None:
+    """Return the first kind that differs, and how; None if none does."""
+    for kind in kinds:
+        place = first_difference(wanted[kind], found[kind])
+        if place is not None:
+            return f"after {where} has other {kind}: {place}"
+    return None
+
+
+def first_difference(wanted: Any, found: Any) -> str | None:
+    """Return the place where two states differ in bits, with both values; None without one."""
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+        if wanted.keys() != found.keys():
+            odd = sorted(map(str, wanted.keys() ^ found.keys()))
+            return f"{odd[0]} is {'missing' if odd[0] in map(str, wanted) else 'new'}"
+        for name, value in wanted.items():
+            place = first_difference(value, found[name])
+            if place is not None:
+                return f"{name}{place if place.startswith((' ', '[')) else f' {place}'}"
+        return None
+    if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
+        return first_difference(dict(enumerate(wanted)), dict(enumerate(found)))
+    if isinstance(wanted, Tensor) and isinstance(found, Tensor):
+        if wanted.shape == found.shape and torch.equal(_bits(wanted), _bits(found)):
+            return None
+        if wanted.shape != found.shape or not wanted.is_floating_point():
+            return f"is {_short(found)} instead of {_short(wanted)}"
+        distance = float((wanted.double() - found.double()).norm())
+        moved = int((_bits(wanted) != _bits(found)).any(-1).sum()) if wanted.dim() else 1
+        return f"differs in {moved} elements, by {distance:.3g} together"
+    return None if wanted == found else f"is {_short(found)} instead of {_short(wanted)}"
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60]
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.contiguous().view(-1, 1).view(torch.uint8)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {name: _copied(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copied, value))
+    return value
+
+
+def _weights(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    for index, chunk in enumerate(chunks):
+        for name, value in chunk.module.named_parameters():
+            yield f"{name} of chunk {index}", _copied(value)
+
+
+def _buffers(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    for index, chunk in enumerate(chunks):
+        for name, value in chunk.module.named_buffers():
+            yield f"chunk {index} {name}", value
+
+
+def _optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what torch's optimizers step, and their state, the number of steps as a number."""
+    for number, one in enumerate(unchained(optimizer)):
+        for half, inner in enumerate(stepping(one.optimizer) if one.optimizer else ()):
+            held = [each for group in inner.param_groups for each in group["params"]]
+            for index, parameter in enumerate(held):
+                state = {
+                    name: float(value) if name == "step" else _copied(value)
+                    for name, value in inner.state.get(parameter, {}).items()
+                }
+                state["parameter"] = _copied(parameter)
+                yield f"optimizer {number}.{half} parameter {index}", state
+
+
+def _mains(one: Any) -> Iterator[tuple[Any, int, Tensor]]:
+    """Yield the model's parameters, where a rank's shard begins, and what is stepped for it."""
+    pairs = (
+        ("model_float16_groups", "shard_fp32_from_float16_groups"),
+        ("model_fp32_groups", "shard_fp32_groups"),
+        ("float16_groups", "fp32_from_float16_groups"),
+    )
+    for models, mains in pairs:
+        for group in zip(getattr(one, models, ()), getattr(one, mains, ()), strict=True):
+            for model, main in zip(*group, strict=True):
+                start = 0
+                if hasattr(one, "shard_fp32_from_float16_groups"):
+                    start = one._get_model_param_range_map(model)["param"].start
+                yield model, start, main
+    if not hasattr(one, "model_float16_groups"):
+        own = getattr(one, "fp32_from_fp32_groups", [g["params"] for g in one.param_groups])
+        for parameters in own:
+            yield from ((each, 0, each) for each in parameters)
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    return [
+        group
+        for one in unchained(optimizer)
+        if one.optimizer
+        for group in one.optimizer.param_groups
+    ]
+
+
+def _rates(optimizer: Any) -> dict[str, Any]:
+    return {
+        "groups": [{name: group[name] for name in _RATES} for group in _groups(optimizer)],
+    }
+
+
+def _grouped_rates(held: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = held["groups"]
+    return found
+
+
+def _plain(scheduler: Any) -> dict[str, Any]:
+    return {n: v for n, v in vars(scheduler).items() if isinstance(v, (int, float, str))}
+
+
+def _scalers(optimizer: Any) -> list[Any]:
+    scalers = [getattr(one, "grad_scaler", None) for one in unchained(optimizer)]
+    return [each for each in scalers if each is not None]
+
+
+def _random() -> dict[str, Any]:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    name, words, *rest = numpy.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(words.copy()), *rest),
+        "torch": torch.get_rng_state().clone(),
+        "tracker": _copied(dict(get_cuda_rng_tracker().get_states())),
+    }
+
+
+def _put_random(held: Mapping[str, Any]) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    random.setstate(held["python"])
+    name, words, *rest = held["numpy"]
+    numpy.random.set_state((name, words.numpy(), *rest))
+    torch.set_rng_state(held["torch"])
+    get_cuda_rng_tracker().set_states(_copied(held["tracker"]))
