@@ -1,19 +1,24 @@
-"""Frameworks' own savers and loaders on a rank, around a small model, its optimizer and scheduler.
+"""Adapters with which `certify` judges frameworks' own savers and loaders, from given sources.
 
-Each class has `save(folder)`, `load(folder)` and, where the framework has it, `load_weights(folder)`.
-All ranks call them at once. Loggers, tokenizers, uploads and Hugging Face's formats are stand-ins.
+    SKYRL_SOURCE=… PYTHONPATH=.:tests/downstream megatron-idempotent certify savers:SkyRL \\
+        --layout dp2-bf16-distopt --check load-into-live-run
+
+They train with `TrainStep`, so that only saves and loads are the framework's. Loggers, tokenizers,
+uploads and Hugging Face's formats are stand-ins.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from megatron_idempotent.patches.frameworks import _bridge, _skyrl, _standins, _verl
+
+from megatron_idempotent.proof.certify import Subject
+from megatron_idempotent.proof.certify.checkpoints import DistCheckpoint
 
 
 def _import(source: str, package: str, names: tuple[str, ...], *absent: str) -> list[Any]:
@@ -23,63 +28,79 @@ def _import(source: str, package: str, names: tuple[str, ...], *absent: str) -> 
     return [_standins.import_alone(f"{package}.{name}", *absent) for name in names]
 
 
-class Saver:
-    """Holds what a framework's functions save, and call them by one name."""
-
-    def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any, config: Any) -> None:
-        self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
-        self.config = config
-        self.start()
-
-    def start(self) -> None:
-        """Import the framework's modules, and make the object whose methods save."""
-
-
-class SkyRL(Saver):
-    """SkyRL's `MegatronStrategy`."""
+class SkyRL(DistCheckpoint):
+    """Saves and loads with SkyRL's `MegatronStrategy`."""
 
     names = (
         "backends.skyrl_train.utils.io.s3fs",
         "backends.skyrl_train.utils.io.io",
-        "backends.skyrl_train.utils.io",
         "backends.skyrl_train.distributed.megatron.megatron_utils",
         "backends.skyrl_train.distributed.strategy",
         "backends.skyrl_train.distributed.megatron.megatron_strategy",
     )
+    fully = False
 
-    def start(self, **options: Any) -> None:
-        absent = (*_skyrl._ABSENT, "jaxtyping", "ray", "s3fs", "botocore", "boto3")
-        module = _import(os.environ["SKYRL_SOURCE"], "skyrl", self.names, *absent)[-1]
-        module.io = sys.modules["skyrl.backends.skyrl_train.utils.io.io"]
-        config = {
-            "dist_ckpt_optim_fully_reshardable": False,
-            "async_dist_ckpt_save": False,
-            "async_dist_ckpt_strategy": "mcore",
-            "async_save_prestage_to_cpu": False,
-            **options,
-        }
-        self.strategy = module.MegatronStrategy(SimpleNamespace(**config))
+    def __init__(self) -> None:
+        """Import SkyRL before Megatron, as its program does."""
+        _standins.replace("ray")
+        absent = (*_skyrl._ABSENT, "jaxtyping", "s3fs", "botocore", "boto3")
+        self.module = _import(os.environ["SKYRL_SOURCE"], "skyrl", self.names, *absent)[-1]
+        self.module.io = sys.modules["skyrl.backends.skyrl_train.utils.io.io"]
+
+    def build(self, subject: Subject) -> None:
+        super().build(subject)
+        self.config = SimpleNamespace(
+            dist_ckpt_optim_fully_reshardable=self.fully,
+            async_dist_ckpt_save=False,
+            async_dist_ckpt_strategy="mcore",
+            async_save_prestage_to_cpu=False,
+        )
+        self.strategy = self.module.MegatronStrategy(self.config)
         self.strategy.hf_config = SimpleNamespace(save_pretrained=lambda _: None)
         self.strategy.print = lambda *_: None
-        self.model = SimpleNamespace(actor_module=self.chunks)
+        self.model = SimpleNamespace(actor_module=subject.chunks)
 
-    def save(self, folder: str) -> None:
-        self.strategy.save_checkpoint(self.model, folder, 0, self.optimizer, self.scheduler)
+    counters = None  # the trainer on the driver counts
 
-    def load(self, folder: str) -> None:
-        self.strategy.load_checkpoint(self.model, folder, self.optimizer, self.scheduler)
+    def save(self) -> str:
+        folder, subject = self._new_folder(), self.subject
+        self.strategy.save_checkpoint(self.model, folder, 0, subject.optimizer, subject.scheduler)
+        return folder
 
-    def load_weights(self, folder: str) -> None:
+    def save_async(self) -> str:
+        self.config.async_dist_ckpt_save = True
+        return self.save()
+
+    def saved(self) -> None:
+        self.strategy.finalize_pending_saves()
+        self.config.async_dist_ckpt_save = False
+
+    def load(self, state: str) -> None:
+        subject = self.subject
+        with torch.no_grad():  # upstream copies into fp32 parameters in place
+            self.strategy.load_checkpoint(self.model, state, subject.optimizer, subject.scheduler)
+
+    def load_weights(self, state: str) -> None:
+        """Load as the worker's `load_checkpoint` does without optimizer and scheduler states."""
         self.strategy.load_checkpoint(
             self.model,
-            folder,
+            state,
+            None,
+            None,
             load_optimizer_states=False,
             load_lr_scheduler_states=False,
         )
 
 
-class Verl(Saver):
-    """verl's `MegatronCheckpointManager`, with Megatron's shards for the model."""
+class _Config(dict):  # type: ignore[type-arg]
+    """Is a dictionary with its items as attributes, as verl's configurations are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+class Verl(DistCheckpoint):
+    """Saves and loads with verl's `MegatronCheckpointManager`, the model in Megatron's shards."""
 
     names = (
         "utils.device",
@@ -89,219 +110,119 @@ class Verl(Saver):
         "utils.megatron_utils",
         "utils.checkpoint.megatron_checkpoint_manager",
     )
-    scheduler_of_checkpoint = False  # verl's default
+    scheduler_too = False
+    """verl's own default of `use_checkpoint_opt_param_scheduler`."""
+    counters = None  # the trainer on the driver counts
 
-    def start(self, **contents: Any) -> None:
+    def __init__(self) -> None:
+        """Import verl before Megatron, as its program does."""
+        _standins.replace("ray")
         module = _import(os.environ["VERL_SOURCE"], "verl", self.names, *_verl._ABSENT)[-1]
         module.get_device_name = lambda: "cuda"
         module.is_device_available = lambda: True
-        module.get_torch_device = lambda: __import__("torch").cuda
+        module.get_torch_device = lambda: torch.cuda
         module.is_non_local = lambda _: False
         module.local_mkdir_safe = lambda path: os.makedirs(path, exist_ok=True) or path
         module.log_with_rank = lambda *_, **__: None
-        self.manager = self.made(module)
-        self.weights = self.made(module, load_contents=["model"])
+        self.module = module
 
-    def made(self, module: Any, **contents: Any) -> Any:
+    def build(self, subject: Subject) -> None:
+        super().build(subject)
+        self.checkpoint = _Config(async_save=False)
+        self.manager = self._manager(self.checkpoint)
+        self.of_weights = self._manager(_Config(async_save=False, load_contents=["model"]))
+
+    def _manager(self, checkpoint: _Config) -> Any:
         megatron = SimpleNamespace(
             dist_ckpt_optim_fully_reshardable=False,
             distrib_optim_fully_reshardable_mem_efficient=False,
         )
-        return module.MegatronCheckpointManager(
+        subject = self.subject
+        return self.module.MegatronCheckpointManager(
             config=SimpleNamespace(
                 model=SimpleNamespace(path=""), actor=SimpleNamespace(megatron=megatron)
             ),
-            checkpoint_config=_Config(async_save=False, **contents),
+            checkpoint_config=checkpoint,
             model_config=None,
             transformer_config=SimpleNamespace(),
             role="actor",
-            model=self.chunks,
+            model=subject.chunks,
             arch="GPTModel",
             hf_config=None,
             param_dtype=None,
             share_embeddings_and_output_weights=False,
             processing_class=None,
-            optimizer=self.optimizer,
-            optimizer_scheduler=self.scheduler,
-            use_distributed_optimizer=self.chunks[0].ddp_config.use_distributed_optimizer,
-            use_checkpoint_opt_param_scheduler=self.scheduler_of_checkpoint,
+            optimizer=subject.optimizer,
+            optimizer_scheduler=subject.scheduler,
+            use_distributed_optimizer=subject.chunks[0].ddp_config.use_distributed_optimizer,
+            use_checkpoint_opt_param_scheduler=self.scheduler_too,
             use_dist_checkpointing=True,
         )
 
-    def save(self, folder: str) -> None:
+    def save(self) -> str:
+        folder = self._new_folder()
         self.manager.save_checkpoint(folder)
+        return folder
 
-    def load(self, folder: str) -> None:
-        self.manager.load_checkpoint(folder)
+    def load(self, state: str) -> None:
+        with torch.no_grad():  # upstream copies into fp32 parameters in place
+            self.manager.load_checkpoint(state)
 
-    def load_weights(self, folder: str) -> None:
-        self.weights.load_checkpoint(folder)
+    def load_weights(self, state: str) -> None:
+        """Load with `load_contents: [model]`."""
+        self.of_weights.load_checkpoint(state)
 
-
-class _Config(dict):  # type: ignore[type-arg]
-    """A dictionary with its items as attributes, as verl's configurations are."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
+    save_async = saved = None  # its queue is Megatron's of 0.14 and earlier
 
 
-class Bridge(Saver):
-    """Megatron-Bridge's `save_checkpoint` and `load_checkpoint`."""
+class VerlScheduler(Verl):
+    """Does so with `use_checkpoint_opt_param_scheduler: True`."""
 
-    names = (
-        "training",
-        "utils.common_utils",
-        "utils.import_utils",
-        "utils.safe_pickle",
-        "utils.yaml_utils",
-        "utils.instantiate_utils",
-        "training.callbacks",
-        "training.utils.config_utils",
-        "training.utils.log_utils",
-        "training.utils.pg_utils",
-        "training.config",
-        "training.state",
-        "training.utils.checkpoint_utils",
-        "training.checkpointing",
-    )
+    scheduler_too = True
 
-    def start(self, **options: Any) -> None:
-        from megatron.core.process_groups_config import ProcessGroupCollection
 
-        found = _import(
-            os.environ["BRIDGE_SOURCE"], "megatron.bridge", self.names, "modelopt", "transformers"
-        )
-        self.module, self.utils = found[-1], found[-2]
-        self.module.is_hf_checkpoint_dir = lambda _: False
-        self.module.restore_modelopt_state = lambda *_: None
-        self.module.fault_tolerance = _standins.Thing()
-        self.module.should_fire = lambda *_: False
-        self.module.is_last_rank = lambda: False
-        self.state = found[-3].GlobalState()
-        model = self.config
-        self.checkpoint = found[-4].CheckpointConfig(
-            async_strategy="mcore", save_tokenizer_assets=False, **options
-        )
-        self.cfg = _bridge._Off(
-            checkpoint=self.checkpoint,
-            ddp=_bridge._Off(),
-            dist=_bridge._Off(use_decentralized_pg=True),
-            logger=_bridge._Off(),
-            model=model,
-            optimizer=_bridge._Off(
-                use_distributed_optimizer=self.chunks[0].ddp_config.use_distributed_optimizer
-            ),
-            rng=_bridge._Off(),
-            dataset=_bridge._Off(),
-            to_yaml=self._described,
-        )
-        self.state._cfg = self.cfg
-        self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.context: dict[str, Any] = {}
+class Bridge(DistCheckpoint):
+    """Saves and loads with Megatron-Bridge's `save_checkpoint` and `load_checkpoint`."""
 
-    def _described(self, path: str) -> None:
-        import yaml
+    save_async = saved = None
 
-        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-        Path(path).write_text(
-            yaml.safe_dump(
-                {
-                    "model": {name: getattr(self.config, name) for name in sizes},
-                    "checkpoint": {
-                        "save_optim": True,
-                        "save_rng": True,
-                        "fully_parallel_save": True,
-                    },
-                }
-            )
+    def __init__(self) -> None:
+        """Import Megatron-Bridge before Megatron, as its program does."""
+        if os.environ["BRIDGE_SOURCE"] not in sys.path:
+            sys.path.insert(0, os.environ["BRIDGE_SOURCE"])
+        _bridge.import_checkpoints()
+
+    def build(self, subject: Subject) -> None:
+        super().build(subject)
+        self.bridge = _bridge.Checkpoints(
+            subject.chunks, subject.optimizer, subject.scheduler, subject.config
         )
 
-    def save(self, folder: str) -> None:
-        self.checkpoint.save = folder
-        self.module.save_checkpoint(
-            self.state,
-            self.chunks,
-            self.optimizer,
-            self.scheduler,
-            0,
-            self.context,
-            pg_collection=self.groups,
-        )
+    def finish(self, **how: Any) -> Any:
+        finished = super().finish(**how)
+        train = self.bridge.train_state  # as Bridge's `train` counts
+        train.step += 1
+        train.consumed_train_samples += 4
+        return finished
 
-    def load(self, folder: str) -> None:
-        self.checkpoint.load = folder
-        self.module.load_checkpoint(
-            self.state,
-            self.chunks,
-            self.optimizer,
-            self.scheduler,
-            checkpointing_context=self.context,
-            pg_collection=self.groups,
-        )
+    def counters(self) -> dict[str, int]:
+        train = self.bridge.train_state
+        return {"step": train.step, "consumed_train_samples": train.consumed_train_samples}
 
-    def load_weights(self, folder: str) -> None:
-        self.checkpoint.load_optim = self.checkpoint.load_rng = False
+    def save(self) -> str:
+        folder = self._new_folder()
+        self.bridge.save(folder)
+        return folder
+
+    def load(self, state: str) -> None:
+        self.bridge.load(state)
+
+    def load_weights(self, state: str) -> None:
+        """Load with `load_optim` and `load_rng` off, and count on."""
+        kept, how = dict(vars(self.bridge.train_state)), self.bridge.checkpoint
+        how.load_optim = how.load_rng = False
         try:
-            self.load(folder)
+            self.load(state)
         finally:
-            self.checkpoint.load_optim = self.checkpoint.load_rng = True
-
-
-class Slime(Saver):
-    """slime's `save` and `load_checkpoint`, which call Megatron's own."""
-
-    names = (
-        "backends.megatron_utils",
-        "backends.megatron_utils.checkpoint",
-        "backends.megatron_utils.model",
-    )
-
-    def start(self, **options: Any) -> None:
-        import argparse
-
-        from megatron.training import arguments, global_vars
-
-        parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
-        self.args = parser.parse_args([])
-        ddp = self.chunks[0].ddp_config
-        vars(self.args).update(
-            bf16=self.config.bf16,
-            fp16=self.config.fp16,
-            overlap_param_gather=ddp.overlap_param_gather,
-            use_distributed_optimizer=ddp.use_distributed_optimizer,
-            use_dist_ckpt=True,
-            tensor_model_parallel_size=self.config.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.config.pipeline_model_parallel_size,
-            consumed_train_samples=0,
-            consumed_valid_samples=0,
-            skipped_train_samples=0,
-            world_size=int(os.environ["WORLD_SIZE"]),
-            num_layers=self.config.num_layers,
-            hidden_size=self.config.hidden_size,
-            num_attention_heads=self.config.num_attention_heads,
-            ckpt_fully_parallel_save=True,
-            **options,
-        )
-        global_vars.set_args(self.args)
-        found = _import(os.environ["SLIME_SOURCE"], "slime", self.names, "tqdm", "wandb")
-        self.checkpoint, self.module = found[-2:]
-        self.iteration = 0
-
-    def save(self, folder: str) -> None:
-        self.args.save = folder
-        self.module.save(self.iteration, self.chunks, self.optimizer, self.scheduler)
-
-    def load(self, folder: str) -> None:
-        self.args.load = folder
-        self.checkpoint.load_checkpoint(
-            self.chunks, self.optimizer, self.scheduler, {}, skip_load_to_model_and_opt=False
-        )
-
-    def load_weights(self, folder: str) -> None:
-        self.args.no_load_optim = self.args.no_load_rng = True
-        with contextlib.suppress(AttributeError):
-            self.load(folder)
-        self.args.no_load_optim = self.args.no_load_rng = False
-
-
-SAVERS = {each.__name__: each for each in (SkyRL, Verl, Bridge, Slime)}
+            how.load_optim = how.load_rng = True
+            vars(self.bridge.train_state).update(kept)

@@ -1,0 +1,88 @@
+"""Megatron-Bridge's conversion tasks, used for a second weight sync, receive with old types.
+
+Symptom:
+    With pipeline stages and expert biases (DeepSeek-V3 and its like) the first weight sync is
+    right. From the second on, a bias of experts is garbage on the stages that do not own it:
+    engines route wrongly, and rewards collapse. NCCL says nothing, because each rank passes its own
+    number of bytes; gloo raises `op.preamble.length <= op.nbytes`.
+
+Cause:
+    A mapping keeps the shape and the type of what it has broadcast once. A model in 16 bits casts
+    its expert biases too, and its routers cast them back to float32 in their first forward, after
+    the first sync. From then on the owner sends float32, and the other stages receive 16 bits.
+
+Affects:
+    Callers that keep the tasks of `get_conversion_tasks` over syncs: SkyRL until #1345, and NeMo-RL
+    and verl in August 2026 (`refit_conversion_tasks`, `_hf_export_tasks`). Bridge, read from 0.3.1
+    to 0.6.0 and on main. What the patch does: each broadcast asks the stages what they have, as the
+    first one does. SkyRL's repair, new tasks for each sync, costs the same.
+
+Upstream:
+    https://github.com/NovaSky-AI/SkyRL/pull/1345.
+
+Remove when:
+    mappings forget what they have cached when a sync begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+_MODULE = "megatron.bridge.models.conversion.param_mapping"
+
+
+def broadcast(
+    original: Callable[..., Any], self: Any, tensor: Any, cache_key: str | None = None
+) -> Any:
+    """Run `broadcast_from_pp_rank` without what it has cached under this key."""
+    self._tensor_spec_output_cache.pop(cache_key, None)
+    return original(self, tensor, cache_key)
+
+
+def reproduce() -> None:
+    """Export the first stage's expert bias before and after a step, with one mapping."""
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    from . import _standins
+
+    experts = {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_bias_update_rate": 0.5,
+    }
+    model = tiny.build(pp=2, dtype="bf16", experts=4, config_overrides=experts)
+    module = _standins.import_alone(_MODULE, "modelopt", "transformers")
+    mapping = module.ReplicatedMapping("expert_bias", "bias")
+    owner = parallel_state.is_pipeline_first_stage()
+    biases = [b for n, b in model.chunks[0].named_buffers() if n.endswith("expert_bias")]
+    own = biases[0] if owner else None
+    for sync in ("first", "second"):
+        found = mapping.megatron_to_hf(own, None)["bias"].float().clone()
+        sent = found.clone()
+        torch.distributed.broadcast(sent, 0)
+        if not torch.equal(found, sent):
+            raise RuntimeError(f"the {sync} sync has {found.tolist()} in place of {sent.tolist()}")
+        model.forward_backward(2, data_seed=0)
+        model.step()
+
+
+PATCH = Patch(
+    distribution="megatron-bridge",
+    summary="Megatron-Bridge's conversion tasks, used for a second sync, receive with old types",
+    since="0.3",
+    targets=(
+        Target(
+            f"{_MODULE}:MegatronParamMapping.broadcast_from_pp_rank",
+            broadcast,
+            "tensor_spec_output = self._tensor_spec_output_cache[cache_key]",
+        ),
+    ),
+    ranks=2,
+    stock_error=r"op\.preamble\.length <= op\.nbytes|the second sync has",
+)
