@@ -208,6 +208,8 @@ def import_checkpoints() -> tuple[Any, Any, Any]:
     module.fault_tolerance = _standins.Thing()
     module.is_hf_checkpoint_dir = module.should_fire = lambda *_: False
     module.is_last_rank = lambda: False  # trackers of experiments log on that rank
+    for each in (module, found["training.utils.checkpoint_utils"]):
+        each.print_rank_0 = lambda _: None
     return found["training.config"], found["training.state"], module
 
 

@@ -9,16 +9,20 @@ uploads and Hugging Face's formats are stand-ins.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from megatron_idempotent.patches.frameworks import _bridge, _skyrl, _standins, _verl
+from megatron_idempotent.patches.frameworks import _bridge, _nemo_rl, _skyrl, _standins, _verl
+from megatron_idempotent.patches.frameworks._workers import methods
 
 from megatron_idempotent.proof.certify import Subject
-from megatron_idempotent.proof.certify.checkpoints import DistCheckpoint
+from megatron_idempotent.proof.certify.checkpoints import DistCheckpoint, Training
+
+_HOLDER = "megatron.core.dist_checkpointing.strategies.base"
 
 
 def _import(source: str, package: str, names: tuple[str, ...], *absent: str) -> list[Any]:
@@ -28,7 +32,16 @@ def _import(source: str, package: str, names: tuple[str, ...], *absent: str) -> 
     return [_standins.import_alone(f"{package}.{name}", *absent) for name in names]
 
 
-class SkyRL(DistCheckpoint):
+class _Worker(DistCheckpoint):
+    """Saves and loads with a worker's functions; the trainer on the driver counts."""
+
+    keeps = ("scheduler", "random", "loss scale", "expert bias")
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+
+class SkyRL(_Worker):
     """Saves and loads with SkyRL's `MegatronStrategy`."""
 
     names = (
@@ -41,8 +54,12 @@ class SkyRL(DistCheckpoint):
     fully = False
 
     def __init__(self) -> None:
-        """Import SkyRL before Megatron, as its program does."""
+        """Import SkyRL, with a holder of its queue of saves, which its Megatron had in a module."""
+        from megatron.core.dist_checkpointing import strategies
+
         _standins.replace("ray")
+        if importlib.util.find_spec(_HOLDER) is None:
+            sys.modules[_HOLDER] = strategies.base = ModuleType(_HOLDER)
         absent = (*_skyrl._ABSENT, "jaxtyping", "s3fs", "botocore", "boto3")
         self.module = _import(os.environ["SKYRL_SOURCE"], "skyrl", self.names, *absent)[-1]
         self.module.io = sys.modules["skyrl.backends.skyrl_train.utils.io.io"]
@@ -59,8 +76,6 @@ class SkyRL(DistCheckpoint):
         self.strategy.hf_config = SimpleNamespace(save_pretrained=lambda _: None)
         self.strategy.print = lambda *_: None
         self.model = SimpleNamespace(actor_module=subject.chunks)
-
-    counters = None  # the trainer on the driver counts
 
     def save(self) -> str:
         folder, subject = self._new_folder(), self.subject
@@ -99,7 +114,7 @@ class _Config(dict):  # type: ignore[type-arg]
         return self.get(name)
 
 
-class Verl(DistCheckpoint):
+class Verl(_Worker):
     """Saves and loads with verl's `MegatronCheckpointManager`, the model in Megatron's shards."""
 
     names = (
@@ -112,7 +127,6 @@ class Verl(DistCheckpoint):
     )
     scheduler_too = False
     """verl's own default of `use_checkpoint_opt_param_scheduler`."""
-    counters = None  # the trainer on the driver counts
 
     def __init__(self) -> None:
         """Import verl before Megatron, as its program does."""
@@ -226,3 +240,71 @@ class Bridge(DistCheckpoint):
         finally:
             how.load_optim = how.load_rng = True
             vars(self.bridge.train_state).update(kept)
+
+
+class NemoRL(Bridge):
+    """Saves with NeMo-RL's policy worker, and loads as its set-up does, with Bridge's functions."""
+
+    keeps = ("scheduler", "loss scale", "expert bias", "counters")  # its `load_rng` is False
+
+    def __init__(self) -> None:
+        """Import NeMo-RL before Megatron, as its program does."""
+        super().__init__()
+        sys.path.insert(0, os.environ["NEMO_RL_SOURCE"])
+        _, self.made = _nemo_rl._modules("policy")
+
+    def build(self, subject: Subject) -> None:
+        super().build(subject)
+        self.bridge.checkpoint.load_rng = False
+        (model,) = subject.chunks
+        self.worker = methods(
+            self.made,
+            mcore_state=self.bridge.state,
+            model=model,
+            optimizer=subject.optimizer,
+            scheduler=subject.scheduler,
+            checkpointing_context=self.bridge.context,
+            optimizer_cpu_offload=False,
+            should_disable_forward_pre_hook=model.ddp_config.overlap_param_gather,
+            _async_checkpoint_cuda_cache_active=False,
+            megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
+        )
+
+    def save(self) -> str:
+        folder = self._new_folder()
+        self.worker.save_checkpoint(folder, optimizer_path=folder)
+        return folder
+
+
+class Slime(Training):
+    """Saves and loads with slime's `save` and `load_checkpoint`, which call Megatron's."""
+
+    def __init__(self) -> None:
+        """Import slime before Megatron, as its program does."""
+        names = ("checkpoint", "model")
+        self.checkpoint, self.module = _import(
+            os.environ["SLIME_SOURCE"],
+            "slime.backends.megatron_utils",
+            names,
+            "tqdm",
+            "wandb",
+        )
+
+    def build(self, subject: Subject) -> None:
+        super().build(subject)
+        self.args.overlap_param_gather = subject.chunks[0].ddp_config.overlap_param_gather
+        self.checkpoint.logger.disabled = True
+
+    def save(self) -> str:
+        self.args.save = folder = self._new_folder()
+        subject = self.subject
+        self.module.save(self.iteration, subject.chunks, subject.optimizer, subject.scheduler)
+        return folder
+
+    def _load(self, state: str) -> None:
+        self.args.load = state
+        subject = self.subject
+        with torch.no_grad():  # upstream copies into fp32 parameters in place
+            self.iteration, _ = self.checkpoint.load_checkpoint(
+                subject.chunks, subject.optimizer, subject.scheduler, {}, False
+            )
