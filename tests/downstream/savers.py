@@ -293,7 +293,6 @@ class Slime(Training):
     def build(self, subject: Subject) -> None:
         super().build(subject)
         self.args.overlap_param_gather = subject.chunks[0].ddp_config.overlap_param_gather
-        self.checkpoint.logger.disabled = True
 
     def save(self) -> str:
         self.args.save = folder = self._new_folder()
