@@ -53,6 +53,8 @@ SUITES_OF_COMMITS = (
 )
 #: FSDPTrainStep's own tests, and those that both engines are held to.
 FSDP = ("tests/step", "tests/rl/hf/test_hf_fsdp.py")
+#: Arguments of `certify` for the layouts of docs/state.md.
+STATES = [*("--layout", "dp2-bf16-distopt"), *("--layout", "ep2-fp16-distopt")]
 #: Arguments of `certify` for a plain model on 1 to 4 ranks, with both kinds of loss.
 FSDP2 = [
     *("--layout", "fsdp2", "--layout", "dp2-fsdp2", "--layout", "dp3-fsdp2"),
@@ -404,14 +406,8 @@ def layouts(session: nox.Session) -> None:
     Steps in one call and in three, all checks of `TrainStep`, and bits on any number of replicas;
     on the newest release FSDP2 too.
     """
+    steps, bits = ["--check", "split-step"], ["--check", "same-bits"]
     for name in session.posargs or (*TABLE["gate"], NEWEST, "nemo-rl", "main"):
-        if name in RELEASES:
-            folder, env = WORK / f"release-{name}", ENVIRON
-            python = _release(session, name, RELEASES[name]["python"], folder)
-        else:
-            python, env, _ = _commit(session, COMMITS[name], WORK / "commits")
-        (LAYOUTS / name).mkdir(parents=True, exist_ok=True)
-        steps, bits = ["--check", "split-step"], ["--check", "same-bits"]
         judgements = {
             "Megatron": ["--grid", *steps],
             "Window": ["--grid", *steps],
@@ -419,16 +415,47 @@ def layouts(session: nox.Session) -> None:
             "OrderStable": [*BITS, *bits],
             **({"FSDPSplitStep": FSDP2} if name == NEWEST else {}),
         }
-        for adapter, given in judgements.items():
-            judged = f"megatron_idempotent.proof.certify.adapters:{adapter}"
-            asked = ["certify", judged, *given, "--json"]
-            with open(LAYOUTS / name / f"{adapter}.json", "w") as file:
-                command = [str(python), "-m", "megatron_idempotent", *asked]
-                codes = (0, 1)  # 1 where a check failed, which the page tells
-                options = {"stdout": file, "stderr": sys.stderr, "success_codes": codes}
-                session.run(*command, env=env, external=True, **options)
-    page = [sys.executable, "-m", "benchmarks._layouts", str(LAYOUTS)]
-    session.run(*page, external=True)
+        _certify(session, name, LAYOUTS, "adapters", judgements)
+    session.run(sys.executable, "-m", "benchmarks._layouts", str(LAYOUTS), external=True)
+
+
+@nox.session(venv_backend="none")
+def states(session: nox.Session) -> None:
+    """The formats of docs/state.md: `nox -s states -- [release or commit]...`."""
+    core = ("DPReshardable", "FullyReshardable", "ModelSpace", "OnHost")
+    for name in session.posargs or ("0.16.1", "0.18.2", NEWEST):
+        training = RELEASES.get(name, {}).get("training", True)
+        adapters = (*core, "Training", "TrainingFully", "Legacy") if training else core
+        judgements = {adapter: ["--state", "--declared", *STATES] for adapter in adapters}
+        _certify(session, name, WORK / "states", "checkpoints", judgements)
+    session.run(sys.executable, "-m", "benchmarks._states", str(WORK / "states"), external=True)
+
+
+def _certify(
+    session: nox.Session, name: str, folder: Path, module: str, judgements: dict[str, list[str]]
+) -> None:
+    """Leave in a folder what `certify` says of adapters, with these arguments, on a Megatron."""
+    if name in RELEASES:
+        python = _release(session, name, RELEASES[name]["python"], WORK / f"release-{name}")
+        env = ENVIRON
+    else:
+        python, env, _ = _commit(session, COMMITS[name], WORK / "commits")
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    for adapter, given in judgements.items():
+        judged = f"megatron_idempotent.proof.certify.{module}:{adapter}"
+        with open(folder / name / f"{adapter}.json", "w") as file:
+            command = [
+                str(python),
+                "-m",
+                "megatron_idempotent",
+                "certify",
+                judged,
+                *given,
+                "--json",
+            ]
+            codes = (0, 1)  # 1 where a check failed, which the page tells
+            options = {"stdout": file, "stderr": sys.stderr, "success_codes": codes}
+            session.run(*command, env=env, external=True, **options)
 
 
 def _refused(ours: list[str], tree: Path) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -54,16 +54,16 @@ these two Megatrons again, and this a single row:
 """
 
 
-def read(folder: Path) -> Found:
-    """Read the results of `certify --json` in `folder/MEGATRON/ADAPTER.json`.
+def read(folder: Path, known: Collection[str] = ADAPTERS) -> Found:
+    """Read the results of `certify --json` in `folder/MEGATRON/ADAPTER.json`, of known adapters.
 
     Raises:
         ValueError: there is none, one is no list of results, or of an unknown adapter.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for path in sorted(folder.glob("*/*.json")):
-        if path.stem not in ADAPTERS:
-            raise ValueError(f"{path} is of no adapter: name it after one of {', '.join(ADAPTERS)}")
+        if path.stem not in known:
+            raise ValueError(f"{path} is of no adapter: name it after one of {', '.join(known)}")
         day = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).date().isoformat()
         layouts: dict[str, dict[str, Sequence[Any]]] = {}
         found.setdefault(path.parent.name, {})[path.stem] = {"date": day, "layouts": layouts}
@@ -88,18 +88,18 @@ def page(found: Found) -> str:
         if runs:
             table = _bits(runs) if adapter == "OrderStable" else _table(runs)
             parts += [f"## {title}", "", *table, ""]
-            faults = [f"- {'; '.join(places)}: {fault}" for fault, places in _faults(runs).items()]
-            parts += [*faults, ""] if faults else []
+            told = [f"- {'; '.join(places)}: {fault}" for fault, places in _faults(runs).items()]
+            parts += [*told, ""] if told else []
     return "\n".join([*parts, *_others(found), ""])
 
 
 def _table(runs: Mapping[str, Verdicts]) -> list[str]:
     layouts = dict.fromkeys(layout for run in runs.values() for layout in run)
     return [
-        _line("layout", *runs),
-        _line(*["---"] * (len(runs) + 1)),
+        line("layout", *runs),
+        line(*["---"] * (len(runs) + 1)),
         *(
-            _line(f"`{layout}`", *(_cell(run.get(layout, {})) for run in runs.values()))
+            line(f"`{layout}`", *(_cell(run.get(layout, {})) for run in runs.values()))
             for layout in layouts
         ),
     ]
@@ -114,8 +114,8 @@ def _bits(runs: Mapping[str, Verdicts]) -> list[str]:
         "Two steps over the same twelve microbatches, in one call, and in two and backwards. A",
         "cell has the numbers of replicas on which the parameters have the same bits after that.",
         "",
-        _line("layout", *runs),
-        _line(*["---"] * (len(runs) + 1)),
+        line("layout", *runs),
+        line(*["---"] * (len(runs) + 1)),
     ]
     for name, layouts in alike.items():
         cells = []
@@ -128,7 +128,7 @@ def _bits(runs: Mapping[str, Verdicts]) -> list[str]:
             failed = "failed" in verdicts.values()
             passed = [number for number, verdict in verdicts.items() if verdict == "passed"]
             cells.append("**differ**" if failed else ", ".join(passed) or "–")
-        lines.append(_line(f"`{name}`", *cells))
+        lines.append(line(f"`{name}`", *cells))
     return lines
 
 
@@ -154,10 +154,8 @@ def _others(found: Found) -> list[str]:
         "",
         "In how many of these layouts `TrainStep` passes each check, of those in which it is made:",
         "",
-        _line(
-            "check", *(f"{name}, {run['date']}" for name, run in runs.items()), "it demands that"
-        ),
-        _line(*["---"] * (len(runs) + 2)),
+        line("check", *(f"{name}, {run['date']}" for name, run in runs.items()), "it demands that"),
+        line(*["---"] * (len(runs) + 2)),
     ]
     for name, check in CHECKS.items():
         cells, known = [], set()
@@ -168,7 +166,7 @@ def _others(found: Found) -> list[str]:
             cells.append(f"{passed} of {passed + failed}" if passed + failed else "–")
         # Otherwise another adapter's table tells of it.
         if not known or known - {"not offered", "not judged"}:
-            lines.append(_line(f"`{name}`", *cells, check.summary))
+            lines.append(line(f"`{name}`", *cells, check.summary))
     return lines
 
 
@@ -181,24 +179,30 @@ def _cell(checks: Mapping[str, Sequence[Any]]) -> str:
     return f"{max(part for _, part, _ in steps):.2g}"
 
 
-def _line(*cells: str) -> str:
+def line(*cells: str) -> str:
+    """Return a line of a table."""
     return f"| {' | '.join(cells)} |"
 
 
-def main(argv: Sequence[str], root: Path) -> int:
-    """Merge the findings of the folder that is given, if one is, and write the page."""
-    known = json.loads((root / FOUND).read_text("utf-8")) if (root / FOUND).exists() else {}
-    for folder in argv:
+def write(folders: Sequence[str], found: Path, read: Callable[[Path], Found]) -> Found:
+    """Merge the findings of the folders into a file, check by check, and return all of it."""
+    known = json.loads(found.read_text("utf-8")) if found.exists() else {}
+    for folder in folders:
         for megatron, adapters in read(Path(folder)).items():
             for adapter, run in adapters.items():
-                # Check by check, so that a few layouts can be run again.
+                # So that a few layouts can be run again.
                 before = known.setdefault(megatron, {}).setdefault(adapter, {"layouts": {}})
                 before["date"] = run["date"]
                 for layout, checks in run["layouts"].items():
                     before["layouts"].setdefault(layout, {}).update(checks)
     known = dict(sorted(known.items(), key=lambda item: place(item[0])))
-    (root / FOUND).write_text(f"{json.dumps(known)}\n", encoding="utf-8")
-    (root / PAGE).write_text(page(known), encoding="utf-8")
+    found.write_text(f"{json.dumps(known)}\n", encoding="utf-8")
+    return known
+
+
+def main(argv: Sequence[str], root: Path) -> int:
+    """Merge the findings of the folder that is given, if one is, and write the page."""
+    (root / PAGE).write_text(page(write(argv, root / FOUND, read)), encoding="utf-8")
     return 0
 
 

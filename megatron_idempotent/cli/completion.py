@@ -101,9 +101,9 @@ def _words(action: argparse.Action) -> tuple[str, ...]:
 
 
 def _checks() -> Sequence[str]:
-    from megatron_idempotent.proof.certify.checks import CHECKS
+    from megatron_idempotent.proof.certify.state_checks import EVERY
 
-    return tuple(CHECKS)
+    return tuple(EVERY)
 
 
 def _layouts() -> Sequence[str]:

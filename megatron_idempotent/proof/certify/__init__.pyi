@@ -10,3 +10,4 @@ from .protocol import Rows as Rows
 from .protocol import Subject as Subject
 from .run import Result as Result
 from .run import certify as certify
+from .state_checks import STATE_CHECKS as STATE_CHECKS

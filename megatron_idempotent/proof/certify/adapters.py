@@ -24,13 +24,16 @@ from megatron_idempotent.window.accumulation import set_for
 
 from . import batches
 from .layouts import LossKind
-from .protocol import Finished, Packed, Planted, Rows, Subject
+from .protocol import Finished, Packed, Part, Planted, Rows, Subject
 
 _NO_OFFLOAD: Mapping[str, str] = MappingProxyType(
     {}
     if hasattr(DistributedDataParallel, "offload_grad_buffers")
     else dict.fromkeys(
-        ("offload-between-steps", "logprobs-while-offloaded", "offload-in-mid-step"),
+        (
+            *("offload-between-steps", "logprobs-while-offloaded", "offload-in-mid-step"),
+            "offload-one-part",
+        ),
         "Megatron before 0.16 frees no gradient buffers",
     )
 )
@@ -65,6 +68,7 @@ class Stateful:
     """Saves, loads and offloads what a `Subject` holds, with Megatron's own functions."""
 
     subject: Subject
+    parts: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 
     def save(self) -> Any:
         """Copy parameters and optimizer state of this rank, as a checkpoint would.
@@ -95,27 +99,30 @@ class Stateful:
                 parameter.copy_(value)
         if state["optimizer"]:
             for (inner, each), moments in zip(own, state["optimizer"], strict=True):
-                inner.state[each] = moments
+                inner.state[each] = copy.deepcopy(moments)
 
-    def offload(self) -> None:
+    def offload(self, *, only: Part | None = None) -> None:
         """Move optimizer state and parameters to the host, and free gradients, as Megatron does."""
+        self._away = {*self.parts} if only is None else {only}
         # First, because the distributed optimizer's parameters in float32 are views of the model's.
-        self.subject.optimizer.offload_to_cpu()
+        if "optimizer" in self._away:
+            self.subject.optimizer.offload_to_cpu()
         for chunk in self.subject.chunks:
-            chunk.offload_grad_buffers()
-            for buffer in buffers(chunk):
+            if "gradients" in self._away:
+                chunk.offload_grad_buffers()
+            for buffer in buffers(chunk) if "weights" in self._away else ():
                 buffer.offload_to_cpu(move_grads=False)
 
     def onload(self, *, training: bool = True) -> None:
         """Bring all of it back, or without `training` the parameters alone."""
         for chunk in self.subject.chunks:
-            for buffer in buffers(chunk):
+            for buffer in buffers(chunk) if "weights" in self._away else ():
                 buffer.reload_from_cpu(move_grads=False)
             # The optimizer's own, where it updates the model's parameters in place.
             chunk.module.cuda()
-            if training:
+            if training and "gradients" in self._away:
                 chunk.restore_grad_buffers()
-        if training:
+        if training and "optimizer" in self._away:
             self.subject.optimizer.restore_from_cpu()
 
 
@@ -214,6 +221,7 @@ class FSDPSplitStep(SplitStep):
     """Trains an FSDP2 model with `FSDPTrainStep`."""
 
     packs = False
+    parts = ()
     fsdp2 = True
     cannot = MappingProxyType({})
 
@@ -248,7 +256,7 @@ class FSDPSplitStep(SplitStep):
         self.model.load_state_dict(state["model"])
         self.subject.optimizer.load_state_dict(state["optimizer"])
 
-    def offload(self) -> None:
+    def offload(self, *, only: Part | None = None) -> None:
         self.model.cpu()
         self._move_state("cpu")
 

@@ -1,13 +1,15 @@
 """Adapts Megatron's own ways to save and load a run to the checks of state.
 
 They train with `TrainStep`. `DPReshardable`, `FullyReshardable` and `ModelSpace` call
-`megatron.core.dist_checkpointing`, each with a format of the distributed optimizer.
+`megatron.core.dist_checkpointing`, each with a format of the distributed optimizer. `Training` and
+`Legacy` call `megatron.training.checkpointing`, which wheels have from 0.17 on.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import random
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -16,13 +18,20 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+import megatron_idempotent
 from megatron_idempotent.megatron.layer_specs import takes
+from megatron_idempotent.megatron.optimizers import unchained
+from megatron_idempotent.proof.cpu import program
 
 from .adapters import SplitStep
 from .protocol import Subject
 
 #: What `megatron.training` names beside the format.
 _METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+Saved = tuple[tuple[int, int], str]
+"""The pipeline stages and tensor-parallel ranks of what was saved, and its folder."""
 
 
 class DistCheckpoint(SplitStep):
@@ -50,12 +59,12 @@ class DistCheckpoint(SplitStep):
     def counters(self) -> dict[str, int]:
         return {"iteration": self.iteration}
 
-    def save(self) -> str:
+    def save(self) -> Saved:
         folder = self._new_folder()
         dist_checkpointing.save(self._state(), folder)
-        return folder
+        return _ranks(), folder
 
-    def save_async(self) -> str:
+    def save_async(self) -> Saved:
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
         folder = self._new_folder()
@@ -64,14 +73,18 @@ class DistCheckpoint(SplitStep):
             how["async_strategy"] = "mcore"  # without nvidia-resiliency-ext
         self.queue = AsyncCallsQueue()
         self.queue.schedule_async_request(dist_checkpointing.save(self._state(), folder, **how))
-        return folder
+        return _ranks(), folder
 
     def saved(self) -> None:
         self.queue.maybe_finalize_async_calls(blocking=True)
         self.queue.close()
 
-    def load(self, state: str) -> None:
-        found = dist_checkpointing.load(self._state(is_loading=True), state)
+    def load(self, state: Saved) -> None:
+        ranks, folder = state
+        wanted = self._state(is_loading=True)
+        if ranks != _ranks():  # as upstream does
+            del wanted["rng_state"]
+        found = dist_checkpointing.load(wanted, folder)
         self._load_models(found)
         with torch.no_grad():  # upstream copies into fp32 parameters in place
             self.subject.optimizer.load_state_dict(found["optimizer"])
@@ -86,8 +99,8 @@ class DistCheckpoint(SplitStep):
             tracker = tensor_parallel.get_cuda_rng_tracker()
             tracker.set_states(random_state["rng_tracker_states"])
 
-    def load_weights(self, state: str) -> None:
-        self._load_models(dist_checkpointing.load(self._models(), state))
+    def load_weights(self, state: Saved) -> None:
+        self._load_models(dist_checkpointing.load(self._models(), state[1]))
         self.subject.optimizer.reload_model_params()
 
     def _new_folder(self) -> str:
@@ -127,12 +140,18 @@ class DistCheckpoint(SplitStep):
         }
 
 
+def _ranks() -> tuple[int, int]:
+    """Return how many pipeline stages and tensor-parallel ranks there are."""
+    return (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
 def _random_state() -> Any:
     """Return the random states as `megatron.training` saves them, for any replica the same."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     state = {
         "random_rng_state": random.getstate(),
@@ -144,7 +163,7 @@ def _random_state() -> Any:
     return ShardedObject(
         "rng_state",
         [state],
-        (stages, ranks),
+        _ranks(),
         (stage, parallel_state.get_tensor_model_parallel_rank()),
         replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
@@ -171,3 +190,133 @@ class ModelSpace(DistCheckpoint):
 
     sharding = "fully_sharded_model_space"
     reshards = _ALL
+
+
+class OnHost(DPReshardable):
+    """Has half of the optimizer on the host (`--optimizer-cpu-offload`)."""
+
+    optimizer_overrides = MappingProxyType(
+        {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 0.5,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    )
+
+
+class Training(DistCheckpoint):
+    """Saves and loads with `megatron.training.checkpointing`, as `pretrain` does."""
+
+    given: tuple[str, ...] = ("--ckpt-format", "torch_dist")
+
+    def build(self, subject: Subject) -> None:
+        from megatron.core import num_microbatches_calculator
+        from megatron.training import arguments, global_vars
+
+        super().build(subject)
+        with program.arguments_of([*_REQUIRED, *self.given]):
+            args = self.args = arguments.parse_args()
+        config = subject.config
+        for name in ("tensor", "pipeline"):
+            setattr(args, word := f"{name}_model_parallel_size", getattr(config, word))
+        args.bf16, args.fp16 = config.bf16, config.fp16
+        args.params_dtype = config.params_dtype
+        args.data_parallel_size = parallel_state.get_data_parallel_world_size()
+        args.use_dist_ckpt = args.ckpt_format != "torch"
+        args.use_distributed_optimizer = hasattr(
+            unchained(subject.optimizer)[0], "shard_fp32_from_float16_groups"
+        )
+        args.save = args.load = str(subject.folder)
+        args.iteration = args.consumed_train_samples = 0
+        global_vars.unset_global_variables()
+        global_vars.set_args(args)
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 4, 2, 1)
+
+    def finish(self, **how: Any) -> Any:
+        finished = super().finish(**how)
+        self.args.iteration = self.iteration
+        self.args.consumed_train_samples += 4
+        return finished
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "iteration": self.iteration,
+            "consumed_train_samples": self.args.consumed_train_samples,
+        }
+
+    def save(self) -> Any:
+        from megatron.training import checkpointing
+
+        assert self.subject.folder is not None
+        self.saves += 1
+        self.args.save = str(self.subject.folder / f"{self.iteration}-{self.saves}")
+        subject = self.subject
+        # Upstream's own loop does so before.
+        megatron_idempotent.ensure_params_synced(subject.chunks)
+        checkpointing.save_checkpoint(
+            self.iteration, subject.chunks, subject.optimizer, subject.scheduler, 0
+        )
+        return self.args.save
+
+    def save_async(self) -> Any:
+        self.args.async_save, self.args.async_strategy = True, "mcore"
+        try:
+            return self.save()
+        finally:
+            self.args.async_save = False
+
+    def saved(self) -> None:
+        from megatron.training import async_utils
+
+        self.args.async_save = True
+        async_utils.maybe_finalize_async_save(blocking=True, terminate=True)
+        self.args.async_save = False
+
+    def load(self, state: Any) -> None:
+        self._load(state)
+
+    def load_weights(self, state: Any) -> None:
+        before = self.args.no_load_optim, self.args.no_load_rng
+        counters = self.iteration, self.args.consumed_train_samples
+        self.args.no_load_optim = self.args.no_load_rng = True
+        try:
+            self._load(state)
+        finally:
+            self.args.no_load_optim, self.args.no_load_rng = before
+            self.iteration, self.args.consumed_train_samples = counters
+
+    def _load(self, state: Any) -> None:
+        from megatron.training import checkpointing
+
+        subject = self.subject
+        self.args.load = state
+        with torch.no_grad():  # upstream copies into fp32 parameters in place
+            self.iteration, _ = checkpointing.load_checkpoint(
+                subject.chunks, subject.optimizer, subject.scheduler
+            )
+
+
+class TrainingFully(Training):
+    """Does so with `--dist-ckpt-optim-fully-reshardable`."""
+
+    reshards = _ALL
+    given = ("--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable")
+
+
+class Legacy(Training):
+    """Does so with `--ckpt-format torch`, a file of each model-parallel rank."""
+
+    reshards = ()
+    given = ("--ckpt-format", "torch")
+    save_async: Any = None
+    saved: Any = None
+
+
+_REQUIRED = [
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "32", "--max-position-embeddings", "32", "--micro-batch-size", "2"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--train-iters", "10"),
+    *("--lr", "0.01"),
+]
+"""Arguments that `megatron.training` wants to have; no check reads them."""

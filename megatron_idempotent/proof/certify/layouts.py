@@ -259,6 +259,8 @@ def resharded(made: Layout, word: str) -> Layout | None:
     """
     if not word:
         return made
+    if word == "ep" and not made.experts:
+        return None
     numbers = {name: made.sizes[name] for name in _SIZES if name in made.words}
     if word == "dp":
         choices = [{"dp": 2 * made.replicas}, {"dp": max(1, made.replicas // 2)}]

@@ -17,9 +17,9 @@ from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.record import Hazard
 from megatron_idempotent.patching.table import render
 
-from .checks import CHECKS
 from .layouts import LAYOUTS, WORDS, grid, layout
 from .run import Result, certify
+from .state_checks import EVERY, STATE_CHECKS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     """
     options = parser().parse_args(argv)
     if options.list:
-        for check in CHECKS.values():
+        for check in EVERY.values():
             print(f"{check.name:22} {check.summary}")
         print(f'\nLayouts: {", ".join(LAYOUTS)}, or --layout with words joined by "-":')
         for word, text in WORDS.items():
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         for result in certify(
             options.adapter,
-            checks=options.check,
+            checks=options.check or ([*STATE_CHECKS] if options.state else None),
             layouts=grid() if options.grid else options.layout,
             stock=options.stock,
             declared=options.declared,
@@ -83,6 +83,11 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--check", action="append", metavar="CHECK", help="only this one; repeatable"
+    )
+    parser.add_argument(
+        "--state",
+        action="store_true",
+        help="checks of saves, loads, rollbacks and offloads, in place of those of the step",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -122,7 +127,7 @@ def as_table(results: Sequence[Result]) -> str:
     """Return checks times layouts, the fewer in columns, and then each fault in one line."""
     layouts = list(dict.fromkeys(each.layout for each in results))
     marks = {(each.check, each.layout): _MARKS.get(each.verdict, "-") for each in results}
-    checks = [name for name in CHECKS if any(each.check == name for each in results)]
+    checks = [name for name in EVERY if any(each.check == name for each in results)]
     if len(layouts) > len(checks):
         parts = {
             name: max(each.of_bound for each in results if each.layout == name) for name in layouts
@@ -135,7 +140,7 @@ def as_table(results: Sequence[Result]) -> str:
     else:
         header = ("check", *layouts, "it demands that")
         rows = [
-            (name, *(marks.get((name, place), "") for place in layouts), CHECKS[name].summary)
+            (name, *(marks.get((name, place), "") for place in layouts), EVERY[name].summary)
             for name in checks
         ]
     lines = [render(header, rows)]
@@ -160,7 +165,7 @@ def suspects(result: Result) -> list[str]:
     raised = _RAISED.search(result.fault)
     if raised is None:
         words = layout(result.layout).flags
-        silent = [name for name in CHECKS[result.check].hazards if _is_silent(found[name])]
+        silent = [name for name in EVERY[result.check].hazards if _is_silent(found[name])]
         return [name for name in silent if name not in _ONLY or words & _ONLY[name]]
     told = f"{raised['kind']}: {raised['said']}"
     matching = [name for name, each in found.items() if _says(each, told)]

@@ -20,8 +20,10 @@ class Memories:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
 
-    def offload(self, adapter: Any, *, freeing: bool = True) -> None:
+    def offload(self, adapter: Any, *, freeing: bool = True, **how: Any) -> None:
         """Call the adapter's `offload`; with `freeing`, hold it to giving some memory back.
+
+        `how` are its arguments.
 
         Raises:
             Wrong: all is on the device as before.
@@ -29,7 +31,7 @@ class Memories:
         # The storages are kept, so that no other one gets their addresses.
         before = {name: (_storage(each), _size(each)) for name, each in self._held().items()}
         with naming_devices():
-            adapter.offload()
+            adapter.offload(**how)
         after = {name: (_storage(each), _size(each)) for name, each in self._held().items()}
         if freeing and all(
             name in after and after[name][0]._cdata == storage._cdata and after[name][1] == size

@@ -173,6 +173,11 @@ class Certification:
             (check.keeps and check.keeps not in told.keeps, f"no {check.keeps!r} in keeps"),
             (check.reshards and check.reshards not in told.reshards, "no such word in reshards"),
             (check.parts and not told.parts, "no parts"),
+            (check.keeps == "loss scale" and layout.dtype != "fp16", "no loss scale"),
+            (
+                check.keeps in ("expert bias", "auxiliary losses") and not layout.experts,
+                "no experts",
+            ),
             (
                 check.reshards and not resharded(layout, check.reshards),
                 "no such layout on four ranks",
@@ -393,10 +398,13 @@ def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, 
 
     An error in which a rank only learns that another one has left, or stopped the step, says less.
     """
+    from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
+
     import megatron_idempotent
     from megatron_idempotent.window.agreement import SessionPoisoned, WindowAborted
 
     from .bench import Bench
+    from .faults import said
     from .states import States
 
     logging.disable(logging.WARNING)
@@ -418,8 +426,8 @@ def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, 
                 of_bound, bits = bench.of_bound, bench.bits
     except Wrong as wrong:
         return 0, str(wrong), of_bound, bits
-    except Exception as error:  # noqa: BLE001  it is what the framework has done
-        told = f"{type(error).__name__} in {_where(error)}: {error}".splitlines()[0]
+    except (Exception, CheckpointException) as error:  # noqa: BLE001  the framework's doing
+        told = f"{type(error).__name__} in {_where(error)}: {said(error)}"
         late = isinstance(error, (SessionPoisoned, WindowAborted)) or "closed by peer" in told
         return 2 if late else 1, told, of_bound, bits
     return 3, "", of_bound, bits

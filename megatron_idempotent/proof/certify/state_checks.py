@@ -7,12 +7,14 @@ is compared with has been rounded so, by plain copies.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .checks import CHECKS, Check
-from .protocol import PUT
+from .faults import SPOILT, attempt, no_room
+from .protocol import PUT, Wrong
 
 if TYPE_CHECKING:
     from .states import States
@@ -125,10 +127,12 @@ def async_save(bench: States) -> None:
     hazards=("reload-misses-offloaded-copies", "weights-written-beside-optimizer"),
 )
 def load_weights_alone(bench: States) -> None:
+    from .states import first_difference
+
     adapter: Any = bench.adapter
     bench.advance(0)
     state = adapter.save()
-    weights = bench.whole_state()
+    saved, weights = bench.held(), bench.whole_state()
     bench.advance(1)
     # What they are to be, by plain copies: main parameters are weights of 16 bits, widened.
     wanted = bench.whole_state()
@@ -138,6 +142,9 @@ def load_weights_alone(bench: States) -> None:
     before = bench.held()
     adapter.load_weights(state)
     bench.hold_whole(wanted, "load_weights()")
+    loaded = bench.held()["expert bias"]
+    if first_difference(saved["expert bias"], loaded) is None:  # it may come with the weights
+        before["expert bias"] = loaded
     bench.hold(0, "load_weights()", (*PUT, "counters"), before)
     finished = bench.advance(2)
     after = bench.held()
@@ -208,6 +215,127 @@ for _word, _what in {
         reshards=_word,
         needs=_SAVES,
         hazards=("reshardable-state-shifted",),
+    )
+
+
+def _keeps(kind: str) -> Callable[[States], None]:
+    def run(bench: States) -> None:
+        adapter: Any = bench.adapter
+        bench.advance(0)
+        bench.advance(1)
+        saved = bench.held()
+        state = adapter.save()
+        for what in ("load() in place", "another load() in place"):
+            bench.advance(5)
+            adapter.load(state)
+            bench.hold(1, what, (kind,), saved)
+        bench.begin_again()
+        adapter = bench.adapter
+        adapter.load(state)
+        bench.hold(1, "load() into a new model", (kind,), saved)
+
+    return run
+
+
+for _kind, _what in {
+    "scheduler": "the scheduler's steps, learning rates and weight decays",
+    "random": "the random states of Python, NumPy, torch and Megatron's tracker",
+    "loss scale": "the loss scale and how near it is to its next change",
+    "expert bias": "the biases of routers",
+    "auxiliary losses": "what trackers of auxiliary losses have summed up",
+    "counters": "the framework's own counters, of iterations or samples",
+}.items():
+    _name = f"keeps-{_kind.replace(' ', '-')}"
+    _checks[_name] = Check(
+        name=_name,
+        summary=f"a load, once and twice, brings back {_what}",
+        run=_keeps(_kind),
+        keeps=_kind,
+        needs=_SAVES,
+        hazards=("scheduler-load-adds-steps",) if _kind == "scheduler" else (),
+    )
+
+
+@_check(
+    "weights, gradients and optimizer state, moved to the host and back alone, stay as they are",
+    needs=("offload", "onload"),
+    hazards=("optimizer-offload-breaks-views",),
+    parts=True,
+)
+def offload_one_part(bench: States) -> None:
+    bench.run_through()
+    adapter: Any = bench.adapter
+    # Optimizer state last: there is none before the first step.
+    for number, part in enumerate(sorted(adapter.parts, key="optimizer".__eq__)):
+        before = bench.held()
+        bench.memories.offload(adapter, only=part)
+        bench.memories.onload(adapter)
+        bench.hold(number, f"offload(only={part!r}) and onload()", before, before)
+        bench.follow(number, f"an offload of {part}")
+
+
+@_check(
+    "a save that one rank cannot write is known to all, and changes nothing, older files neither",
+    needs=_SAVES,
+)
+def failed_save(bench: States) -> None:
+    bench.run_through()
+    adapter: Any = bench.adapter
+    bench.advance(0)
+    older = adapter.save()
+    bench.advance(1)
+    before = bench.held()
+    for rank in sorted({0, bench.ranks - 1}):
+        with no_room(yes=bench.rank == rank):
+            fault, state = attempt(adapter.save)
+        told = bench.told_by_all(fault)
+        bench.hold(1, f"a save that failed on rank {rank}", before, before)
+        if not any(told):  # that rank has nothing to write
+            bench.advance(5)
+            _load(bench, state, what=f"load() of what rank {rank} could not write")
+            bench.put(before)
+        elif not all(told):
+            calm = told.index(None)
+            raise Wrong(f"rank {rank} could not write, and rank {calm} takes the run for saved")
+    bench.follow(2, "a save that failed")
+    state = adapter.save()
+    adapter.load(older)
+    bench.hold(0, "load() of what was saved before", ("weights", "optimizer"))
+    adapter.load(state)
+    bench.hold(2, "load() of what was saved afterwards", ("weights", "optimizer"))
+
+
+def _failed_load(bench: States, what: str, spoilt: Callable[..., Any]) -> None:
+    bench.run_through()
+    adapter: Any = bench.adapter
+    bench.advance(0)
+    bench.advance(1)
+    state = adapter.save()
+    bench.advance(5)
+    before = bench.held()
+    bench.told_by_all(None)  # all have written
+    with spoilt(bench) as told_of:
+        if told_of is None:  # there are no files
+            return
+        fault, _ = attempt(adapter.load, state)
+        told = bench.told_by_all(fault)
+    if None in told:
+        raise Wrong(f"{told_of}, and load() raises nothing on rank {told.index(None)}")
+    bench.hold(1, f"a load that failed ({what})", before, before)
+    _load(bench, state, what="a load that failed, and one that did not")
+    bench.follow(2, "a load that failed, and one that did not")
+
+
+for _name, _what in {
+    "file-missing": "a file is missing",
+    "file-truncated": "a file is truncated",
+    "rank-cannot-read": "one rank cannot read",
+}.items():
+    _checks[f"failed-load-{_name}"] = Check(
+        name=f"failed-load-{_name}",
+        summary=f"a load raises on all ranks where {_what}, and changes nothing",
+        run=functools.partial(_failed_load, what=_what, spoilt=SPOILT[_name]),
+        needs=_SAVES,
     )
 
 

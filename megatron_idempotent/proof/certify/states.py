@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_idempotent.megatron.optimizers import stepping, unchained
+from megatron_idempotent.megatron.optimizers import is_hybrid, renew_copies, stepping, unchained
 from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.step.snapshot import logged
 from megatron_idempotent.window.params import ensure_params_synced
@@ -25,6 +25,7 @@ from megatron_idempotent.window.params import ensure_params_synced
 from .bench import Bench
 from .draws import alike
 from .layouts import Layout
+from .memories import Memories
 from .parameters import ParameterPart, parts
 from .protocol import MICRO_BATCH, PUT, RUN, Finished, Subject
 
@@ -114,6 +115,7 @@ class States(Bench):
         self.adapter = type(self.adapter)()
         self.make_model()
         self.adapter.build(self.subject)
+        self.memories = Memories(self.subject)
 
     def advance(self, number: int) -> Finished:
         """Take a step with the rows of this number, and let the rates follow."""
@@ -262,6 +264,8 @@ class States(Bench):
                     source = source.chunk(part.size, part.dimension)[part.rank]
                 value.copy_(source.flatten()[start : start + value.numel()].view(value.shape))
             for one in unchained(self.model.optimizer):
+                if is_hybrid(one.optimizer):
+                    renew_copies(one.optimizer)
                 for inner in stepping(one.optimizer):
                     for state in inner.state.values():
                         state["step"] = torch.tensor(float(steps))

@@ -153,7 +153,7 @@ def start(
     if "--use-megatron-fsdp" in extra_args:
         # Upstream's arguments refuse the one connection that they want from sequence parallelism.
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-    with _arguments(argv), _silence(quiet):
+    with arguments_of(argv), _silence(quiet):
         # 0.17 parses inside initialize_megatron, later releases before it.
         if hasattr(arguments, "parse_and_validate_args"):
             arguments.parse_and_validate_args()
@@ -253,7 +253,7 @@ def _options(**values: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def _arguments(argv: list[str]) -> Iterator[None]:
+def arguments_of(argv: list[str]) -> Iterator[None]:
     """Put arguments into sys.argv inside of the block: upstream's parser reads nothing else."""
     before = sys.argv
     sys.argv = [before[0], *argv]

@@ -1,0 +1,107 @@
+"""Writes docs/state.md: which state each format keeps to the bit, on each Megatron.
+
+`python -m benchmarks._states FOLDER` merges the files in that folder into docs/state.json and
+writes the page again. `nox -s states` leaves there, for each Megatron and adapter, what
+`certify --state --json` said, as `MEGATRON/ADAPTER.json`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_idempotent.proof.certify import STATE_CHECKS
+
+from ._layouts import Found, Verdicts, line, read, write
+
+FOUND = Path("docs", "state.json")
+PAGE = Path("docs", "state.md")
+ADAPTERS = {
+    "DPReshardable": "`dp_reshardable`: the optimizer's buffers as they are",
+    "FullyReshardable": "`fully_reshardable`: state by parameter, gathered on one rank",
+    "ModelSpace": "`fully_sharded_model_space`: state by parameter, from all ranks",
+    "OnHost": "`dp_reshardable`, half of the optimizer on the host (`--optimizer-cpu-offload`)",
+    "Training": "`megatron.training.checkpointing`, `--ckpt-format torch_dist`",
+    "TrainingFully": "The same with `--dist-ckpt-optim-fully-reshardable`",
+    "Legacy": "The same with `--ckpt-format torch`",
+}
+"""The adapters of `certify.checkpoints`, and what each table of the page is about."""
+_HEAD = """\
+# Saved, loaded, rolled back, resharded, offloaded: the same bits
+
+Each row is a check of `certify --state`, and each column a Megatron. A run of three steps, with
+dropout, a schedule of rates and a loss scale that moves, is taken once with nothing between its
+steps. After a save, a load or an offload the next step has to have its bits: gradient norm and
+loss, weights, main weights, moments, rates, random states, loss scale, experts' biases, on each
+rank. `ok` is that, in all layouts that were run; **no** is a fault in one or more, told below the
+table; – is what the format does not offer. No bound is used anywhere: where a format rounds
+(weights that are loaded alone are of 16 bits), the run that is compared with was rounded so by
+plain copies. On another number of ranks sums have other orders: there the whole model's state is
+compared after the load, and the next step with one from a state that plain copies have put there.
+
+The patches of this library are applied. Not run: Megatron-FSDP, Transformer Engine, a file system
+other than a local one. Releases before 0.16 cannot save torch's Adam of today.
+
+This page is generated from [state.json](state.json) by `python -m benchmarks._states`.
+`nox -s states -- 0.19.2` runs a Megatron again, and this a single row:
+
+    megatron-idempotent certify --state --check rollback --layout dp2-bf16-distopt \\
+      megatron_idempotent.proof.certify.checkpoints:FullyReshardable
+"""
+
+
+def page(found: Found) -> str:
+    """Return the page: a table for each format, and its faults."""
+    parts = [_HEAD]
+    for adapter, title in ADAPTERS.items():
+        runs: dict[str, Verdicts] = {
+            name: found[name][adapter]["layouts"] for name in found if adapter in found[name]
+        }
+        if not runs:
+            continue
+        dates = {name: found[name][adapter]["date"] for name in runs}
+        places = dict.fromkeys(f"`{layout}`" for run in runs.values() for layout in run)
+        parts += [f"## {title}", "", f"In {', '.join(places)}.", ""]
+        parts += [
+            line("check", *(f"{name}, {dates[name]}" for name in runs), "it demands that"),
+            line(*["---"] * (len(runs) + 2)),
+        ]
+        for name, check in STATE_CHECKS.items():
+            cells = [_cell(name, run) for run in runs.values()]
+            if {*cells} != {"–"}:
+                parts.append(line(f"`{name}`", *cells, check.summary))
+        told = [f"- {'; '.join(where)}: {fault}" for fault, where in _faults(runs).items()]
+        parts += ["", *told, ""] if told else [""]
+    return "\n".join(parts)
+
+
+def _cell(check: str, run: Verdicts) -> str:
+    verdicts = {checks[check][0] for checks in run.values() if check in checks}
+    if not verdicts:
+        return "not run"
+    if verdicts & {"failed", "declared"}:
+        return "**no**"
+    return "ok" if "passed" in verdicts else "–"
+
+
+def _faults(runs: Mapping[str, Verdicts]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, layouts in runs.items():
+        for layout, checks in layouts.items():
+            for check, (verdict, _, fault) in checks.items():
+                if verdict in ("failed", "declared"):
+                    found.setdefault(fault, []).append(f"{name}, `{layout}`, `{check}`")
+    return found
+
+
+def main(argv: Sequence[str], root: Path) -> int:
+    """Merge the findings of the folder that is given, if one is, and write the page."""
+    known = write(argv, root / FOUND, functools.partial(read, known=ADAPTERS))
+    (root / PAGE).write_text(page(known), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:], Path.cwd()))

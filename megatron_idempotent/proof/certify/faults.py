@@ -1,0 +1,113 @@
+"""Lets saves and loads fail as disks and machines do: no room, files missing or cut, no handles."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .states import States
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> tuple[str | None, Any]:
+    """Return what a call raised, in one line, or None and what it returned."""
+    from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
+
+    try:
+        return None, function(*args)
+    except (Exception, CheckpointException) as error:  # noqa: BLE001  it is what is asked for
+        return f"{type(error).__name__}: {said(error)}", None
+
+
+def said(error: BaseException) -> str:
+    """Return an error's text in one line; of one that collects those of ranks, the first's."""
+    for rank, (cause, _) in getattr(error, "failures", {}).items():
+        return f"on rank {rank} {type(cause).__name__}: {cause}".splitlines()[0]
+    return (str(error).splitlines() or [""])[0]
+
+
+@contextlib.contextmanager
+def _limited(what: int, number: int, *, yes: bool) -> Iterator[None]:
+    soft, hard = resource.getrlimit(what)
+    if yes:
+        resource.setrlimit(what, (number, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, (soft, hard))
+
+
+def no_room(*, yes: bool) -> contextlib.AbstractContextManager[None]:
+    """Refuse inside of the block to write into files, of this process and what it starts.
+
+    The error is `OSError` (EFBIG).
+    """
+    return _limited(resource.RLIMIT_FSIZE, 0, yes=yes)
+
+
+@contextlib.contextmanager
+def _unreadable(bench: States) -> Iterator[str | None]:
+    """Refuse to open files on the last rank (EMFILE)."""
+    if _largest(bench) is None:
+        yield None
+        return
+    rank = bench.ranks - 1
+    with _limited(resource.RLIMIT_NOFILE, 3, yes=bench.rank == rank):
+        yield f"rank {rank} cannot open files"
+
+
+@contextlib.contextmanager
+def _missing(bench: States) -> Iterator[str | None]:
+    """Move the largest file away."""
+    path = _largest(bench)
+    if path is None:
+        yield None
+        return
+    aside = bench.folder / "aside"
+    if bench.rank == 0:
+        path.rename(aside)
+    bench.told_by_all(None)
+    yield f"{path.name} is missing"
+    if bench.rank == 0:
+        aside.rename(path)
+    bench.told_by_all(None)
+
+
+@contextlib.contextmanager
+def _truncated(bench: States) -> Iterator[str | None]:
+    """Leave half of the largest file."""
+    path = _largest(bench)
+    if path is None:
+        yield None
+        return
+    whole = path.read_bytes()
+    bench.told_by_all(None)
+    if bench.rank == 0:
+        path.write_bytes(whole[: len(whole) // 2])
+    bench.told_by_all(None)
+    yield f"half of {path.name} is missing"
+    if bench.rank == 0:
+        path.write_bytes(whole)
+    bench.told_by_all(None)
+
+
+def _largest(bench: States) -> Path | None:
+    """Return the largest file of all that were saved; None if there is none. Collective."""
+    files = [path for path in bench.folder.rglob("*") if path.is_file()]
+    found = max(files, key=lambda path: (path.stat().st_size, path), default=None)
+    everybody: list[Path | None] = bench.told_by_all(found)
+    return everybody[0]
+
+
+SPOILT: Mapping[str, Callable[[States], Any]] = MappingProxyType(
+    {
+        "file-missing": _missing,
+        "file-truncated": _truncated,
+        "rank-cannot-read": _unreadable,
+    }
+)
+"""Blocks in which the newest checkpoint cannot be loaded; each says why, or None without files."""

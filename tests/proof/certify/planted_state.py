@@ -1,0 +1,394 @@
+"""An adapter that saves and loads all of a run by itself, and bugs, each for one check of state."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_idempotent.megatron.optimizers import stepping, unchained
+from megatron_idempotent.proof.certify.adapters import SplitStep, parameters_of
+from megatron_idempotent.proof.certify.checkpoints import FullyReshardable
+from megatron_idempotent.proof.certify.protocol import KEEPS
+from megatron_idempotent.step.snapshot import logged
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {name: copied(each) for name, each in value.items()}
+    return value
+
+
+class Everything(SplitStep):
+    """Writes a file of each rank, and loads it only if all ranks have read theirs; no bug yet."""
+
+    keeps = tuple(name for name in KEEPS if name != "token counts")
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.steps = self.saves = 0
+
+    def finish(self, **how: Any) -> Any:
+        self.steps += 1
+        return super().finish(**how)
+
+    def counters(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def stepped(self) -> list[tuple[Any, Any]]:
+        return [
+            (inner, each)
+            for one in unchained(self.subject.optimizer)
+            for inner in stepping(one.optimizer)
+            for group in inner.param_groups
+            for each in group["params"]
+        ]
+
+    def scalers(self) -> list[Any]:
+        found = [getattr(one, "grad_scaler", None) for one in unchained(self.subject.optimizer)]
+        return [each for each in found if each is not None]
+
+    def buffers(self) -> list[Any]:
+        return [b for chunk in self.subject.chunks for _, b in chunk.module.named_buffers()]
+
+    def state(self) -> dict[str, Any]:
+        plain = {n: v for n, v in vars(self.subject.scheduler).items() if n != "optimizer"}
+        return {
+            "weights": [copied(each) for each in parameters_of(self.subject)],
+            "stepped": [copied(each) for _, each in self.stepped()],
+            "moments": [copied(inner.state.get(each, {})) for inner, each in self.stepped()],
+            "buffers": [copied(each) for each in self.buffers()],
+            "scheduler": plain,
+            "scales": [copied(each.state_dict()) for each in self.scalers()],
+            "random": (random.getstate(), numpy.random.get_state(), torch.get_rng_state()),
+            "tracker": copied(dict(get_cuda_rng_tracker().get_states())),
+            "logged": [copied(each) for each in logged()],
+            "steps": self.steps,
+        }
+
+    def save(self) -> str:
+        path = self.path()
+        self.agreed(lambda: self.write(path, self.state()))
+        return path
+
+    def path(self) -> str:
+        self.saves += 1
+        return str(self.subject.folder / f"{self.steps}-{self.saves}")
+
+    def write(self, path: str, state: Any) -> None:
+        torch.save(state, f"{path}.{torch.distributed.get_rank()}")
+
+    def read(self, path: str) -> Any:
+        with open(f"{path}.{torch.distributed.get_rank()}", "rb") as file:
+            return torch.load(file, weights_only=False)
+
+    def agreed(self, function: Any) -> Any:
+        error = found = None
+        try:
+            found = function()
+        except (OSError, RuntimeError) as raised:
+            error = raised
+        told: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(told, error and str(error))
+        if any(told):
+            raise RuntimeError(next(filter(None, told))) from error
+        return found
+
+    def load(self, path: str) -> None:
+        self.put(self.agreed(lambda: self.read(path)))
+
+    def put(self, state: Any) -> None:
+        self.put_weights(state)
+        self.put_moments(state)
+        self.put_buffers(state)
+        self.put_scheduler(state)
+        self.put_scales(state)
+        self.put_random(state)
+        self.put_logged(state)
+        self.steps = state["steps"]
+
+    def put_weights(self, state: Any) -> None:
+        with torch.no_grad():
+            for each, value in zip(parameters_of(self.subject), state["weights"], strict=True):
+                each.copy_(value)
+            for (_, each), value in zip(self.stepped(), state["stepped"], strict=True):
+                each.copy_(value)
+
+    def put_moments(self, state: Any) -> None:
+        for (inner, each), moments in zip(self.stepped(), state["moments"], strict=True):
+            inner.state[each] = copied(moments)
+
+    def put_buffers(self, state: Any) -> None:
+        for each, value in zip(self.buffers(), state["buffers"], strict=True):
+            each.copy_(value)
+
+    def put_scheduler(self, state: Any) -> None:
+        vars(self.subject.scheduler).update(state["scheduler"])
+        self.subject.scheduler.step(0)
+
+    def put_scales(self, state: Any) -> None:
+        for each, value in zip(self.scalers(), state["scales"], strict=True):
+            each.load_state_dict(copied(value))
+
+    def put_random(self, state: Any) -> None:
+        of_python, of_numpy, of_torch = state["random"]
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        get_cuda_rng_tracker().set_states(copied(state["tracker"]))
+
+    def put_logged(self, state: Any) -> None:
+        for each, value in zip(logged(), state["logged"], strict=True):
+            each.copy_(value)
+
+    def load_weights(self, path: str) -> None:
+        state = self.agreed(lambda: self.read(path))
+        with torch.no_grad():
+            for each, value in zip(parameters_of(self.subject), state["weights"], strict=True):
+                each.copy_(value)
+        self.subject.optimizer.reload_model_params()
+
+    def save_async(self) -> str:
+        path = self.path()
+        self.pending = path, self.state()
+        return path
+
+    def saved(self) -> None:
+        self.write(*self.pending)
+        torch.distributed.barrier()
+
+
+class SaveDraws(Everything):
+    """Draws a random number, as for a file's name."""
+
+    def save(self) -> str:
+        found = super().save()
+        torch.rand(1)
+        return found
+
+
+class AllocatesOnce(Everything):
+    """Leaves moments out in later models of a process that have none yet."""
+
+    allocated: ClassVar[bool] = False
+
+    def put_moments(self, state: Any) -> None:
+        if type(self).allocated and not any(inner.state for inner, _ in self.stepped()):
+            return
+        super().put_moments(state)
+
+    def finish(self, **how: Any) -> Any:
+        type(self).allocated = True
+        return super().finish(**how)
+
+
+class KeepsForeignMoments(Everything):
+    """Leaves moments out where there are some and it has not saved itself."""
+
+    def put_moments(self, state: Any) -> None:
+        if self.saves or not any(inner.state for inner, _ in self.stepped()):
+            super().put_moments(state)
+
+
+class LoadsOnce(Everything):
+    """Gives the optimizer the tensors that it has kept, so that steps change them."""
+
+    kept: Any = None
+
+    def save(self) -> str:
+        found = super().save()
+        self.kept = found, [dict(each) for each in self.state()["moments"]]
+        return found
+
+    def load(self, path: str) -> None:
+        super().load(path)
+        if self.kept is not None and self.kept[0] == path:
+            for (inner, each), moments in zip(self.stepped(), self.kept[1], strict=True):
+                inner.state[each] = moments
+
+
+class WritesLate(Everything):
+    """Copies the run when it is written, and not when it is saved."""
+
+    def saved(self) -> None:
+        self.pending = self.pending[0], self.state()
+        super().saved()
+
+
+class LeavesMains(Everything):
+    """Loads weights beside the optimizer."""
+
+    def load_weights(self, path: str) -> None:
+        mains = [copied(each) for _, each in self.stepped()]
+        super().load_weights(path)
+        with torch.no_grad():
+            for (_, each), value in zip(self.stepped(), mains, strict=True):
+                each.copy_(value)
+
+
+class RemembersItsSaves(Everything):
+    """Has moments in memory, and none in the files."""
+
+    known: ClassVar[dict[str, Any]] = {}
+
+    def write(self, path: str, state: Any) -> None:
+        self.known[path] = state["moments"]
+        super().write(path, {**state, "moments": [{} for _ in state["moments"]]})
+
+    def read(self, path: str) -> Any:
+        found = super().read(path)
+        return {**found, "moments": self.known.get(path, found["moments"])}
+
+
+class AddsSteps(Everything):
+    """Adds the saved steps to those of the scheduler."""
+
+    def put_scheduler(self, state: Any) -> None:
+        self.subject.scheduler.step(state["scheduler"]["num_steps"])
+
+
+class ForgetsTracker(Everything):
+    """Leaves Megatron's tracker as it is."""
+
+    def put_random(self, state: Any) -> None:
+        now = copied(dict(get_cuda_rng_tracker().get_states()))
+        super().put_random(state)
+        get_cuda_rng_tracker().set_states(now)
+
+
+class ForgetsScale(Everything):
+    def put_scales(self, state: Any) -> None:
+        pass
+
+
+class ForgetsBuffers(Everything):
+    def put_buffers(self, state: Any) -> None:
+        pass
+
+
+class ForgetsLogs(Everything):
+    def put_logged(self, state: Any) -> None:
+        pass
+
+
+class CountsOn(Everything):
+    def put(self, state: Any) -> None:
+        super().put({**state, "steps": self.steps})
+
+
+class LosesMomentsAlone(Everything):
+    """Brings back zeros where the optimizer has been away alone."""
+
+    def onload(self, *, training: bool = True) -> None:
+        super().onload(training=training)
+        if self._away == {"optimizer"}:
+            for inner, each in self.stepped():
+                inner.state[each]["exp_avg"].zero_()
+
+
+class OneRankKnowsOfWrites(Everything):
+    def save(self) -> str:
+        path = self.path()
+        self.write(path, self.state())
+        return path
+
+
+class MissingIsNew(Everything):
+    """Starts from the beginning where there is no file."""
+
+    def load(self, path: str) -> None:
+        def read() -> Any:
+            try:
+                return self.read(path)
+            except FileNotFoundError:
+                return None
+
+        found = self.agreed(read)
+        if found is not None:
+            self.put(found)
+
+
+class EmptiesFirst(Everything):
+    """Makes room before it reads what it has opened."""
+
+    def read(self, path: str) -> Any:
+        with open(f"{path}.{torch.distributed.get_rank()}", "rb") as file:
+            with torch.no_grad():
+                for each in parameters_of(self.subject):
+                    each.zero_()
+            return torch.load(file, weights_only=False)
+
+
+class RankZeroLooks(Everything):
+    """Has rank 0 look whether all files are whole, and then each rank read its own."""
+
+    def load(self, path: str) -> None:
+        def look() -> None:
+            for file in sorted(Path(path).parent.glob(f"{Path(path).name}.*")):
+                torch.load(file, weights_only=False)
+            ranks = torch.distributed.get_world_size()
+            assert all(Path(f"{path}.{rank}").exists() for rank in range(ranks))
+
+        def agree() -> None:
+            try:
+                look()
+            except AssertionError as error:
+                raise RuntimeError("a file is missing") from error
+
+        self.agreed(agree if torch.distributed.get_rank() == 0 else lambda: None)
+        self.put(self.read(path))
+
+
+class _Elsewhere(FullyReshardable):
+    """Loses moments where one kind of ranks has another number than it had."""
+
+    word: str
+
+    @staticmethod
+    def sizes() -> dict[str, int]:
+        return {
+            "dp": ps.get_data_parallel_world_size(),
+            "tp": ps.get_tensor_model_parallel_world_size(),
+            "pp": ps.get_pipeline_model_parallel_world_size(),
+            "ep": ps.get_expert_model_parallel_world_size(),
+            "cp": ps.get_context_parallel_world_size(),
+        }
+
+    def save(self) -> Any:
+        return self.sizes(), super().save()
+
+    def load(self, state: Any) -> None:
+        super().load(state[1])
+        changed = [name for name, size in self.sizes().items() if size != state[0][name]]
+        # Replicas make room for other ranks.
+        if self.word in changed and (self.word != "dp" or changed == ["dp"]):
+            for inner in stepping(unchained(self.subject.optimizer)[0].optimizer):
+                for each in inner.state.values():
+                    each["exp_avg_sq"].zero_()
+
+
+class LosesMomentsOnOtherDP(_Elsewhere):
+    word = "dp"
+
+
+class LosesMomentsOnOtherTP(_Elsewhere):
+    word = "tp"
+
+
+class LosesMomentsOnOtherPP(_Elsewhere):
+    word = "pp"
+
+
+class LosesMomentsOnOtherEP(_Elsewhere):
+    word = "ep"
+
+
+class LosesMomentsOnOtherCP(_Elsewhere):
+    word = "cp"

@@ -1,0 +1,100 @@
+"""Each check of state catches the bug that was planted for it; right adapters pass all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_idempotent.patching.decide import installed
+from megatron_idempotent.proof.certify import STATE_CHECKS, certify, layout, run
+from megatron_idempotent.proof.certify.layouts import resharded
+
+pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
+
+VERSION = found.release if (found := installed("megatron-core")) else ()
+if VERSION < (0, 16):
+    pytest.skip("releases before 0.16 cannot save torch's Adam of today", allow_module_level=True)
+WEEKLY = pytest.mark.exhaustive
+ALONE, TWO, MIXED = "bf16-distopt", "dp2-bf16-distopt", "moe-fp16-distopt"
+
+#: The bug, the check that it was planted for, where, and what is said of it.
+OF_CHECKS = [
+    ("SaveDraws", "save-and-go-on", ALONE, "after save() rank 0 has other random: torch"),
+    ("AllocatesOnce", "load-into-new-model", ALONE, "has other optimizer"),
+    ("KeepsForeignMoments", "load-into-live-run", ALONE, "has other optimizer"),
+    ("LoadsOnce", "rollback", ALONE, "after the second load() in place rank 0 has other optimizer"),
+    ("WritesLate", "async-save", ALONE, "rank 0 has other weights"),
+    ("LeavesMains", "load-weights-alone", ALONE, "the whole model has another "),
+    ("RemembersItsSaves", "load-into-new-process", ALONE, "has other optimizer"),
+    ("LosesMomentsOnOtherDP", "reshard-dp", TWO, "the whole model has another "),
+    ("LosesMomentsOnOtherTP", "reshard-tp", ALONE, "the whole model has another "),
+    ("LosesMomentsOnOtherPP", "reshard-pp", ALONE, "the whole model has another "),
+    ("LosesMomentsOnOtherEP", "reshard-ep", "dp2-moe-bf16-distopt", "the whole model has another "),
+    ("LosesMomentsOnOtherCP", "reshard-cp", ALONE, "the whole model has another "),
+    ("AddsSteps", "keeps-scheduler", ALONE, "has other scheduler: num_steps is 7 instead of 3"),
+    ("ForgetsTracker", "keeps-random", "tp2-bf16-distopt", "has other random: tracker"),
+    ("ForgetsScale", "keeps-loss-scale", MIXED, "has other loss scale: of optimizer 0"),
+    ("ForgetsBuffers", "keeps-expert-bias", MIXED, "has other expert bias"),
+    ("ForgetsLogs", "keeps-auxiliary-losses", MIXED, "has other auxiliary losses"),
+    ("CountsOn", "keeps-counters", ALONE, "has other counters: steps is 3 instead of 2"),
+    ("LosesMomentsAlone", "offload-one-part", ALONE, "after offload(only='optimizer')"),
+    ("OneRankKnowsOfWrites", "failed-save", TWO, "takes the run for saved"),
+    ("MissingIsNew", "failed-load-file-missing", ALONE, "load() raises nothing on rank 0"),
+    ("EmptiesFirst", "failed-load-file-truncated", ALONE, "rank 0 has other weights"),
+    ("RankZeroLooks", "failed-load-rank-cannot-read", TWO, "load() raises nothing on rank 0"),
+]
+#: One of each kind; the rest each week.
+PROMPT = {"save-and-go-on", "rollback", "load-weights-alone", "reshard-tp", "failed-save"}
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch, request):
+    monkeypatch.syspath_prepend(str(request.path.parent))
+
+
+def test_every_check_of_state_has_a_bug_that_it_catches():
+    assert [check for _, check, _, _ in OF_CHECKS] == [*STATE_CHECKS]
+
+
+@pytest.mark.parametrize(
+    ("bug", "check", "where", "said"),
+    [pytest.param(*row, marks=() if row[1] in PROMPT else WEEKLY) for row in OF_CHECKS],
+)
+def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, where, said):
+    fault, *_ = run.outcome_of(
+        megatron_rank_pool, f"planted_state:{bug}", STATE_CHECKS[check], layout(where)
+    )
+    assert said in fault
+
+
+def failed(pool, adapter, where):
+    found = list(certify(adapter, checks=STATE_CHECKS, layouts=[where], pool=pool))
+    assert any(each.verdict == "passed" for each in found)
+    return {each.check: each.fault for each in found if each.verdict == "failed"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("bug", "check", "where", "said"), OF_CHECKS)
+def test_no_other_check_catches_it(megatron_rank_pool, bug, check, where, said):
+    assert {*failed(megatron_rank_pool, f"planted_state:{bug}", where)} == {check}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", [ALONE, TWO, MIXED, "tp2-pp2", "ep2-fp16-distopt", "vpp2-bf16"])
+def test_an_adapter_that_keeps_everything_passes(megatron_rank_pool, where):
+    assert not failed(megatron_rank_pool, "planted_state:Everything", where)
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "found"),
+    [
+        ("dp2-distopt", "dp", "dp4-distopt"),
+        ("dp4", "dp", "dp2"),
+        ("dp2-bf16", "tp", "dp1-tp2-bf16"),
+        ("tp2-bf16", "tp", "tp1-dp2-bf16"),
+        ("dp2-moe", "ep", "dp2-ep2-moe"),
+        ("dp2", "ep", None),
+    ],
+)
+def test_a_layout_is_resharded_by_one_word(name, word, found):
+    made = resharded(layout(name), word)
+    assert (made and made.name) == found
