@@ -67,7 +67,9 @@ def reproduce() -> None:
         sizes: list[Any] = [None, None]
         torch.distributed.all_gather_object(sizes, tensor.nbytes)
         if sizes[0] != sizes[1]:  # gloo would end the process, NCCL says nothing
-            raise RuntimeError(f"the first stage sends {sizes[0]} bytes, for {sizes[1]} of the last")
+            raise RuntimeError(
+                f"the first stage sends {sizes[0]} bytes, for {sizes[1]} of the last"
+            )
         return send(tensor, *args, **kwargs)
 
     torch.distributed.broadcast = checked
