@@ -91,5 +91,5 @@ PATCH = Patch(
         ),
     ),
     ranks=2,
-    stock_error=r"RuntimeError: the first stage sends 16 bytes, for 8 of the last",
+    stock_error=r"RuntimeError: 16 bytes are sent, and 8 received",
 )
