@@ -11,7 +11,7 @@ Cause:
     the process keeps it.
 
 Affects:
-    Every release, read from 0.3.1 to 0.6.0, and main of August 2026. Runs with PEFT are not
+    Every release, read from 0.3.0 to 0.6.0, and main of August 2026. Runs with PEFT are not
     affected: there `setup` sets it back. What the patch does: after `load_checkpoint` the setting
     is what it was before.
 

@@ -12,7 +12,7 @@ Cause:
     written over by each save.
 
 Affects:
-    Every release, read from 0.3.1 to 0.6.0, and main of August 2026. There Bridge's in-process
+    Every release, read from 0.3.0 to 0.6.0, and main of August 2026. There Bridge's in-process
     restart clears the cache (#4758); a load without one does not. What the patch does: each load
     reads the files anew. All ranks load, as they have to.
 

@@ -12,10 +12,11 @@ Cause:
     the first sync. From then on the owner sends float32, and the other stages receive 16 bits.
 
 Affects:
-    Callers that keep the tasks of `get_conversion_tasks` over syncs: SkyRL until #1345, and NeMo-RL
-    and verl in August 2026 (`refit_conversion_tasks`, `_hf_export_tasks`). Bridge, read from 0.3.1
-    to 0.6.0 and on main. What the patch does: each broadcast asks the stages what they have, as the
-    first one does. SkyRL's repair, new tasks for each sync, costs the same.
+    Callers that keep the tasks of `get_conversion_tasks` over syncs: SkyRL until #1345, and, read
+    in August 2026, verl (`_hf_export_tasks`). NeMo-RL keeps them too (`refit_conversion_tasks`),
+    and loads a state dict first, with which routers cast back. Bridge, read from 0.3.0 to 0.6.0 and
+    on main. What the patch does: each broadcast asks the stages what they have, as the first one
+    does. SkyRL's repair, new tasks for each sync, costs the same.
 
 Upstream:
     https://github.com/NovaSky-AI/SkyRL/pull/1345.
