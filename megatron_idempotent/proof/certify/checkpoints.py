@@ -8,13 +8,12 @@ They train with `TrainStep`. `DPReshardable`, `FullyReshardable` and `ModelSpace
 from __future__ import annotations
 
 import multiprocessing
-import random
 from types import MappingProxyType
 from typing import Any
 
-import numpy
 import torch
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -25,13 +24,17 @@ from megatron_idempotent.proof.cpu import program
 
 from .adapters import SplitStep
 from .protocol import Subject
+from .states import put_random, random_states
 
+_IN_PLACE = "what was read before an error is in the model's own tensors already"
+_ALONE = "each rank reads by itself, and the others go on, or wait for the one that could not"
+_WRITER = "torch's zip writer may crash the process when it is collected after a write failed"
 #: What `megatron.training` names beside the format.
 _METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
-Saved = tuple[tuple[int, int], str]
-"""The pipeline stages and tensor-parallel ranks of what was saved, and its folder."""
+Saved = tuple[tuple[int, int, int], str]
+"""The numbers of ranks, as `_ranks` has them, of what was saved, and the folder."""
 
 
 class DistCheckpoint(SplitStep):
@@ -39,6 +42,14 @@ class DistCheckpoint(SplitStep):
 
     keeps = ("scheduler", "random", "loss scale", "expert bias", "counters")
     reshards: tuple[str, ...] = ("dp",)
+    cannot = MappingProxyType(
+        {
+            **SplitStep.cannot,
+            "failed-save": _WRITER,
+            "failed-load-file-truncated": _IN_PLACE,
+            "failed-load-rank-cannot-read": _ALONE,
+        }
+    )
     sharding: str
 
     def build(self, subject: Subject) -> None:
@@ -82,7 +93,7 @@ class DistCheckpoint(SplitStep):
     def load(self, state: Saved) -> None:
         ranks, folder = state
         wanted = self._state(is_loading=True)
-        if ranks != _ranks():  # as upstream does
+        if ranks != _ranks():  # upstream does so for other stages or tensor-parallel ranks
             del wanted["rng_state"]
         found = dist_checkpointing.load(wanted, folder)
         self._load_models(found)
@@ -90,14 +101,8 @@ class DistCheckpoint(SplitStep):
             self.subject.optimizer.load_state_dict(found["optimizer"])
         self.subject.scheduler.load_state_dict(found["opt_param_scheduler"])
         self.iteration = found["iteration"]
-        (random_state,) = found.get("rng_state", [None])
-        if random_state is not None:
-            random.setstate(random_state["random_rng_state"])
-            numpy.random.set_state(random_state["np_rng_state"])
-            torch.set_rng_state(random_state["torch_rng_state"])
-            torch.cuda.set_rng_state(random_state["cuda_rng_state"])
-            tracker = tensor_parallel.get_cuda_rng_tracker()
-            tracker.set_states(random_state["rng_tracker_states"])
+        for states in found.get("rng_state", ()):
+            put_random(states)
 
     def load_weights(self, state: Saved) -> None:
         self._load_models(dist_checkpointing.load(self._models(), state[1]))
@@ -114,9 +119,9 @@ class DistCheckpoint(SplitStep):
 
     def _models(self) -> dict[str, Any]:
         """Name the chunks as upstream does."""
-        names = ["model"] if len(self.subject.chunks) == 1 else None
+        several = len(self.subject.chunks) > 1
         return {
-            (names[0] if names else f"model{index}"): chunk.module.sharded_state_dict()
+            f"model{index if several else ''}": chunk.module.sharded_state_dict()
             for index, chunk in enumerate(self.subject.chunks)
         }
 
@@ -136,36 +141,25 @@ class DistCheckpoint(SplitStep):
             ),
             "opt_param_scheduler": self.subject.scheduler.state_dict(),
             "iteration": self.iteration,
-            "rng_state": _random_state(),
+            "rng_state": ShardedObject("rng_state", [random_states()], _ranks(), _rank()),
         }
 
 
-def _ranks() -> tuple[int, int]:
-    """Return how many pipeline stages and tensor-parallel ranks there are."""
+def _ranks() -> tuple[int, int, int]:
+    """Return how many pipeline stages, tensor-parallel ranks and replicas there are."""
     return (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
     )
 
 
-def _random_state() -> Any:
-    """Return the random states as `megatron.training` saves them, for any replica the same."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    state = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": numpy.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    return ShardedObject(
-        "rng_state",
-        [state],
-        _ranks(),
-        (stage, parallel_state.get_tensor_model_parallel_rank()),
-        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+def _rank() -> tuple[int, int, int]:
+    """Return which of them this rank is."""
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
 
 
@@ -207,6 +201,13 @@ class OnHost(DPReshardable):
 class Training(DistCheckpoint):
     """Saves and loads with `megatron.training.checkpointing`, as `pretrain` does."""
 
+    cannot = MappingProxyType(
+        {
+            **DistCheckpoint.cannot,
+            "failed-save": "the others wait for the rank that could not write",
+            "keeps-random/ep": "expert-parallel ranks are given the random states of the first",
+        }
+    )
     given: tuple[str, ...] = ("--ckpt-format", "torch_dist")
 
     def build(self, subject: Subject) -> None:
@@ -308,6 +309,9 @@ class Legacy(Training):
     """Does so with `--ckpt-format torch`, a file of each model-parallel rank."""
 
     reshards = ()
+    cannot = MappingProxyType(
+        {**Training.cannot, "failed-load-file-missing": "weights are loaded before all is read"}
+    )
     given = ("--ckpt-format", "torch")
     save_async: Any = None
     saved: Any = None

@@ -48,11 +48,11 @@ class Check:
     bits: bool = False
     """True if it takes an adapter that says `order_stable = True`, and compares bits of layouts."""
     then: Callable[[Any], None] | None = None
-    """What other ranks do, in new processes, once those of `run` have ended; None for nothing."""
+    """Takes a `States` on other ranks, in new processes, once those of `run` have ended."""
     reshards: str = ""
     """The word of a layout whose number is another one on those ranks; "" for the same layout."""
     keeps: str = ""
-    """What the adapter has to name in its `keeps`; "" for nothing."""
+    """A kind of state that the adapter has to name in its `keeps`; "" for none."""
     parts: bool = False
     """True if it takes an adapter with `parts`, which it moves one by one."""
 

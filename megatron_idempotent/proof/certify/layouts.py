@@ -254,8 +254,8 @@ STATE_LAYOUTS = ("dp2-distopt", "dp2-bf16-distopt", "dp2-fp16-distopt", "ep2-bf1
 def resharded(made: Layout, word: str) -> Layout | None:
     """Return the layout with another number of these ranks; None if it does not fit.
 
-    What is one becomes two, and else one; replicas are doubled where that fits, and experts are
-    spread over replicas. With "" it is the layout itself.
+    What is one becomes two, and else one. Replicas and expert-parallel ranks are doubled where that
+    fits, and else halved. With "" it is the layout itself.
     """
     if not word:
         return made
@@ -265,7 +265,7 @@ def resharded(made: Layout, word: str) -> Layout | None:
     if word == "dp":
         choices = [{"dp": 2 * made.replicas}, {"dp": max(1, made.replicas // 2)}]
     elif word == "ep":
-        choices = [{"ep": 1 if made.sizes["ep"] > 1 else 2}]
+        choices = [{"ep": 2 * made.sizes["ep"]}, {"ep": max(1, made.sizes["ep"] // 2)}]
     else:
         # On as many ranks as before, if that goes.
         other = 1 if made.sizes[word] > 1 else 2

@@ -113,16 +113,16 @@ Calls = Callable[[int], list[Rows]]
 
 
 PUT = ("scheduler", "random", "loss scale", "expert bias", "token counts")
-"""What the checks put back themselves after a load, each but for the one that is about it."""
+"""The kinds of state that the checks put back themselves after a load."""
 KEEPS = (*PUT, "auxiliary losses", "counters")
-"""What a checkpoint may have beside weights and optimizer.
+"""The kinds that a checkpoint may have beside weights and optimizer.
 
 "expert bias" and "token counts" are routers' buffers, "auxiliary losses" what Megatron's trackers
 have summed up for a report, and "counters" what the adapter's `counters()` returns."""
 RUN = ("weights", "optimizer", *PUT)
-"""What a run holds, without what only a report reads, and what the adapter counts."""
+"""The kinds that a step depends on."""
 Part = Literal["weights", "gradients", "optimizer"]
-"""What `offload` can move alone."""
+"""A part that `offload` can move alone."""
 
 
 class Adapter(Protocol):

@@ -70,7 +70,7 @@ class How:
     thorough: bool = False
     """True for more draws."""
     folder: str = ""
-    """Where a check of state puts checkpoints; it is made for each."""
+    """A folder for the checkpoints of a check of state."""
     later: bool = False
     """True on the ranks that come after those of `Check.run`."""
 
@@ -93,11 +93,11 @@ class Facts:
     order_stable: bool = False
     """True if it promises the same bits on any number of replicas."""
     keeps: frozenset[str] = frozenset()
-    """What its checkpoints have beside weights and optimizer."""
+    """The kinds of state that its checkpoints have beside weights and optimizer."""
     reshards: frozenset[str] = frozenset()
     """The words of layouts whose numbers may change between a save and a load."""
     parts: frozenset[str] = frozenset()
-    """What it can offload alone."""
+    """The parts that it can offload alone."""
 
 
 _DEMANDED = ("build", "begin", "microbatch", "finish", "abort")

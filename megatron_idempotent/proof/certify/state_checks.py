@@ -25,7 +25,7 @@ STATE_CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
 
 _SAVES = ("save", "load")
 _LATER = "later.pt"
-"""What the ranks that save leave for those that load."""
+"""The name of the files that ranks that save leave for those that load."""
 
 
 def _check(summary: str, **traits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -39,9 +39,8 @@ def _check(summary: str, **traits: Any) -> Callable[[Callable[..., None]], Calla
 
 @_check("a save, and two in a row, change nothing, and steps go on as without", needs=("save",))
 def save_and_go_on(bench: States) -> None:
-    adapter: Any = bench.adapter
     bench.run_through()
-    adapter = bench.adapter
+    adapter: Any = bench.adapter
     bench.advance(0)
     everything = bench.held()
     adapter.save()
@@ -116,7 +115,6 @@ def async_save(bench: States) -> None:
     bench.follow(2, "save_async()")
     adapter.saved()
     bench.hold(2, "saved()")
-    bench.begin_again()
     _load(bench, state)
     bench.follow(2, "load() of an asynchronous save")
 
@@ -164,10 +162,9 @@ def load_into_new_process(bench: States) -> None:
 
 
 def _leave(bench: States, state: Any) -> None:
-    whole = bench.whole_state()
     import torch
 
-    torch.save((state, bench.course, whole), bench.folder / f"{bench.rank}-{_LATER}")
+    torch.save((state, bench.course, bench.whole_state()), bench.folder / f"{bench.rank}-{_LATER}")
 
 
 def _left(bench: States, rank: int) -> Any:
@@ -186,10 +183,14 @@ def _reshard(bench: States) -> None:
     """Load what other ranks have saved; compare with what plain copies make of it."""
     adapter: Any = bench.adapter
     state, course, whole = _left(bench, 0)
-    beside = bench.held()
-    beside |= {kind: course[1][1][kind] for kind in ("loss scale", "scheduler")}
-    beside["scheduler"] |= {"groups": bench.groups_at(course[1][1]["scheduler"]["groups"][0])}
+    saved, beside = course[1][1], bench.held()
+    rates = saved["scheduler"]
+    beside["scheduler"] = {**rates, "groups": bench.groups_at(rates["groups"][0])}
     adapter.load(state)
+    loaded = bench.held()
+    if "expert bias" in getattr(adapter, "keeps", ()) and bench.layout.sizes["pp"] == 1:
+        bench.hold(1, "load() in this layout", ("expert bias",), saved)
+    beside |= {kind: loaded[kind] for kind in ("expert bias", "loss scale")}
     bench.put(beside)
     bench.hold_whole(whole, "load() in this layout")
     finished = bench.advance(2)

@@ -27,7 +27,7 @@ from .draws import alike
 from .layouts import Layout
 from .memories import Memories
 from .parameters import ParameterPart, parts
-from .protocol import MICRO_BATCH, PUT, RUN, Finished, Subject
+from .protocol import MICRO_BATCH, RUN, Finished, Subject
 
 STEPS = 3
 """Steps of a run."""
@@ -49,7 +49,7 @@ class States(Bench):
             layout = dataclasses.replace(layout, flags=layout.flags | {"fp32"})
         super().__init__(adapter, layout, **options)
         self.course: list[tuple[Finished, Held]] = []
-        """What each step has told and left behind, in a run of nothing but steps."""
+        """The result and the state of each step, in a run of nothing but steps."""
 
     def built(self, **more: Any) -> tiny.Tiny:
         """Build a model with dropout, with what training runs set that the definition does not."""
@@ -138,8 +138,11 @@ class States(Bench):
         return {
             "weights": dict(_weights(self.model.chunks)),
             "optimizer": dict(_optimizer(self.model.optimizer)),
-            "scheduler": {**_plain(self.subject.scheduler), **_rates(self.model.optimizer)},
-            "random": _random(),
+            "scheduler": {
+                **_plain(self.subject.scheduler),
+                "groups": _rates(self.model.optimizer),
+            },
+            "random": random_states(),
             "loss scale": {
                 f"of optimizer {index}": _copied(scaler.state_dict())
                 for index, scaler in enumerate(_scalers(self.model.optimizer))
@@ -152,29 +155,20 @@ class States(Bench):
             "counters": dict(counters()),
         }
 
-    def put(self, held: Held, *, but: str = "") -> None:
-        """Put back what is beside weights and optimizer, but for one kind."""
-        for kind in PUT:
-            if kind != but:
-                self._put(kind, held[kind])
-
-    def _put(self, kind: str, held: Mapping[str, Any]) -> None:
-        if kind == "scheduler":
-            scheduler = self.subject.scheduler
-            vars(scheduler).update({name: held[name] for name in _plain(scheduler)})
-            for group, rates in zip(
-                _groups(self.model.optimizer), _grouped_rates(held), strict=True
-            ):
-                group.update(rates)
-        elif kind == "random":
-            _put_random(held)
-        elif kind == "loss scale":
-            for scaler, state in zip(_scalers(self.model.optimizer), held.values(), strict=True):
-                scaler.load_state_dict(_copied(state))
-        else:
-            for name, buffer in _buffers(self.model.chunks):
-                if name in held:
-                    buffer.copy_(held[name])
+    def put(self, held: Held) -> None:
+        """Put back what is beside weights and optimizer."""
+        scheduler, optimizer = self.subject.scheduler, self.model.optimizer
+        rates = held["scheduler"]
+        vars(scheduler).update({name: rates[name] for name in _plain(scheduler)})
+        for group, own in zip(_groups(optimizer), rates["groups"], strict=True):
+            group.update(own)
+        put_random(held["random"])
+        for scaler, state in zip(_scalers(optimizer), held["loss scale"].values(), strict=True):
+            scaler.load_state_dict(_copied(state))
+        values = {**held["expert bias"], **held["token counts"]}
+        for name, buffer in _buffers(self.model.chunks):
+            if name in values:
+                buffer.copy_(values[name])
 
     def hold(
         self, number: int, what: str, kinds: Iterable[str] = RUN, held: Held | None = None
@@ -184,32 +178,28 @@ class States(Bench):
         `held` takes the place of the run's own.
         """
         wanted = self.course[number][1] if held is None else held
-        self.stop_at(self.differing(wanted, what, kinds))
+        self.stop_at(first_fault(wanted, self.held(), f"{what} rank {self.rank}", kinds))
 
-    def differing(self, wanted: Held, what: str, kinds: Iterable[str]) -> str | None:
-        """Return how this rank differs from what it should hold; None if it does not."""
-        return first_fault(wanted, self.held(), f"{what} rank {self.rank}", kinds)
-
-    def follow(
-        self, number: int, what: str, kinds: Iterable[str] = RUN, course: Any = None
-    ) -> None:
+    def follow(self, number: int, what: str) -> None:
         """Take a step, and raise `Wrong` unless it leaves and tells what it did in the run."""
-        told, held = (course or self.course)[number]
         finished = self.advance(number)
-        fault = self.differing(held, f"{what} and step {number + 1}", kinds)
-        if fault is None and finished != told:
-            fault = f"step {number + 1} after {what} tells {finished}, and {told} without"
-        self.stop_at(fault)
+        told, held = self.course[number]
+        self._compare(f"{what} and step {number + 1}", finished, self.held(), told, held)
 
-    def follow_as(self, finished: Finished, after: Held, number: int, what: str) -> None:
+    def follow_as(self, finished: Finished, found: Held, number: int, what: str) -> None:
         """Take a step of a run that plain copies have set up; that after `what` must be the same.
 
-        `finished` and `after` are what the step after `what` told and left.
+        `finished` and `found` are what the step after `what` told and left.
         """
         told = self.advance(number)
-        fault = first_fault(self.held(), after, f"{what} and a step rank {self.rank}", RUN)
+        self._compare(f"{what} and a step", finished, found, told, self.held())
+
+    def _compare(
+        self, what: str, finished: Finished, found: Held, told: Finished, held: Held
+    ) -> None:
+        fault = first_fault(held, found, f"{what} rank {self.rank}", RUN)
         if fault is None and finished != told:
-            fault = f"the step after {what} tells {finished}, and {told} is right"
+            fault = f"after {what} finish() tells {finished}, and {told} is right"
         self.stop_at(fault)
 
     # The whole model, for another layout.
@@ -395,15 +385,8 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _rates(optimizer: Any) -> dict[str, Any]:
-    return {
-        "groups": [{name: group[name] for name in _RATES} for group in _groups(optimizer)],
-    }
-
-
-def _grouped_rates(held: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = held["groups"]
-    return found
+def _rates(optimizer: Any) -> list[dict[str, Any]]:
+    return [{name: group[name] for name in _RATES} for group in _groups(optimizer)]
 
 
 def _plain(scheduler: Any) -> dict[str, Any]:
@@ -415,7 +398,8 @@ def _scalers(optimizer: Any) -> list[Any]:
     return [each for each in scalers if each is not None]
 
 
-def _random() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """Copy the random states of Python, NumPy, torch and Megatron's tracker."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     name, words, *rest = numpy.random.get_state()
@@ -427,7 +411,8 @@ def _random() -> dict[str, Any]:
     }
 
 
-def _put_random(held: Mapping[str, Any]) -> None:
+def put_random(held: Mapping[str, Any]) -> None:
+    """Put back what `random_states` has copied."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     random.setstate(held["python"])

@@ -18,6 +18,7 @@ from megatron_idempotent.proof.certify import main as command
 from megatron_idempotent.proof.certify.draws import CALLS, MICROBATCHES, Draw
 from megatron_idempotent.proof.certify.layouts import WORDS, grid
 from megatron_idempotent.proof.certify.main import as_json, as_junit, as_table, suspects
+from megatron_idempotent.proof.certify.state_checks import EVERY
 
 RESULTS = [
     Result(layout="dp2", seed=7, **each)
@@ -95,13 +96,13 @@ def test_json_and_junit_say_the_same():
 
 
 def test_checks_name_hazards_that_there_are():
-    assert {name for check in CHECKS.values() for name in check.hazards} <= {*hazards()}
+    assert {name for check in EVERY.values() for name in check.hazards} <= {*hazards()}
 
 
 def test_checks_and_layouts_are_listed(capsys):
     assert command.main(["--list"]) == 0
     checks, _, layouts = capsys.readouterr().out.partition("\n\n")
-    assert [line.split(" ")[0] for line in checks.splitlines()] == [*CHECKS]
+    assert [line.split(" ")[0] for line in checks.splitlines()] == [*EVERY]
     first, *words = layouts.splitlines()
     assert ", ".join(LAYOUTS) in first
     assert [line.split(" ")[0] for line in words] == [*WORDS]
@@ -190,7 +191,7 @@ def test_the_command_without_an_adapter_says_what_it_takes(capsys):
 
 def test_the_documentation_has_all_checks_and_words():
     text = (Path(__file__).parents[3] / "docs" / "certify.md").read_text("utf-8")
-    for check in CHECKS.values():
+    for check in EVERY.values():
         assert f"| `{check.name}` | {check.summary} |" in text
     for word, said in WORDS.items():
         assert f"| `{word}` | {said} |" in text

@@ -6,16 +6,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks import _layouts as page
+from benchmarks import _states
 from megatron_idempotent.proof.certify import Result
 from megatron_idempotent.proof.certify.main import as_json
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_page_is_current():
+@pytest.mark.parametrize("page", [page, _states])
+def test_the_page_is_current(page):
     found = json.loads((ROOT / page.FOUND).read_text("utf-8"))
     assert (ROOT / page.PAGE).read_text("utf-8") == page.page(found), (
-        "run `python -m benchmarks._layouts` in the repository"
+        f"run `python -m {page.__name__}` in the repository"
     )
 
 
@@ -95,3 +97,20 @@ def test_a_page_without_our_own_step_has_no_table_of_its_checks(tmp_path):
     (tmp_path / "docs").mkdir()
     page.main([str(left(tmp_path / "of", "0.1", "Window", result("dp2")))], tmp_path)
     assert "Faults, resumes" not in (tmp_path / page.PAGE).read_text("utf-8")
+
+
+def test_a_format_is_told_by_check_and_megatron(tmp_path):
+    (tmp_path / "docs").mkdir()
+    rows = [
+        Result(check="rollback", layout="dp2", verdict="passed"),
+        Result(check="rollback", layout="ep2", verdict="declared", fault="it is known"),
+        Result(check="async-save", layout="dp2", verdict="not offered"),
+        Result(check="save-and-go-on", layout="ep2", verdict="passed"),
+    ]
+    assert _states.main([str(left(tmp_path, "0.1", "Legacy", *rows))], tmp_path) == 0
+    assert _states.main([str(left(tmp_path / "b", "0.2", "Legacy", *rows[:1]))], tmp_path) == 0
+    text = (tmp_path / _states.PAGE).read_text("utf-8")
+    assert "| `rollback` | **no** | ok | a run goes back " in text
+    assert "| `save-and-go-on` | ok | not run | a save, " in text
+    assert "async-save" not in text
+    assert "\n- 0.1, `ep2`, `rollback`: it is known\n" in text
