@@ -14,7 +14,7 @@ Cause:
 Affects:
     Every release, read from 0.3.0 to 0.6.0, and main of August 2026. There Bridge's in-process
     restart clears the cache (#4758); a load without one does not. What the patch does: each load
-    reads the files anew. All ranks load, as they have to.
+    reads the files again. All ranks load, as they have to.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/utils/checkpoint_utils.py,
