@@ -19,8 +19,6 @@ pytestmark = pytest.mark.skipif(
     reason="this release's wheel does not carry megatron.training, which slime imports",
 )
 
-#: A load reads model, optimizer and the rest one after the other.
-HALF_WAY = {"failed-load-file-missing", "failed-load-file-truncated"}
 #: By adapter: the variables, and the checks that fail on a layout.
 FAILED = {
     "SkyRL": (("SKYRL_SOURCE",), {"load-weights-alone", "keeps-random"}),
@@ -49,7 +47,7 @@ def test_a_run_goes_on_as_it_was_saved(adapter, monkeypatch, megatron_rank_pool)
             pytest.skip(f"{variable} names no checkout")
         monkeypatch.syspath_prepend(os.environ[variable])  # where `apply()` finds it
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    options = {"checks": CHECKS, "layouts": ["tp2-pp2-distopt"], "pool": megatron_rank_pool}
+    options = {"checks": CHECKS, "layouts": ["tp2-pp2-bf16-distopt"], "pool": megatron_rank_pool}
     found = {
         each.check: each.fault
         for each in certify(f"savers:{adapter}", **options)
