@@ -8,10 +8,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from . import _standins
+
+_OF_CHECKPOINTS = (
+    "training",  # with a recipe's lines, which have to come before Megatron
+    "utils.common_utils",
+    "utils.import_utils",
+    "utils.safe_pickle",
+    "utils.yaml_utils",
+    "utils.instantiate_utils",
+    "training.callbacks",
+    "training.utils.config_utils",
+    "training.utils.log_utils",
+    "training.utils.pg_utils",
+    "training.config",
+    "training.state",
+    "training.utils.checkpoint_utils",
+    "training.checkpointing",
+)
 
 
 class _Off(SimpleNamespace):
@@ -178,3 +196,84 @@ class Bridge:
             module.should_fire = lambda callbacks, event: False
             module.is_full_iteration_cuda_graph = lambda config: False
         return module
+
+
+def import_checkpoints() -> tuple[Any, Any, Any]:
+    """Import Bridge's modules of configurations, of the training state, and of checkpoints."""
+    found = {
+        name: _standins.import_alone(f"megatron.bridge.{name}", "modelopt", "transformers")
+        for name in _OF_CHECKPOINTS
+    }
+    module = found["training.checkpointing"]
+    module.fault_tolerance = _standins.Thing()
+    module.is_hf_checkpoint_dir = module.should_fire = lambda *_: False
+    module.is_last_rank = lambda: False  # trackers of experiments log on that rank
+    for each in (module, found["training.utils.checkpoint_utils"]):
+        each.print_rank_0 = lambda _: None
+    return found["training.config"], found["training.state"], module
+
+
+class Checkpoints:
+    """Saves and loads chunks, optimizer and scheduler with Bridge's own functions.
+
+    Example:
+        checkpoints = Checkpoints(model.chunks, model.optimizer, None, model.config)
+        checkpoints.save("/tmp/a")
+        checkpoints.load("/tmp/a")
+    """
+
+    def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any, config: Any) -> None:
+        from megatron.core import num_microbatches_calculator as calculator
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        configs, states, self.module = import_checkpoints()
+        calculator.unset_num_microbatches_calculator()
+        calculator.init_num_microbatches_calculator(0, None, 4, 2, 1)
+        self.held = chunks, optimizer, scheduler
+        self.config = config
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.context: dict[str, Any] = {}
+        self.checkpoint = configs.CheckpointConfig(
+            async_strategy="mcore", save_tokenizer_assets=False
+        )
+        self.state = states.GlobalState()
+        sharded = chunks[0].ddp_config.use_distributed_optimizer
+        self.state._cfg = _Off(
+            checkpoint=self.checkpoint,
+            dataset=_Off(),
+            ddp=_Off(),
+            dist=_Off(use_decentralized_pg=True),
+            logger=_Off(),
+            model=config,
+            optimizer=_Off(use_distributed_optimizer=sharded),
+            rng=_Off(),
+            to_yaml=self._describe,
+        )
+
+    @property
+    def train_state(self) -> Any:
+        """Bridge's counters of steps and samples."""
+        return self.state.train_state
+
+    def save(self, folder: str) -> None:
+        """Run Bridge's `save_checkpoint`. All ranks take part."""
+        self.checkpoint.save = folder
+        self.module.save_checkpoint(
+            self.state, *self.held, 0, self.context, pg_collection=self.groups
+        )
+
+    def load(self, folder: str) -> None:
+        """Run Bridge's `load_checkpoint`. All ranks take part."""
+        self.checkpoint.load = folder
+        self.module.load_checkpoint(
+            self.state,
+            *self.held,
+            checkpointing_context=self.context,
+            pg_collection=self.groups,
+        )
+
+    def _describe(self, path: str) -> None:
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        text = "".join(f"  {name}: {getattr(self.config, name)}\n" for name in sizes)
+        saved = "".join(f"  {n}: true\n" for n in ("save_optim", "save_rng", "fully_parallel_save"))
+        Path(path).write_text(f"model:\n{text}checkpoint:\n{saved}", encoding="utf-8")

@@ -178,6 +178,7 @@ def test_report_and_verify_name_live_code_that_goes_past(toys: Toys, caplog):
         ("    again = greet\n", "holds Up.greet a second time, at `again = greet`"),
         ("\nclass Rude(Up):\n    def greet(self):\n        return 0\n", "Rude overrides Up.greet"),
         ("\nclass Kind(Up):\n    def greet(self):\n        return self.x.greet(0)\n", ""),
+        ('\nclass A:\n    """\n    class B(Up):\n    """\n    def greet(self):\n        0\n', ""),
     ],
 )
 def test_a_detour_in_the_sources_is_refused_before_it_is_imported(toys: Toys, more, said):

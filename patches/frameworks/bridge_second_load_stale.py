@@ -1,0 +1,87 @@
+"""A second load by Megatron-Bridge in one process takes counters that the first one has cached.
+
+Symptom:
+    A rollback in place brings weights, optimizer and scheduler back, and leaves `train_state`, with
+    its step and samples, where the run had come to: data and `train_iters` go on from there. And a
+    load after a save to the same folder loads the checkpoint that was the latest at the first load.
+    No error.
+
+Cause:
+    `read_train_state` is cached by the file's name. What it returns becomes the run's own state, so
+    that training counts in the cached object; and the file that names the latest checkpoint is
+    written over by each save.
+
+Affects:
+    Every release, read from 0.3.0 to 0.6.0, and main of August 2026. There Bridge's in-process
+    restart clears the cache (#4758); a load without one does not. What the patch does: each load
+    reads the files again. All ranks load, as they have to.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/utils/checkpoint_utils.py,
+    `read_train_state`. https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4758.
+
+Remove when:
+    `read_train_state` is not cached, or `load_checkpoint` clears it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+
+def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Forget what earlier loads have read, then run `_load_checkpoint_from_path`."""
+    module = sys.modules[original.__module__]
+    for name in ("read_train_state", "read_run_config"):
+        getattr(getattr(module, name), "cache_clear", lambda: None)()
+    return original(*args, **kwargs)
+
+
+def reproduce() -> None:
+    """Load step 1, train, and load it again; then save step 3, and load the latest."""
+    import tempfile
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    from ._bridge import Checkpoints
+
+    model = tiny.build()
+    run = Checkpoints(model.chunks, model.optimizer, None, model.config)
+    model.forward_backward(1, data_seed=0)
+    model.step()
+    with tempfile.TemporaryDirectory() as folder:
+        run.train_state.step = 1
+        run.save(folder)
+        run.load(folder)
+        run.train_state.step += 2
+        run.load(folder)
+        _expect(run, 1, "it was rolled back to step 1")
+        run.train_state.step += 2
+        run.save(folder)
+        run.load(folder)
+        _expect(run, 3, "step 3 was saved last")
+
+
+def _expect(run: Any, step: int, why: str) -> None:
+    if run.train_state.step != step:
+        raise RuntimeError(f"the run is at step {run.train_state.step}, and {why}")
+
+
+PATCH = Patch(
+    distribution="megatron-bridge",
+    summary="a second load by Megatron-Bridge in one process takes counters of the first one",
+    since="0.3",
+    targets=(
+        Target(
+            "megatron.bridge.training.checkpointing:_load_checkpoint_from_path",
+            load,
+            "state.train_state = read_train_state(train_state_filename)",
+        ),
+    ),
+    ranks=1,
+    stock_error=r"RuntimeError: the run is at step 3, and it was rolled back to step 1",
+)

@@ -1,0 +1,96 @@
+"""Megatron-Bridge's conversion tasks, used for a second weight sync, receive with old types.
+
+Symptom:
+    With pipeline stages and expert biases (DeepSeek-V3 and its like) the first weight sync is
+    right. From the second on, a bias of experts is garbage on the stages that do not own it:
+    engines route wrongly, and rewards collapse. NCCL says nothing, because each rank passes its own
+    number of bytes; gloo ends the process, `op.preamble.length <= op.nbytes`.
+
+Cause:
+    A mapping keeps the shape and the type of what it has broadcast once. A model in 16 bits casts
+    its expert biases too, and its routers cast them back to float32 in their first forward, after
+    the first sync. From then on the owner sends float32, and the other stages receive 16 bits.
+
+Affects:
+    Callers that keep the tasks of `get_conversion_tasks` over syncs: SkyRL until #1345, and, read
+    in August 2026, verl (`_hf_export_tasks`). NeMo-RL keeps them too (`refit_conversion_tasks`),
+    and loads a state dict first, with which routers cast back. Bridge, read from 0.3.0 to 0.6.0 and
+    on main. What the patch does: each broadcast asks the stages what they have, as the first one
+    does. SkyRL's repair, new tasks for each sync, costs the same.
+
+Upstream:
+    https://github.com/NovaSky-AI/SkyRL/pull/1345.
+
+Remove when:
+    mappings forget what they have cached when a sync begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Target
+
+_MODULE = "megatron.bridge.models.conversion.param_mapping"
+
+
+def broadcast(
+    original: Callable[..., Any], self: Any, tensor: Any, cache_key: str | None = None
+) -> Any:
+    """Run `broadcast_from_pp_rank` without what it has cached under this key."""
+    self._tensor_spec_output_cache.pop(cache_key, None)
+    return original(self, tensor, cache_key)
+
+
+def reproduce() -> None:
+    """Export the first stage's expert bias before and after a step, with one mapping."""
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_idempotent.proof.cpu import tiny
+
+    from . import _standins
+
+    experts = {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_bias_update_rate": 0.5,
+    }
+    model = tiny.build(pp=2, dtype="bf16", experts=4, config_overrides=experts)
+    module = _standins.import_alone(_MODULE, "modelopt", "transformers")
+    mapping = module.ReplicatedMapping("expert_bias", "bias")
+    owner = parallel_state.is_pipeline_first_stage()
+    biases = [b for n, b in model.chunks[0].named_buffers() if n.endswith("expert_bias")]
+    send = torch.distributed.broadcast
+
+    def checked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes: list[Any] = [None, None]
+        torch.distributed.all_gather_object(sizes, tensor.nbytes)
+        if sizes[0] != sizes[1]:  # gloo would end the process, NCCL says nothing
+            raise RuntimeError(
+                f"the first stage sends {sizes[0]} bytes, for {sizes[1]} of the last"
+            )
+        return send(tensor, *args, **kwargs)
+
+    torch.distributed.broadcast = checked
+    for _ in range(2):
+        mapping.megatron_to_hf(biases[0] if owner else None, None)
+        model.forward_backward(2, data_seed=0)
+        model.step()
+
+
+PATCH = Patch(
+    distribution="megatron-bridge",
+    summary="Megatron-Bridge's conversion tasks, used for a second sync, receive with old types",
+    since="0.3",
+    targets=(
+        Target(
+            f"{_MODULE}:MegatronParamMapping.broadcast_from_pp_rank",
+            broadcast,
+            "tensor_spec_output = self._tensor_spec_output_cache[cache_key]",
+        ),
+    ),
+    ranks=2,
+    stock_error=r"RuntimeError: 16 bytes are sent, and 8 received",
+)
