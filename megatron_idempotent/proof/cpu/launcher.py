@@ -69,8 +69,10 @@ class Round:
         """
         with contextlib.ExitStack() as stack:
             # Without names: nothing is left of them, however this process ends.
-            files = [tempfile.TemporaryFile() for _ in range(self._call.world_size)]
-            self._stacks = [stack.enter_context(file).fileno() for file in files]
+            self._stacks = [
+                stack.enter_context(tempfile.TemporaryFile()).fileno()
+                for _ in range(self._call.world_size)
+            ]
             try:
                 self._fork()
                 deadline_s = time.monotonic() + self._call.timeout_s

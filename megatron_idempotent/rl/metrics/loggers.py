@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 import json
-import os
 import queue
 import sys
 import threading

@@ -128,7 +128,9 @@ def _digest(*values):
                 add(each)
         elif isinstance(value, torch.Tensor):
             found.update(f"{value.dtype} {tuple(value.shape)}".encode())
-            found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            found.update(
+                value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
         else:
             found.update(getattr(value, "tobytes", repr(value).encode)())
         found.update(b"|")
@@ -146,8 +148,10 @@ def _saved(local):
     stock, noted = local["policy"].stock, {}
     for optimizer in getattr(stock.optimizer, "chained_optimizers", [stock.optimizer]):
         for group in optimizer.optimizer.param_groups:
-            settings = {name: value for name, value in group.items() if name != "params"}
-            noted.setdefault("optimizer", []).append(_digest(settings))
+            # A load leaves a `step` in the groups; torch's Adam counts in each parameter's state.
+            left_out = ("params", "step")
+            settings = {name: value for name, value in group.items() if name not in left_out}
+            noted.setdefault("optimizer", []).append(repr(sorted(settings.items())))
             for parameter in group["params"]:
                 state = optimizer.optimizer.state.get(parameter, {})
                 noted["optimizer"].append(_digest(parameter, state))

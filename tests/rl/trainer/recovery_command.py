@@ -1,10 +1,9 @@
-"""Runs on a rank of the session's launcher: the command `train`, in a process that has imported all."""
+"""Runs the command `train` on a rank of the session's launcher, which has imported all."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 
 import kill_points
 
