@@ -59,9 +59,9 @@ class _Watch:
         if name not in self._functions:
             return False
         if when == _NOTED.get(name, (None,))[0]:
-            with (self._plan.parent / "notes").open("a") as file:
-                json.dump(_NOTED[name][1](sys._getframe(2).f_locals), file)
-                file.write("\n")
+            line = json.dumps(_NOTED[name][1](sys._getframe(2).f_locals)) + "\n"
+            with (self._plan.parent / "notes").open("ab", buffering=0) as file:
+                file.write(line.encode())  # at once: other ranks append, and it may be killed
         me = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "command"
         left = self._left()
         for kill in left:

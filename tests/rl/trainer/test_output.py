@@ -188,6 +188,19 @@ def test_an_output_directory_that_cannot_serve_is_refused_with_a_remedy(tmp_path
             job_for(tmp_path / name, resume=resumed)
 
 
+def test_what_a_run_that_died_was_sending_to_servers_goes_and_a_folder_of_the_users_stays(tmp_path):
+    pytest.importorskip("torch")
+    from megatron_idempotent.rl.trainer.engines import server_engines
+
+    url = "rollout.engine_url=http://unused"
+    for folder, own in (("sync", ""), ("mine", f"sync.directory={tmp_path / 'mine'}")):
+        half = tmp_path / folder / "version-00000003-0"
+        half.mkdir(parents=True)
+        config = load_config(overrides=["rollout.engine=vllm", url, *filter(None, [own])])
+        server_engines(config, tmp_path)
+        assert half.exists() == bool(own)
+
+
 def test_runs_without_a_name_are_numbered_and_the_last_is_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config()
