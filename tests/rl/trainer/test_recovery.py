@@ -90,7 +90,7 @@ PHASES = {
     "checkpoint: the list, not the name": ("output:_of_list", "return", FIRST, CONTROLLER),
     "checkpoint: an old one is half removed": ("output:_remove", "call", FIRST, CONTROLLER),
     "checkpoint: after": ("output:seal_checkpoint", "return", FIRST, CONTROLLER),
-    "end: the trained model is written": ("save:_Writer.finish", "return", FIRST, FIRST),
+    "end: the trained model is written": ("save:_Writer._copy_rest", "call", FIRST, FIRST),
 }
 
 
