@@ -109,6 +109,9 @@ class _Writer:
     ) -> None:
         if max_shard_bytes < 1:
             raise ValueError(f"save_hf() got max_shard_bytes={max_shard_bytes}; allowed: 1 or more")
+        self._old = directory.with_name(f".{directory.name}.replaced")
+        if self._old.exists() and not directory.exists():
+            self._old.rename(directory)  # another died between its two renames
         if directory.exists() and not replace:
             raise ValueError(f"{directory} exists: pass replace=True to have it replaced")
         self._directory, self._like, self._infos = directory, like, infos
@@ -126,9 +129,6 @@ class _Writer:
         }
         self._files: dict[str, SafetensorsFile] = {}
         self._beside = directory.with_name(f".{directory.name}.writing")
-        self._old = directory.with_name(f".{directory.name}.replaced")
-        if self._old.exists() and not directory.exists():
-            self._old.rename(directory)  # another died between its two renames
         for left in (self._beside, self._old):
             shutil.rmtree(left, ignore_errors=True)
         self._beside.mkdir(parents=True)
