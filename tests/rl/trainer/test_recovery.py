@@ -1,4 +1,4 @@
-"""Whoever dies, wherever: the run that goes on ends with the bits of one in which nothing died."""
+"""Whichever process dies, wherever: the run that goes on ends with the bits of one in which nothing died."""
 
 from __future__ import annotations
 
