@@ -88,8 +88,8 @@ PHASES = {
     ),
     "checkpoint: all files, no list": ("output:seal_checkpoint", "call", FIRST, CONTROLLER),
     "checkpoint: the list, not the name": ("output:_of_list", "return", FIRST, CONTROLLER),
-    "checkpoint: an old one is half removed": ("output:_remove", "call", FIRST, CONTROLLER),
     "checkpoint: after": ("output:seal_checkpoint", "return", FIRST, CONTROLLER),
+    "checkpoint: an old one is half removed": ("output:_remove", "call", FIRST, CONTROLLER),
     "end: the trained model is written": ("save:_Writer._copy_rest", "call", FIRST, FIRST),
 }
 
