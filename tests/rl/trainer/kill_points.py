@@ -140,7 +140,7 @@ def _digest(*values):
 
 
 def _saved(local):
-    """What a rank has when it saves: all that decides how it goes on."""
+    """Note all that a rank has when it saves, which decides how it goes on."""
     import numpy
     import torch
     from megatron.core import tensor_parallel
@@ -191,7 +191,7 @@ def _parent(pid: int) -> int:
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
+    """Return whether there is such a process, and it has not ended."""
     return _stat(pid)[0] not in "ZX"
 
 

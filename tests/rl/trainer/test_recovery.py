@@ -105,7 +105,7 @@ class Run:
 
     out: Path
     codes: list[int | None]
-    """How each start ended; None for one that was killed."""
+    """The exit code of each start; None for one that was killed."""
     said: str
     pids: list[int]
     """Processes that there were when something was killed."""
@@ -174,7 +174,7 @@ def launch(megatron_rank_pool, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(launch):
-    """What the runs are like in which nothing dies, by mode."""
+    """Return what is found in and left by a run in which nothing dies."""
 
     @functools.cache
     def whole(mode):
