@@ -1,4 +1,4 @@
-"""Whichever process dies, wherever: the run that goes on ends with the bits of one in which nothing died."""
+"""A run in which any process dies, anywhere, goes on to the bits of one in which nothing died."""
 
 from __future__ import annotations
 
