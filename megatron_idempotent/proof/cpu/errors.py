@@ -28,6 +28,10 @@ class NoDeviceError(RuntimeError):
     """Ranks on CUDA are asked for, and there is no GPU that they could use."""
 
 
+class LauncherLost(RuntimeError):
+    """The process that starts the ranks has ended, and its ranks with it."""
+
+
 class PlacementError(RuntimeError):
     """An operation would fail on a GPU, because its tensors are not where it needs them."""
 

@@ -67,8 +67,12 @@ class Round:
         Raises:
             PoolGone: the pool has closed the connection meanwhile.
         """
-        with tempfile.TemporaryDirectory(prefix="megatron-ranks-") as folder:
-            self._folder = Path(folder)
+        with contextlib.ExitStack() as stack:
+            # Without names: nothing is left of them, however this process ends.
+            self._stacks = [
+                stack.enter_context(tempfile.TemporaryFile()).fileno()
+                for _ in range(self._call.world_size)
+            ]
             try:
                 self._fork()
                 deadline_s = time.monotonic() + self._call.timeout_s
@@ -90,7 +94,7 @@ class Round:
                     store_fd=os.dup(store.fileno()) if rank == 0 else -1,
                     store_port=store.getsockname()[1],
                     master_port=master_port,
-                    stacks_path=str(self._stacks_path(rank)),
+                    stacks_fd=self._stacks[rank],
                 )
                 pid = os.fork()
                 if pid == 0:
@@ -172,12 +176,11 @@ class Round:
                 text or "(it wrote no stacks: stopped, or before its start)"
             )
 
-    def _stacks_path(self, rank: int) -> Path:
-        return self._folder / f"stacks-{rank}"
-
     def _written_stacks(self, rank: int) -> str:
-        path = self._stacks_path(rank)
-        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        descriptor = self._stacks[rank]
+        # Not by its place, which the rank has too.
+        written = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        return written.decode("utf-8", errors="replace")
 
     def _end(self) -> None:
         """Let finished ranks end, kill the others and all that ranks started, and reap them."""
@@ -341,7 +344,7 @@ class RankSlot:
     store_port: int
     #: A port that was free at the fork, for programs that initialise torch.distributed themselves.
     master_port: int
-    stacks_path: str
+    stacks_fd: int
 
 
 def occupy(call: Call, slot: RankSlot) -> None:
@@ -351,7 +354,7 @@ def occupy(call: Call, slot: RankSlot) -> None:
     if sys.platform == "linux":  # die with the launcher
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(slot.stacks_path, "w", encoding="utf-8") as stacks:
+    with open(slot.stacks_fd, "w", encoding="utf-8") as stacks:
         faulthandler.enable(file=stacks, all_threads=True)  # a crash in C
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # a hang
         try:

@@ -37,7 +37,7 @@ from typing import Any
 from megatron_idempotent.lazy import naming_the_remedy, untried_torch
 
 from . import gpu
-from .errors import NoDeviceError, RankError, RankFailure, RankTimeout
+from .errors import LauncherLost, NoDeviceError, RankError, RankFailure, RankTimeout
 from .gpu import Device, chosen
 
 #: Modules that the launcher imports before it forks; it skips those that are not installed.
@@ -268,7 +268,7 @@ class _Launcher:
         try:
             return self._connection.recv()
         except (EOFError, ConnectionResetError) as gone:
-            raise RuntimeError(
+            raise LauncherLost(
                 f"the process that starts the ranks ended while {doing}, with exit code "
                 f"{self._process.wait()}"
             ) from gone

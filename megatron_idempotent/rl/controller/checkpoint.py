@@ -119,6 +119,10 @@ class Reporting:
         if self._given:
             self._loggers = Loggers(self._given, threaded=True, lent=True)
 
+    async def flush(self) -> None:
+        """Wait until loggers have the rows so far, or one takes too long."""
+        await asyncio.to_thread(self._loggers.flush)
+
     async def close(self) -> None:
         """Wait until loggers have all rows, and end their thread. The loggers stay open."""
         if self._given:
@@ -277,6 +281,8 @@ class Checkpoints:
             return
         with self._shared.measure.phase("checkpoint", version=state["trainer_version"]):
             self._shared.doing = "checkpoint"
+            # A run may be continued from here at once, and does not write these rows again.
+            await self._reporting.flush()
             await self.store.save(state["trainer_version"], state)
             self._shared.progressed()
 

@@ -104,6 +104,7 @@ class TrainPump:
                 finally:
                     # Also if one of these raised: the update is made, and has its row.
                     self._reporting.step(groups, outcome, extra)
+                await self._checkpoints.save()
             await self._settled()
         finally:
             await self._stop_publishing()
@@ -294,7 +295,6 @@ class TrainPump:
         if not last:
             # After the last step nothing is started: the next run does it, as if it went on.
             self._release_rollouts()
-        await self._checkpoints.save()
         return metrics
 
     async def _all_generated(self) -> None:

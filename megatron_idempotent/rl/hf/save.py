@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -110,6 +109,9 @@ class _Writer:
     ) -> None:
         if max_shard_bytes < 1:
             raise ValueError(f"save_hf() got max_shard_bytes={max_shard_bytes}; allowed: 1 or more")
+        self._old = directory.with_name(f".{directory.name}.replaced")
+        if self._old.exists() and not directory.exists():
+            self._old.rename(directory)  # another died between its two renames
         if directory.exists() and not replace:
             raise ValueError(f"{directory} exists: pass replace=True to have it replaced")
         self._directory, self._like, self._infos = directory, like, infos
@@ -126,7 +128,9 @@ class _Writer:
             info.name: file for file, members in self._shards.items() for info in members
         }
         self._files: dict[str, SafetensorsFile] = {}
-        self._beside = directory.with_name(f".{directory.name}.writing-{os.getpid()}")
+        self._beside = directory.with_name(f".{directory.name}.writing")
+        for left in (self._beside, self._old):
+            shutil.rmtree(left, ignore_errors=True)
         self._beside.mkdir(parents=True)
 
     def write(self, bucket: Bucket) -> None:
@@ -174,17 +178,15 @@ class _Writer:
         write_json(self._beside / "config.json", {**config, **changes})
 
     def _rename(self) -> None:
-        old = self._directory.with_name(f".{self._directory.name}.replaced-{os.getpid()}")
         if self._directory.exists():
-            self._directory.rename(old)
+            self._directory.rename(self._old)
         try:
             self._beside.rename(self._directory)
         except OSError:
-            if old.exists():
-                old.rename(self._directory)
+            if self._old.exists():
+                self._old.rename(self._directory)
             raise
-        if old.exists():
-            shutil.rmtree(old)
+        shutil.rmtree(self._old, ignore_errors=True)
 
 
 def _check_like(like: Path, infos: Sequence[TensorInfo]) -> None:

@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 import json
-import os
 import queue
 import sys
 import threading
@@ -71,7 +70,7 @@ class Loggers:
         self._left_out = 0
         self._closed = False
         # Bounded by hand: a full queue must take the record that ends it.
-        self._records: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
+        self._records: queue.SimpleQueue[_Record | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if threaded:
             # A daemon: a logger that hangs must not keep the process from ending.
@@ -109,6 +108,14 @@ class Loggers:
                 )
             self._left_out += 1
 
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait up to `timeout_s` seconds until loggers have all records; return whether they do."""
+        if self._thread is None or not self._thread.is_alive():
+            return True
+        reached = threading.Event()
+        self._records.put(reached)
+        return reached.wait(timeout_s)
+
     def close(self) -> None:
         """Hand over what is queued, and close every logger that still works, once.
 
@@ -135,7 +142,10 @@ class Loggers:
     def _run(self) -> None:
         self._build()
         while (record := self._records.get()) is not None:
-            self._log(*record)
+            if isinstance(record, threading.Event):
+                record.set()
+            else:
+                self._log(*record)
         self._close()
 
     def _build(self) -> None:
@@ -214,7 +224,7 @@ class JsonlLogger:
         # checkpoint: those lines go, or the file would tell of the same step twice.
         kept = [row for row in read_metrics(path) if first_step and row["step"] <= first_step]
         # Beside the file and renamed: a kill in between must not cost the rows that were there.
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        partial = path.with_name(f".{path.name}.partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         partial.replace(path)
         self._file = path.open("a", encoding="utf-8")

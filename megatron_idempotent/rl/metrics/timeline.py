@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import json
 import math
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -97,7 +96,7 @@ class Timeline:
         Errors: `OSError`.
         """
         dropped, events = self.dropped, list(self._events.copy())
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        partial = path.with_name(f".{path.name}.partial")
         try:
             with partial.open("w", encoding="utf-8") as file:
                 file.write('{"displayTimeUnit": "ms",\n"otherData": ')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,8 @@ def server_engines(config: Config, out: Path) -> Sequence[RolloutEngine]:
 
     own = config.sync.directory
     directory = Path(own) if own else (out / "sync").absolute()
+    if not own:  # what a run that died was sending: whole models
+        shutil.rmtree(directory, ignore_errors=True)
     urls = [url.strip() for url in config.rollout.engine_url.split(",") if url.strip()]
     return [VllmEngine(url, transport=lambda: _sender(config, directory)) for url in urls]
 

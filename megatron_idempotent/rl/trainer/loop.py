@@ -93,8 +93,8 @@ class Loop:
         self._publish(first_rollout)
         if first_rollout == 0:
             self._loggers.log(self._evaluate(0), step=0)
+        watch = Stopwatch()
         for index in range(first_rollout, last):
-            watch = Stopwatch()
             asked = rollout_prompts(
                 self._prompts.train, index=index, count=count, seed=config.run.seed
             )
@@ -113,10 +113,12 @@ class Loop:
             if due(done, config.evaluation.every, last):
                 with watch.phase("evaluation"):
                     metrics |= self._evaluate(done)
+            # Before the checkpoint, which a run may be continued from at once: no row is lost.
+            self._loggers.log(metrics | watch.metrics(step[RESPONSE_TOKENS]), step=done)
+            watch = Stopwatch()
             if every and due(done, every, last):
                 with watch.phase("checkpoint"):
                     save_checkpoint(self._job, policy, done)
-            self._loggers.log(metrics | watch.metrics(step[RESPONSE_TOKENS]), step=done)
 
     def _publish(self, done: int) -> None:
         """Bring the weights after a number of rollouts to the engines. Collective."""

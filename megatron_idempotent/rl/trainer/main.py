@@ -83,6 +83,7 @@ def _tell(missing: Sequence[str]) -> int:
 def _run(options: argparse.Namespace) -> int:
     # Here and not above: `--help` should not wait for the tokenizer and the progress bar.
     from megatron_idempotent.proof import cpu
+    from megatron_idempotent.proof.cpu.errors import LauncherLost
     from megatron_idempotent.rl.controller.protocol import ControllerError
     from megatron_idempotent.rl.trainer.task.prompts import read_prompts
     from megatron_idempotent.rl.workers import under_torchrun
@@ -137,7 +138,7 @@ def _run(options: argparse.Namespace) -> int:
     except cpu.RankError as error:
         log = job.out / "logs" / f"rank-{error.rank}.log"
         code, told = 1, f"{error}\n\nrank {error.rank} failed; what it printed is in {log}"
-    except (ControllerError, RanksLost, RankFailed) as error:
+    except (ControllerError, RanksLost, RankFailed, LauncherLost) as error:
         code, told = 1, f"{error}\n{again}"
     except cpu.RankTimeout:
         limit = f"run.timeout_s is {config.run.timeout_s:g} s; raise it with --set run.timeout_s=…"

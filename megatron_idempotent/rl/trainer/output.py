@@ -89,11 +89,11 @@ def prepare(
 ) -> Job:
     """Make the output directory or, to resume, check the newest checkpoint in it; return the job.
 
-    With `started_anew`, which is for a run that something else starts again when it dies, it
-    resumes if there is a checkpoint and begins from the start if there is none.
+    A run that died before its first checkpoint is resumed from its start. With `started_anew`,
+    which is for a run that something else starts again when it dies, there may be no run yet.
 
     Errors: `OutputError` if the directory cannot be written or holds another run; `CheckpointError`
-    if there is no checkpoint to resume from, or it is damaged or was written with other settings.
+    if there is no run to resume, or its checkpoint is damaged or was written with other settings.
     """
     if started_anew:
         resume = bool(complete_checkpoints(Path(config.run.out) / "checkpoints"))
@@ -110,21 +110,25 @@ def prepare(
     checkpoint = None
     if resume:
         found = complete_checkpoints(out / "checkpoints")
-        if not found:
+        if found:
+            checkpoint = found[-1]
+            written = verify_checkpoint(checkpoint)["config"]
+            _same_settings(written, resume_state(config), checkpoint)
+        elif not (out / CONFIG_FILE).is_file():
             raise CheckpointError(
-                f"{out / 'checkpoints'}: no complete checkpoint to resume from; start without "
-                "--resume"
+                f"{out}: neither a complete checkpoint nor the {CONFIG_FILE} of a run that had "
+                "none yet; start without --resume, in an empty directory"
             )
-        checkpoint = found[-1]
-        written = verify_checkpoint(checkpoint)["config"]
-        _same_settings(written, resume_state(config), checkpoint)
         initial = out / INITIAL
         check_sums(initial, f"remove {initial}, and an equal one is made")
         try:
             read_metrics(out / METRICS_FILE)
         except ValueError as error:
             raise OutputError(f"{error}; remove that line to go on without it") from error
-    (out / CONFIG_FILE).write_text(as_toml(config), encoding="utf-8")
+    # Whole at any time: a run that is killed here is continued with it.
+    partial = out / f".{CONFIG_FILE}.partial"
+    partial.write_text(as_toml(config), encoding="utf-8")
+    partial.replace(out / CONFIG_FILE)
     began_s = time.time() if began_s is None else began_s
     return Job(config=config, out=out, resume_from=checkpoint, quiet=quiet, began_s=began_s)
 
@@ -164,13 +168,20 @@ def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) 
     listed = {"sha256": _of_list(state, files), "state": state, "files": files}
     (unfinished / MARKER).write_text(json.dumps(listed, indent=1), encoding="utf-8")
     _flush_to_disk(unfinished / MARKER)
-    if final.exists():  # written by an interrupted run after the checkpoint this one resumed from
-        shutil.rmtree(final)
+    if final.exists():  # left by a run that was interrupted while it removed or replaced it
+        _remove(final)
     unfinished.rename(final)
     _flush_to_disk(directory)
-    for old in complete_checkpoints(directory)[: -config.run.keep_checkpoints]:
-        (old / MARKER).unlink()  # the list first, so that no half of a checkpoint counts
-        shutil.rmtree(old)
+    kept = complete_checkpoints(directory)[-config.run.keep_checkpoints :]
+    for old in directory.glob("rollout-*"):
+        if old not in kept:  # also what a run that died was writing or removing
+            _remove(old)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, the list first: no half of one counts."""
+    (checkpoint / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint)
 
 
 def checkpoint_path(directory: Path, rollouts: int) -> Path:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -81,9 +82,9 @@ class EmbeddedRanks(SocketRanks):
         token = secrets.token_bytes(32)
         server = Server(self._size, token)
         connections: list[Connection] = []
-        with tempfile.TemporaryDirectory(prefix="ranks-", dir=_short_folder()) as folder:
+        with contextlib.ExitStack() as stack:
             try:
-                address = server.listen(f"{folder}/ranks")
+                address = server.listen(_address(stack))
                 arguments = (self._spec, address, token, self._log_dir)
                 run = self._run = _Run(self._pool, self._size, arguments)
                 connections += await self._complete(server, [run.over], run.how)
@@ -173,7 +174,10 @@ def _serve(spec: WorkerSpec, address: str, token: bytes, log_dir: Path | None) -
     RankConnection(address, token, rank).serve(spec)
 
 
-def _short_folder() -> str:
-    """Return a folder in which a socket's path stays below the system's 107 bytes."""
+def _address(stack: contextlib.ExitStack) -> str:
+    """Return an address for a Unix socket; what it needs of the disk goes with the stack."""
+    if sys.platform == "linux":  # without a file, which a controller that is killed would leave
+        return f"\0megatron-idempotent-{secrets.token_hex(16)}"
     usual = tempfile.gettempdir()
-    return usual if len(os.fsencode(usual)) < 70 else "/tmp"
+    folder = usual if len(os.fsencode(usual)) < 70 else "/tmp"  # a path has 107 bytes at most
+    return stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-", dir=folder)) + "/ranks"

@@ -149,6 +149,13 @@ def test_a_checkpoint_that_is_replaced_stays_until_the_new_one_is_complete(check
     with pytest.raises(OSError, match="full"):
         save_hf(Failing(tensors, error=OSError(28, "full")), target, like=like, replace=True)
     assert os.stat(target).st_ino == before
+    # Killed between its two renames: the older one comes back, until there is a whole new one.
+    target.rename(target.with_name(".model.replaced"))
+    target.with_name(".model.writing").mkdir()
+    with pytest.raises(OSError, match="full"):
+        save_hf(Failing(tensors, error=OSError(28, "full")), target, like=like, replace=True)
+    assert os.stat(target).st_ino == before
+    assert names(target.parent) == ["model"]
     # Itself as what it is like.
     save_hf(Failing(tensors), target, like=target, replace=True)
     assert os.stat(target).st_ino != before

@@ -51,6 +51,8 @@ def test_a_logger_that_raises_is_dropped_and_the_others_go_on(capsys, threaded):
     loggers = Loggers([broken, remembering], threaded=threaded)
     for step in range(3):
         loggers.log({"loss": 0.5}, step=step)
+    assert loggers.flush()
+    assert remembering.seen == [(0, 0.5), (1, 0.5), (2, 0.5)]
     loggers.close()
     loggers.close()
     assert broken.calls == 1
@@ -133,6 +135,7 @@ def test_a_logger_that_hangs_does_not_hang_the_end_of_the_run(capsys):
     assert slow.taken.wait(30)
     loggers.close()
     assert "did not end in 0.01 s, with 2 records still queued" in capsys.readouterr().err
+    assert not loggers.flush(0.01)
     slow.may_go_on.set()
 
 

@@ -117,6 +117,9 @@ def test_files_are_hashed_without_being_held_in_memory(tmp_path):
 
 def test_a_save_keeps_nothing_of_a_run_that_died_in_it_and_drops_the_oldest_checkpoints(tmp_path):
     out, checkpoints = make_run(tmp_path, 3, 6, 9)
+    half_removed = checkpoint_path(checkpoints, 1)
+    half_removed.mkdir()
+    output.unfinished_path(checkpoints, 5).mkdir()
     unfinished = output.unfinished_path(checkpoints, 12)
     unfinished.mkdir()
     (unfinished / "shard of another layout").write_bytes(b"half")
@@ -125,6 +128,7 @@ def test_a_save_keeps_nothing_of_a_run_that_died_in_it_and_drops_the_oldest_chec
     seal_checkpoint(checkpoints, 12, load_config(overrides=["run.keep_checkpoints=2"]), digest="")
     found = output.complete_checkpoints(checkpoints)
     assert found == [checkpoint_path(checkpoints, number) for number in (9, 12)]
+    assert sorted(checkpoints.iterdir()) == found
     assert resume(out) == found[-1]
     assert not (found[-1] / "shard of another layout").exists()
 
@@ -169,8 +173,10 @@ def test_an_output_directory_that_cannot_serve_is_refused_with_a_remedy(tmp_path
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
     make_run(tmp_path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine").write_text("")
     cases = [
-        ("run", True, CheckpointError, "no complete checkpoint to resume from"),
+        ("notes", True, CheckpointError, "neither a complete checkpoint nor the config.toml"),
         ("other", True, OutputError, "no such directory; name the run to resume with --out"),
         ("run", False, OutputError, "not empty; continue that run with --resume"),
         ("file/run", False, OutputError, r"Not a directory; choose a directory .* --out"),
@@ -182,6 +188,19 @@ def test_an_output_directory_that_cannot_serve_is_refused_with_a_remedy(tmp_path
             job_for(tmp_path / name, resume=resumed)
 
 
+def test_what_a_run_that_died_was_sending_to_servers_goes_and_a_folder_of_the_users_stays(tmp_path):
+    pytest.importorskip("torch")
+    from megatron_idempotent.rl.trainer.engines import server_engines
+
+    url = "rollout.engine_url=http://unused"
+    for folder, own in (("sync", ""), ("mine", f"sync.directory={tmp_path / 'mine'}")):
+        half = tmp_path / folder / "version-00000003-0"
+        half.mkdir(parents=True)
+        config = load_config(overrides=["rollout.engine=vllm", url, *filter(None, [own])])
+        server_engines(config, tmp_path)
+        assert half.exists() == bool(own)
+
+
 def test_runs_without_a_name_are_numbered_and_the_last_is_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config()
@@ -190,5 +209,6 @@ def test_runs_without_a_name_are_numbered_and_the_last_is_resumed(tmp_path, monk
     first, second = (output.prepare(config, resume=False, quiet=True) for _ in range(2))
     assert [first.out.name, second.out.name] == ["train-001", "train-002"]
     assert load_config(second.out / "config.toml") == config
-    with pytest.raises(CheckpointError, match="train-002"):
-        output.prepare(config, resume=True, quiet=True)
+    # It died before its first checkpoint: it goes on from its start.
+    again = output.prepare(config, resume=True, quiet=True)
+    assert (again.out.name, again.resume_from) == ("train-002", None)

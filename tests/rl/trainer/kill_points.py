@@ -1,0 +1,204 @@
+"""Kills processes of a run at named places in its code, which does not know of it.
+
+Python tells a tool when a function begins and returns (`sys.monitoring`, from 3.12 on): nothing is
+wrapped or replaced, so that all happens in the order in which it does without the tool. In the same
+way it notes what a run has at each checkpoint and each publish.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+#: Names the file with the kills that are left; each process of a run reads it.
+PLAN = "MEGATRON_IDEMPOTENT_KILLS"
+#: The process id of the command that has started all others.
+COMMAND = "MEGATRON_IDEMPOTENT_COMMAND"
+_TOOL = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kill:
+    """One process dies, or several, when a process comes by a place for the `nth` time."""
+
+    phase: str
+    place: str
+    """`module:function`, by the last part of the module's name and the function's whole one."""
+    when: str = "call"
+    """`call` or `return`."""
+    nth: int = 1
+    """Counted in each process; in a later process it happens at the next time."""
+    at: str = "rank 1"
+    """The process that comes by: `rank 0`, `rank 1` or `command`."""
+    who: str = "rank 1"
+    """Whom it kills: `rank 1`, `all ranks`, `launcher`, `command` or `all`."""
+
+
+class _Watch:
+    """Looks out for the first kill of the plan in this process, and notes what it has."""
+
+    def __init__(self, plan: Path) -> None:
+        self._plan = plan
+        self._seen: dict[Kill, int] = {}
+        self._functions = {kill.place.partition(":")[2] for kill in self._left()}
+        self._functions |= _NOTED.keys()
+
+    def _left(self) -> list[Kill]:
+        return [Kill(**fields) for fields in json.loads(self._plan.read_text())]
+
+    def passes(self, code, when):
+        """Note and kill, if it is time to; return whether the function may be looked at again."""
+        name = code.co_qualname
+        if name not in self._functions:
+            return False
+        if when == _NOTED.get(name, (None,))[0]:
+            line = json.dumps(_NOTED[name][1](sys._getframe(2).f_locals)) + "\n"
+            with (self._plan.parent / "notes").open("ab", buffering=0) as file:
+                file.write(line.encode())  # at once: other ranks append, and it may be killed
+        me = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "command"
+        left = self._left()
+        for kill in left:
+            module, _, function = kill.place.partition(":")
+            if (function, kill.at, kill.when) != (name, me, when):
+                continue
+            if Path(code.co_filename).stem != module:
+                continue
+            self._seen[kill] = self._seen.get(kill, 0) + 1
+            if kill == left[0] and self._seen[kill] >= kill.nth:
+                self._fire(kill, left[1:])
+        return True
+
+    def _fire(self, kill, others):
+        command, *rest = tree = descendants(int(os.environ[COMMAND]))
+        with self._plan.with_suffix(".spent").open("a") as file:
+            json.dump(tree, file)
+            file.write("\n")
+        draft = self._plan.with_suffix(".draft")
+        draft.write_text(json.dumps([dataclasses.asdict(each) for each in others]))
+        draft.replace(self._plan)
+        launchers = [pid for pid in rest if _parent(pid) == command]
+        ranks = [pid for pid in rest if _parent(pid) in launchers]
+        whom = {
+            "rank 1": ranks[1:2],
+            "all ranks": ranks,
+            "launcher": launchers,
+            "command": [command],
+            "all": tree,
+        }[kill.who]
+        assert whom, f"{kill}: there is none in {tree}"
+        me = os.getpid()
+        for pid in sorted(whom, key=lambda pid: pid == me):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)  # if it is none of them, it sees them gone
+
+
+def watch() -> None:
+    """Kill from now on, in this process and in those that it forks, as the plan says."""
+    monitoring, watched = sys.monitoring, _Watch(Path(os.environ[PLAN]))
+    events = {"call": monitoring.events.PY_START, "return": monitoring.events.PY_RETURN}
+    monitoring.use_tool_id(_TOOL, "kill points")
+
+    def told(when):
+        return lambda code, *_: None if watched.passes(code, when) else monitoring.DISABLE
+
+    for when, event in events.items():
+        monitoring.register_callback(_TOOL, event, told(when))
+    monitoring.set_events(_TOOL, events["call"] | events["return"])
+
+
+def _digest(*values):
+    """The hash of tensors and of what JSON or `repr` knows, in any nesting."""
+    import torch
+
+    found = hashlib.sha256()
+
+    def add(value):
+        if isinstance(value, dict):
+            for key in sorted(value, key=str):
+                add([str(key), value[key]])
+        elif isinstance(value, list | tuple):
+            for each in value:
+                add(each)
+        elif isinstance(value, torch.Tensor):
+            found.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            found.update(
+                value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+        else:
+            found.update(getattr(value, "tobytes", repr(value).encode)())
+        found.update(b"|")
+
+    add(values)
+    return found.hexdigest()
+
+
+def _saved(local):
+    """Note all that a rank has when it saves, which decides how it goes on."""
+    import numpy
+    import torch
+    from megatron.core import tensor_parallel
+
+    stock, noted = local["policy"].stock, {}
+    for optimizer in getattr(stock.optimizer, "chained_optimizers", [stock.optimizer]):
+        for group in optimizer.optimizer.param_groups:
+            # A load leaves a `step` in the groups; torch's Adam counts in each parameter's state.
+            left_out = ("params", "step")
+            settings = {name: value for name, value in group.items() if name not in left_out}
+            noted.setdefault("optimizer", []).append(repr(sorted(settings.items())))
+            for parameter in group["params"]:
+                state = optimizer.optimizer.state.get(parameter, {})
+                noted["optimizer"].append(_digest(parameter, state))
+    noted["scheduler"] = _digest(stock.scheduler.state_dict())
+    noted["random"] = [
+        _digest(random.getstate()),
+        _digest(numpy.random.get_state()),
+        _digest(torch.get_rng_state()),
+        _digest(torch.cuda.get_rng_state()),
+        _digest(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    ]
+    return {f"checkpoint {local['iteration']}, rank {os.environ['RANK']}": noted}
+
+
+def _published(local):
+    """The bytes that each engine serves for a version of the trainer."""
+    rank = os.environ.get("RANK", "command")
+    served = {
+        name: _digest(engine._updates._weights._tensors)
+        for name, engine in local["self"]._engines.items()
+    }
+    return {f"version {local['version']}, {rank}": served}
+
+
+_NOTED = {"save_weights": ("call", _saved), "Fleet.publish": ("return", _published)}
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X", "0"]
+
+
+def _parent(pid: int) -> int:
+    return int(_stat(pid)[1])
+
+
+def alive(pid: int) -> bool:
+    """Return whether there is such a process, and it has not ended."""
+    return _stat(pid)[0] not in "ZX"
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that it and its children have started, in the order of their starts."""
+    parents = {int(each.name): _parent(int(each.name)) for each in Path("/proc").glob("[0-9]*")}
+    found = [pid]
+    for each in found:  # grows meanwhile
+        found += sorted(child for child, parent in parents.items() if parent == each)
+    return found
