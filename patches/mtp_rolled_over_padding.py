@@ -67,7 +67,7 @@ def reproduce() -> None:
         max_seqlen_kv=8,
     )
     row = torch.tensor([[1, 2, 3, 4, 5, 0, 0, 0, 11, 12, 13, 14, 15, 16, 17, 0]], device="cuda")
-    right = torch.cat([each.roll(-1, 1) for each in row.split(8, 1)], 1)
+    right = torch.cat([each.roll(-1, 1) for each in torch.split(row, 8, 1)], 1)
     right[:, 7::8] = 0
     found, _ = roll_tensor(
         own_positions(row, cu_seqlens=padded),

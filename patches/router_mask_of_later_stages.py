@@ -56,8 +56,13 @@ def reproduce() -> None:
         with_optimizer=False,
         config_overrides={"moe_z_loss_coeff": 1.0, "moe_aux_loss_coeff": 0.0},
     ).config
-    sizes = {"vocab_size": tiny.VOCABULARY, "max_sequence_length": tiny.SEQUENCE}
-    stage = gpt_stage(config, vp_stage=None, pre_process=False, **sizes)
+    stage = gpt_stage(
+        config,
+        vp_stage=None,
+        pre_process=False,
+        vocab_size=tiny.VOCABULARY,
+        max_sequence_length=tiny.SEQUENCE,
+    )
     half = tiny.SEQUENCE // 2
     stage.set_input_tensor(torch.randn(half, tiny.BATCH, tiny.HIDDEN, device="cuda"))
     tokens = next(tiny.microbatches(0))

@@ -254,7 +254,7 @@ def bridge(kind: str, **options: Any) -> Any:
     engine = importlib.import_module("megatron.core.extensions.transformer_engine")
     for name, layer in grouped_layers().items():
         setattr(engine, name, layer)
-    found = {}
+    found: dict[str, Any] = {}
     for name in _REAL:
         module = f"megatron.bridge.{name}"
         if not found or _standins.is_there(module):  # older releases lack some
