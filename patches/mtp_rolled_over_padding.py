@@ -1,4 +1,4 @@
-"""In a pack with padding between its sequences MTP layers predict tokens of other sequences.
+"""MTP layers predict tokens of other sequences in a pack with padding between its sequences.
 
 Symptom:
     With multi-token prediction (MTP) and `PackedSeqParams` that have both `cu_seqlens_q` and

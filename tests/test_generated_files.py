@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TABLE = PROJECT["tool"]["megatron-idempotent"]
 COMMITS = {each["name"]: each for each in TABLE["commits"]}
+WALKED = json.loads((ROOT / casebook.HISTORY).read_text())
 NEW = "a new hazard is named under Unreleased in CHANGELOG.md, and may wait for the next release"
 REMEDY = "run `python -m megatron_idempotent.cli.casebook` in the repository"
 
@@ -26,7 +27,7 @@ def test_hazards_md_is_current():
 
 def test_the_page_of_frameworks_is_current():
     proven = json.loads((ROOT / casebook.PROVEN).read_text())
-    page = casebook.page(TABLE, proven)
+    page = casebook.page(TABLE, proven, WALKED)
     assert (ROOT / casebook.COMPATIBILITY).read_text() == page, REMEDY
 
 
@@ -38,7 +39,7 @@ def test_a_framework_on_what_was_never_run_is_refused(change, fault):
     proven = json.loads((ROOT / casebook.PROVEN).read_text())
     frameworks = [TABLE["frameworks"][0] | change]
     with pytest.raises(ValueError, match=fault):
-        casebook.page(TABLE | {"frameworks": frameworks}, proven)
+        casebook.page(TABLE | {"frameworks": frameworks}, proven, WALKED)
 
 
 def naming() -> dict[Path, str]:
