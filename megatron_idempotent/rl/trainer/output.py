@@ -114,6 +114,8 @@ def prepare(
             checkpoint = found[-1]
             written = verify_checkpoint(checkpoint)["config"]
             _same_settings(written, resume_state(config), checkpoint)
+            # A run that died in its last checkpoint writes none that would do it.
+            remove_old(out / "checkpoints", config.run.keep_checkpoints)
         elif not (out / CONFIG_FILE).is_file():
             raise CheckpointError(
                 f"{out}: neither a complete checkpoint nor the {CONFIG_FILE} of a run that had "
@@ -172,9 +174,14 @@ def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) 
         _remove(final)
     unfinished.rename(final)
     _flush_to_disk(directory)
-    kept = complete_checkpoints(directory)[-config.run.keep_checkpoints :]
+    remove_old(directory, config.run.keep_checkpoints)
+
+
+def remove_old(directory: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest ones, and what a run that died was writing."""
+    kept = complete_checkpoints(directory)[-keep:]
     for old in directory.glob("rollout-*"):
-        if old not in kept:  # also what a run that died was writing or removing
+        if old not in kept:
             _remove(old)
 
 

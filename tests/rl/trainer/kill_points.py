@@ -80,9 +80,6 @@ class _Watch:
         with self._plan.with_suffix(".spent").open("a") as file:
             json.dump(tree, file)
             file.write("\n")
-        draft = self._plan.with_suffix(".draft")
-        draft.write_text(json.dumps([dataclasses.asdict(each) for each in others]))
-        draft.replace(self._plan)
         launchers = [pid for pid in rest if _parent(pid) == command]
         ranks = [pid for pid in rest if _parent(pid) in launchers]
         whom = {
@@ -92,7 +89,11 @@ class _Watch:
             "command": [command],
             "all": tree,
         }[kill.who]
-        assert whom, f"{kill}: there is none in {tree}"
+        if not whom:  # ranks that died before are not there again: the next time, then
+            return
+        draft = self._plan.with_suffix(".draft")
+        draft.write_text(json.dumps([dataclasses.asdict(each) for each in others]))
+        draft.replace(self._plan)
         me = os.getpid()
         for pid in sorted(whom, key=lambda pid: pid == me):
             os.kill(pid, signal.SIGKILL)
