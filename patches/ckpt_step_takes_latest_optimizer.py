@@ -32,13 +32,16 @@ from megatron_idempotent.patching import Patch, Target
 _MODULE = "megatron.training.checkpointing"
 
 
-def read_metadata(original: Callable[..., tuple[int, bool]], tracker: Any) -> tuple[int, bool]:
+def read_metadata(
+    original: Callable[..., tuple[int, bool]], *args: Any, **kwargs: Any
+) -> tuple[int, bool]:
     """Read the tracker file, and say `args.ckpt_step` where there is one."""
     import os
 
     from megatron.training import checkpointing, global_vars
 
-    iteration, release = original(tracker)
+    iteration, release = original(*args, **kwargs)
+    (tracker,) = (*args, *kwargs.values())
     options = global_vars._GLOBAL_ARGS  # a checkpoint's arguments are read before there are any
     step = getattr(options, "ckpt_step", None)
     folder = os.path.dirname(os.fspath(tracker))

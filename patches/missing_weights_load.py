@@ -37,11 +37,15 @@ def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
 
+    from megatron.training import get_args
+
     call = arguments(original, args, kwargs)
+    # Up to 0.18 upstream itself is not strict where a retriever is added to a model.
+    strict = call["strict"] and not getattr(get_args(), "retro_add_retriever", False)
     chunks = [
         chunk
         for chunk in call["ddp_model"]
-        if call["strict"] and isinstance(chunk, (DistributedDataParallel, Float16Module))
+        if strict and isinstance(chunk, (DistributedDataParallel, Float16Module))
     ]
     for chunk in chunks:
         vars(chunk)["load_state_dict"] = functools.partial(_load, chunk)
