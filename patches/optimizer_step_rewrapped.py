@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, arguments, no_body_has
+from megatron_idempotent.patching import Patch, arguments
 
 from . import _scenarios
 
@@ -63,7 +63,6 @@ PATCH = Patch(
     summary="a raising train() with --optimizer-cuda-graph leaves its wrapper on optimizer.step",
     since="0.17",
     groups=("train-again",),
-    fixed_when=no_body_has("args.optimizer_cuda_graph"),  # not there yet
     targets=(target("training.train", train, "del optimizer.step"),),
     ranks=1,
     stock_error=r"RuntimeError: optimizer\.step is left as .*OptimizerCudaGraphWrapper",

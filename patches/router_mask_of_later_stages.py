@@ -30,15 +30,20 @@ from megatron_idempotent.patching import Patch, Target
 
 
 def forward(
-    original: Callable[..., Any], self: Any, input: Any, padding_mask: Any = None, **others: Any
-) -> Any:  # these are upstream's names; hash-based routers of the branch dev take tokens, too
+    original: Callable[..., Any],
+    self: Any,
+    input: Any,
+    padding_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,  # routers of the branch dev take tokens, too
+) -> Any:  # these are upstream's names
     """Route with the part of a mask [T, B] that belongs to the input [T / tp, B, H]."""
     if padding_mask is not None and len(padding_mask) != len(input):
         from megatron.core import parallel_state
 
         part = parallel_state.get_tensor_model_parallel_rank()
         padding_mask = padding_mask.split(len(input))[part]
-    return original(self, input, padding_mask, **others)
+    return original(self, input, padding_mask, *args, **kwargs)
 
 
 def reproduce() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -30,3 +31,10 @@ def environ_of(copy: Path, finder: Path, *before: str) -> dict[str, str]:
     (finder / "sitecustomize.py").write_text(FINDER)
     path = [*before, str(copy), str(finder)]
     return {"PYTHONPATH": os.pathsep.join(path), "COPY": str(copy)}
+
+
+def proven_on_a_commit(hazard: str) -> bool:
+    """Tell if a commit has the hazard: it may call itself by a release that has repaired it."""
+    proven = json.loads((Path(__file__).parents[1] / "docs" / "proven.json").read_text())
+    commits = [found for name, found in proven.items() if not name.replace(".", "").isdecimal()]
+    return any(found.get(hazard) == "proven" for found in commits)

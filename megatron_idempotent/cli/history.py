@@ -35,9 +35,6 @@ class Clone:
 
     Raises:
         ValueError: git finds no clone there.
-
-    Example:
-        tree = Clone(Path("Megatron-LM")).tree("d98e8a64dd")
     """
 
     def __init__(self, path: Path) -> None:

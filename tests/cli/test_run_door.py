@@ -236,6 +236,7 @@ sys.exit(5)
 def test_a_terminal_reaches_the_command_and_ctrl_c_reaches_it_once():
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a job in the background ignores
         os.execvpe(BELOW[0], [*BELOW, sys.executable, "-c", TALKS], environment())
     said = b""
 

@@ -150,10 +150,10 @@ def biases(chunks: Any) -> list[torch.Tensor]:
 
 def logged() -> list[torch.Tensor]:
     """Return what MoE layers have logged since the last call."""
-    from megatron_idempotent.step.snapshot import _logged
+    from megatron_idempotent.step import snapshot
 
-    found = [value.clone() for value in _logged()]
-    for value in _logged():
+    found = [value.clone() for value in snapshot.logged()]
+    for value in snapshot.logged():
         value.zero_()
     return found
 

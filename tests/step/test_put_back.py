@@ -65,13 +65,13 @@ def test_modes_logs_and_counts_are_put_back() -> None:
     import torch
     from scenario import Bench
 
-    from megatron_idempotent.step.snapshot import _logged
+    from megatron_idempotent.step.snapshot import logged
 
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     bench = Bench(experts=4, config_overrides=bias)
     step, module, batch = bench.step, bench.model.chunks[0], bench.batch(2)
     bench.model.forward_backward(1, data_seed=1)  # what a caller logs, from before
-    before = [value.clone() for value in _logged()]
+    before = [value.clone() for value in logged()]
     assert any(value.any() for value in before)
     router = next(m for m in module.modules() if hasattr(m, "expert_bias"))
     counted = router.local_tokens_per_expert.clone()
@@ -85,9 +85,9 @@ def test_modes_logs_and_counts_are_put_back() -> None:
     assert reset == [True]
     assert all(each.training for each in module.modules())
     step.microbatch(step_id, batch)
-    assert not all(map(torch.equal, _logged(), before))
+    assert not all(map(torch.equal, logged(), before))
     step.abort()
-    assert all(map(torch.equal, _logged(), before))
+    assert all(map(torch.equal, logged(), before))
     assert torch.equal(router.local_tokens_per_expert, counted)
     assert not any(each.training for each in module.modules())
     assert torch.equal(torch.get_rng_state(), random)

@@ -25,8 +25,11 @@ def attempt(function: Callable[..., Any], *args: Any) -> tuple[str | None, Any]:
 
 def said(error: BaseException) -> str:
     """Return an error's text in one line; of one that collects those of ranks, the first's."""
-    for rank, (cause, _) in getattr(error, "failures", {}).items():
-        return f"on rank {rank} {type(cause).__name__}: {cause}".splitlines()[0]
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if isinstance(error, CheckpointException):
+        for rank, (cause, _) in error.failures.items():
+            return f"on rank {rank} {type(cause).__name__}: {cause}".splitlines()[0]
     return (str(error).splitlines() or [""])[0]
 
 

@@ -41,9 +41,11 @@ class Changed(SourceTree):
     def __init__(self, mutant: Around) -> None:
         vars(self).update(vars(TREES[0]), _texts={}, mutant=mutant)
 
-    def _text(self, module: str) -> str | None:
-        text = TREES[0].text(module)
-        return None if text is None else self.mutant.change(module, text)
+    def text(self, module: str) -> str | None:
+        if module not in self._texts:
+            text = TREES[0].text(module)
+            self._texts[module] = None if text is None else self.mutant.change(module, text)
+        return self._texts[module]
 
 
 def verdict(patch: Patch, tree: SourceTree) -> tuple[bool, str]:

@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 #: Names the file with the kills that are left; each process of a run reads it.
-PLAN = "MEGATRON_IDEMPOTENT_KILLS"
+PLAN = "RECOVERY_KILLS"
 #: The process id of the command that has started all others.
-COMMAND = "MEGATRON_IDEMPOTENT_COMMAND"
+COMMAND = "RECOVERY_COMMAND"
 _TOOL = 4
 
 

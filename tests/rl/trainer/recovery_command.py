@@ -16,7 +16,7 @@ def train(argv, out):
     """Run the command as if it was started by itself; return its exit code, and what it said."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name)
-    os.environ["MEGATRON_IDEMPOTENT_COMMAND"] = str(os.getpid())
+    os.environ["RECOVERY_COMMAND"] = str(os.getpid())
     kill_points.watch()
 
     from megatron_idempotent.rl.trainer import async_run
