@@ -36,7 +36,6 @@ def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """Load, and look at which names are missing where upstream loads with `strict=False`."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
-
     from megatron.training import get_args
 
     call = arguments(original, args, kwargs)
