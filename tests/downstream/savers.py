@@ -58,7 +58,7 @@ class SkyRL(_Worker):
         from megatron.core.dist_checkpointing import strategies
 
         _standins.replace("ray")
-        if importlib.util.find_spec(_HOLDER) is None:
+        if _HOLDER not in sys.modules and importlib.util.find_spec(_HOLDER) is None:
             sys.modules[_HOLDER] = strategies.base = ModuleType(_HOLDER)
         absent = (*_skyrl._ABSENT, "jaxtyping", "s3fs", "botocore", "boto3")
         self.module = _import(os.environ["SKYRL_SOURCE"], "skyrl", self.names, *absent)[-1]
