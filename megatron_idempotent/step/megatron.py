@@ -62,7 +62,13 @@ from .microbatches import (
     check_ids,
     is_packed,
 )
-from .packs import context_parallel_ranks, own_positions, packed_inputs, padding_inputs
+from .packs import (
+    context_parallel_ranks,
+    has_auxiliary_losses,
+    own_positions,
+    packed_inputs,
+    padding_inputs,
+)
 from .snapshot import (
     LogSnapshot,
     MegatronSnapshot,
@@ -113,11 +119,13 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
         return packed_inputs(model, microbatch)
     tokens, config = microbatch[TOKENS], get_model_config(model)
     positions, mask = microbatch.get(POSITIONS), microbatch.get(ATTENTION_MASK)
-    place_T = torch.arange(tokens.shape[1], device=tokens.device)
-    positions = place_T.expand_as(tokens) if positions is None else positions
-    parts = {TOKENS: tokens, POSITIONS: positions}
     lengths = microbatch.get(LENGTHS)
-    if lengths is not None:
+    padded = lengths is not None and has_auxiliary_losses(config)
+    if positions is None or padded:
+        place_T = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = place_T.expand_as(tokens) if positions is None else positions
+    parts = {TOKENS: tokens, POSITIONS: positions}
+    if padded:
         real_BT = place_T < torch.as_tensor(lengths, device=tokens.device)[:, None]
         # Where nothing is real all is, because means over no tokens are no numbers.
         parts |= padding_inputs(config, real_BT | ~real_BT.any())

@@ -633,20 +633,27 @@ def _positions(packed: Any, tokens_1T: Tensor) -> Tensor:
     return place_T - borders[number_T]
 
 
+def has_auxiliary_losses(config: Any) -> bool:
+    """Tell if a model with this config has routers or MTP heads, whose losses count positions."""
+    routes = getattr(config, "num_moe_experts", None) is not None
+    return routes or bool(getattr(config, "mtp_num_layers", None))
+
+
 def padding_inputs(config: Any, real_BT: Tensor) -> dict[str, Tensor]:
     """Return arguments that tell routers and MTP heads which positions are no padding."""
     from megatron.core.models.gpt import GPTModel
 
     found: dict[str, Tensor] = {}
-    routes = getattr(config, "num_moe_experts", None) is not None
-    knows = "padding_mask" in inspect.signature(GPTModel.forward).parameters
     balanced = getattr(config, "moe_router_load_balancing_type", None)
-    if getattr(config, "moe_router_enable_expert_bias", False):
-        # Upstream combines masks of other shapes for the bias.
-        name = "expert-bias-knows-padding"
-        knows = knows and (is_provided(name) or not absent(name, a_door=False))
-    if routes and knows and balanced != "quantile_balancing":  # quantiles know no padding
-        found["padding_mask"] = ~real_BT
+    routes = getattr(config, "num_moe_experts", None) is not None
+    if routes and balanced != "quantile_balancing":  # quantiles know no padding
+        knows = "padding_mask" in inspect.signature(GPTModel.forward).parameters
+        if getattr(config, "moe_router_enable_expert_bias", False):
+            # Upstream combines masks of other shapes for the bias.
+            name = "expert-bias-knows-padding"
+            knows = knows and (is_provided(name) or not absent(name, a_door=False))
+        if knows:
+            found["padding_mask"] = ~real_BT
     if getattr(config, "mtp_num_layers", None):
         found["loss_mask"] = real_BT.float()
     return found
