@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_idempotent.rl.metrics.loggers import write_whole
 from megatron_idempotent.rl.workers.protocol import is_alive
 
 from .protocol import ControllerError
@@ -87,7 +88,7 @@ class StatusFile:
             "every_s": self._every_s,
             "status": dataclasses.asdict(await self._ping()),
         }
-        await asyncio.to_thread(_replace, self._path, json.dumps(content))
+        await asyncio.to_thread(write_whole, self._path, f"{json.dumps(content)}\n")
 
 
 def read_status(path: Path, *, old_s: float = 5.0) -> dict[str, Any]:
@@ -137,9 +138,3 @@ def _refuse_a_second(path: Path) -> None:
             f"another controller writes {path}, process {writer['pid']} on {writer['host']}: end "
             "it first, or use another directory"
         )
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)

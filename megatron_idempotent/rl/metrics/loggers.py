@@ -213,6 +213,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file beside its place and rename it: a kill in between costs nothing that was there.
+
+    A draft that a writer who died has left is written over.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
 class JsonlLogger:
     """Writes one JSON object per step to a file, which has it when `log` returns.
 
@@ -223,10 +233,7 @@ class JsonlLogger:
         # A run that is resumed writes again what the interrupted one had written past its
         # checkpoint: those lines go, or the file would tell of the same step twice.
         kept = [row for row in read_metrics(path) if first_step and row["step"] <= first_step]
-        # Beside the file and renamed: a kill in between must not cost the rows that were there.
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:

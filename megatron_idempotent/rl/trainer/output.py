@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
+from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics, write_whole
 from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE
 
 from . import CheckpointError, OutputError
@@ -128,9 +128,7 @@ def prepare(
         except ValueError as error:
             raise OutputError(f"{error}; remove that line to go on without it") from error
     # Whole at any time: a run that is killed here is continued with it.
-    partial = out / f".{CONFIG_FILE}.partial"
-    partial.write_text(as_toml(config), encoding="utf-8")
-    partial.replace(out / CONFIG_FILE)
+    write_whole(out / CONFIG_FILE, as_toml(config))
     began_s = time.time() if began_s is None else began_s
     return Job(config=config, out=out, resume_from=checkpoint, quiet=quiet, began_s=began_s)
 
