@@ -115,8 +115,8 @@ class _Noted:
         """Return what decides an answer: a file's content, or the names in a folder."""
         if what == "beside":
             return self.tree.beside(module)
-        stem = module.replace(".", "/")
-        return self._files.get(f"{stem}.py") or self._files.get(f"{stem}/__init__.py")
+        name = self.tree.file_of(module)
+        return None if name is None else self._files[name]
 
 
 class Standing(NamedTuple):

@@ -148,11 +148,15 @@ class SourceTree:
     def text(self, module: str) -> str | None:
         """Return the module's source, or None if it is not in the tree."""
         if module not in self._texts:
-            stem = module.replace(".", "/")
-            names = (f"{stem}.py", f"{stem}/__init__.py")
-            found = next((name for name in names if self._files.has(name)), None)
-            self._texts[module] = None if found is None else self._files.read(found)
+            name = self.file_of(module)
+            self._texts[module] = None if name is None else self._files.read(name)
         return self._texts[module]
+
+    def file_of(self, module: str) -> str | None:
+        """Return the path of the module's source in the tree, or None if it is not there."""
+        stem = module.replace(".", "/")
+        names = (f"{stem}.py", f"{stem}/__init__.py")
+        return next((name for name in names if self._files.has(name)), None)
 
     def body(self, module: str, qualname: str) -> Body | None:
         """Return the body of a function, or None if the tree lacks it.
