@@ -167,6 +167,12 @@ def unchained(optimizer: Any) -> list[Any]:
     return [one for part in optimizer.chained_optimizers for one in unchained(part)]
 
 
+def grad_scalers(optimizer: Any) -> list[Any]:
+    """Return the scalers of the losses of an optimizer, or of those in a chain that have one."""
+    found = [getattr(one, "grad_scaler", None) for one in unchained(optimizer)]
+    return [each for each in found if each is not None]
+
+
 def parts(optimizer: Any) -> list[Any]:
     """Return the optimizer and, if it is a chain, the optimizers in it."""
     return [optimizer, *getattr(optimizer, "chained_optimizers", ())]

@@ -19,7 +19,13 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.megatron.optimizers import LossScale, is_hybrid, stepping, unchained
+from megatron_idempotent.megatron.optimizers import (
+    LossScale,
+    grad_scalers,
+    is_hybrid,
+    stepping,
+    unchained,
+)
 from megatron_idempotent.window.accumulation import (
     dividing_by,
     multiplies_by_ranks,
@@ -377,7 +383,7 @@ class CheckedUpdate:
     @property
     def lowers_scale(self) -> bool:
         """True if a loss scale is lowered where gradients are not finite."""
-        return any(isinstance(each, DynamicGradScaler) for each in self._scalers())
+        return any(isinstance(each, DynamicGradScaler) for each in grad_scalers(self._optimizer))
 
     def run(self) -> tuple[float | None, str | None]:
         """Call `step()`; return the gradients' norm, and the reason if there was no update.
@@ -387,7 +393,7 @@ class CheckedUpdate:
         """
         self.reset()
         # A scale is never written in place, so these are the values from before.
-        scales = [(scaler, scaler.scale) for scaler in self._scalers()]
+        scales = [(scaler, scaler.scale) for scaler in grad_scalers(self._optimizer)]
         with self._watched() as reasons:
             updated, grad_norm, _ = self._optimizer.step()
         norm = None if grad_norm is None else float(grad_norm)
@@ -455,10 +461,6 @@ class CheckedUpdate:
                 if reason is not None:
                     return reason
         return None
-
-    def _scalers(self) -> list[Any]:
-        scalers = [getattr(one, "grad_scaler", None) for one in unchained(self._optimizer)]
-        return [scaler for scaler in scalers if scaler is not None]
 
 
 def _overflow(scales: Sequence[tuple[Any, Any]]) -> str:

@@ -53,23 +53,16 @@ def no_room(*, yes: bool) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _unreadable(bench: States) -> Iterator[str | None]:
+def _unreadable(bench: States, path: Path) -> Iterator[str]:
     """Refuse to open files on the last rank (EMFILE)."""
-    if _largest(bench) is None:
-        yield None
-        return
     rank = bench.ranks - 1
     with _limited(resource.RLIMIT_NOFILE, 3, yes=bench.rank == rank):
         yield f"rank {rank} cannot open files"
 
 
 @contextlib.contextmanager
-def _missing(bench: States) -> Iterator[str | None]:
-    """Move the largest file away."""
-    path = _largest(bench)
-    if path is None:
-        yield None
-        return
+def _missing(bench: States, path: Path) -> Iterator[str]:
+    """Move the file away."""
     aside = bench.folder / "aside"
     if bench.rank == 0:
         path.rename(aside)
@@ -81,12 +74,8 @@ def _missing(bench: States) -> Iterator[str | None]:
 
 
 @contextlib.contextmanager
-def _truncated(bench: States) -> Iterator[str | None]:
-    """Leave half of the largest file."""
-    path = _largest(bench)
-    if path is None:
-        yield None
-        return
+def _truncated(bench: States, path: Path) -> Iterator[str]:
+    """Leave half of the file."""
     whole = path.read_bytes()
     bench.told_by_all(None)
     if bench.rank == 0:
@@ -98,7 +87,7 @@ def _truncated(bench: States) -> Iterator[str | None]:
     bench.told_by_all(None)
 
 
-def _largest(bench: States) -> Path | None:
+def largest_file(bench: States) -> Path | None:
     """Return the largest file of all that were saved; None if there is none. Collective."""
     files = [path for path in bench.folder.rglob("*") if path.is_file()]
     found = max(files, key=lambda path: (path.stat().st_size, path), default=None)
@@ -106,11 +95,11 @@ def _largest(bench: States) -> Path | None:
     return everybody[0]
 
 
-SPOILT: Mapping[str, Callable[[States], Any]] = MappingProxyType(
+SPOILT: Mapping[str, Callable[[States, Path], Any]] = MappingProxyType(
     {
         "file-missing": _missing,
         "file-truncated": _truncated,
         "rank-cannot-read": _unreadable,
     }
 )
-"""Blocks in which the newest checkpoint cannot be loaded; each says why, or None without files."""
+"""Blocks in which a checkpoint with this file cannot be loaded; each says why."""

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .checks import CHECKS, Check
-from .faults import SPOILT, attempt, no_room
+from .faults import SPOILT, attempt, largest_file, no_room
 from .protocol import PUT, Wrong
 
 if TYPE_CHECKING:
@@ -144,12 +144,7 @@ def load_weights_alone(bench: States) -> None:
     if first_difference(saved["expert bias"], loaded) is None:  # it may come with the weights
         before["expert bias"] = loaded
     bench.hold(0, "load_weights()", (*PUT, "counters"), before)
-    finished = bench.advance(2)
-    after = bench.held()
-    bench.begin_again()
-    bench.put_whole(wanted, steps=2)
-    bench.put(before)
-    bench.follow_as(finished, after, 2, "load_weights()")
+    bench.follow_as(wanted, before, 2, "load_weights()")
 
 
 @_check(
@@ -193,12 +188,7 @@ def _reshard(bench: States) -> None:
     beside |= {kind: loaded[kind] for kind in ("expert bias", "loss scale")}
     bench.put(beside)
     bench.hold_whole(whole, "load() in this layout")
-    finished = bench.advance(2)
-    after = bench.held()
-    bench.begin_again()
-    bench.put_whole(whole, steps=2)
-    bench.put(beside)
-    bench.follow_as(finished, after, 2, "load() in this layout")
+    bench.follow_as(whole, beside, 2, "load() in this layout")
 
 
 for _word, _what in {
@@ -307,17 +297,15 @@ def failed_save(bench: States) -> None:
 
 
 def _failed_load(bench: States, what: str, spoilt: Callable[..., Any]) -> None:
-    bench.run_through()
+    state = _saved_after_two(bench)
     adapter: Any = bench.adapter
-    bench.advance(0)
-    bench.advance(1)
-    state = adapter.save()
     bench.advance(5)
     before = bench.held()
     bench.told_by_all(None)  # all have written
-    with spoilt(bench) as told_of:
-        if told_of is None:  # there are no files
-            return
+    path = largest_file(bench)
+    if path is None:
+        return
+    with spoilt(bench, path) as told_of:
         fault, _ = attempt(adapter.load, state)
         told = bench.told_by_all(fault)
     if None in told:

@@ -17,7 +17,13 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_idempotent.megatron.optimizers import is_hybrid, renew_copies, stepping, unchained
+from megatron_idempotent.megatron.optimizers import (
+    grad_scalers,
+    is_hybrid,
+    renew_copies,
+    stepping,
+    unchained,
+)
 from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.step.snapshot import logged
 from megatron_idempotent.window.params import ensure_params_synced
@@ -145,7 +151,7 @@ class States(Bench):
             "random": random_states(),
             "loss scale": {
                 f"of optimizer {index}": _copied(scaler.state_dict())
-                for index, scaler in enumerate(_scalers(self.model.optimizer))
+                for index, scaler in enumerate(grad_scalers(self.model.optimizer))
             },
             **{
                 kind: {n: _copied(b) for n, b in _buffers(self.model.chunks) if n.endswith(ending)}
@@ -163,7 +169,7 @@ class States(Bench):
         for group, own in zip(_groups(optimizer), rates["groups"], strict=True):
             group.update(own)
         put_random(held["random"])
-        for scaler, state in zip(_scalers(optimizer), held["loss scale"].values(), strict=True):
+        for scaler, state in zip(grad_scalers(optimizer), held["loss scale"].values(), strict=True):
             scaler.load_state_dict(_copied(state))
         values = {**held["expert bias"], **held["token counts"]}
         for name, buffer in _buffers(self.model.chunks):
@@ -186,11 +192,20 @@ class States(Bench):
         told, held = self.course[number]
         self._compare(f"{what} and step {number + 1}", finished, self.held(), told, held)
 
-    def follow_as(self, finished: Finished, found: Held, number: int, what: str) -> None:
-        """Take a step of a run that plain copies have set up; that after `what` must be the same.
+    def follow_as(self, whole: Mapping[str, Any], beside: Held, number: int, what: str) -> None:
+        """Take a step, and again in a new model that plain copies set up: they must be the same.
 
-        `finished` and `found` are what the step after `what` told and left.
+        Args:
+            whole: the weights and optimizer state of the whole model before the step.
+            beside: what else a rank holds then.
+            number: of the step.
+            what: what the run was set up by.
         """
+        finished = self.advance(number)
+        found = self.held()
+        self.begin_again()
+        self.put_whole(whole, steps=number)
+        self.put(beside)
         told = self.advance(number)
         self._compare(f"{what} and a step", finished, found, told, self.held())
 
@@ -391,11 +406,6 @@ def _rates(optimizer: Any) -> list[dict[str, Any]]:
 
 def _plain(scheduler: Any) -> dict[str, Any]:
     return {n: v for n, v in vars(scheduler).items() if isinstance(v, (int, float, str))}
-
-
-def _scalers(optimizer: Any) -> list[Any]:
-    scalers = [getattr(one, "grad_scaler", None) for one in unchained(optimizer)]
-    return [each for each in scalers if each is not None]
 
 
 def random_states() -> dict[str, Any]:

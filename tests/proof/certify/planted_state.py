@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_idempotent.megatron.optimizers import stepping, unchained
+from megatron_idempotent.megatron.optimizers import grad_scalers, stepping, unchained
 from megatron_idempotent.proof.certify.adapters import SplitStep, parameters_of
 from megatron_idempotent.proof.certify.checkpoints import FullyReshardable
 from megatron_idempotent.proof.certify.protocol import KEEPS
@@ -52,8 +52,7 @@ class Everything(SplitStep):
         ]
 
     def scalers(self) -> list[Any]:
-        found = [getattr(one, "grad_scaler", None) for one in unchained(self.subject.optimizer)]
-        return [each for each in found if each is not None]
+        return grad_scalers(self.subject.optimizer)
 
     def buffers(self) -> list[Any]:
         return [b for chunk in self.subject.chunks for _, b in chunk.module.named_buffers()]
