@@ -35,10 +35,9 @@ def listed(texts: Sequence[str], separator: str = "; ") -> str:
     return separator.join([*texts[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
-# Odd constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers: torch has no
+# Odd constants of SplitMix64 (Steele, Lea and Flood 2014). On devices they are signed: torch has no
 # arithmetic on uint64, and int64 wraps around the same way.
-_PLACE = 0x9E3779B97F4A7C15 - 2**64
-_MIX = 0xBF58476D1CE4E5B9 - 2**64
+_PLACE, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 #: Words of 8 bytes that are mixed at once: half a MB, so that the passes stay in the cache.
 _WORDS = 1 << 16
 
@@ -54,29 +53,67 @@ def checksum(tensor: torch.Tensor) -> int:
     Args:
         tensor: any shape and type. One that is not contiguous is copied first.
     """
-    import torch  # here: who sends no tensor, such as a simulation, needs none
+    import numpy as np  # here: who sends no tensor, such as a simulation, needs neither
+    import torch
 
     bytes_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    total = torch.full((), bytes_N.numel(), dtype=torch.int64, device=bytes_N.device)
-    if bytes_N.storage_offset() % 8:
-        bytes_N = bytes_N.clone()  # a view in words must start at one
-    whole = bytes_N.numel() // 8
-    words_W = bytes_N[: whole * 8].view(torch.int64)
-    places_W = torch.arange(min(_WORDS, whole + 1), device=bytes_N.device) * _PLACE
-    for block, start in enumerate(range(0, whole, _WORDS)):
-        # The odd factor tells blocks apart: within them places repeat.
-        total += _mixed(words_W[start : start + _WORDS], places_W).sum() * (2 * block + 1)
+    whole, total = bytes_N.numel() // 8, bytes_N.numel()
+    starts = range(0, whole, _WORDS)
+    if bytes_N.is_cpu:
+        words_W = bytes_N[: whole * 8].numpy().view(np.uint64)
+        places_W = _places(np.arange(min(_WORDS, whole)))
+        sums = (_mixed(words_W[at : at + _WORDS], places_W).sum() for at in starts)
+    else:
+        if bytes_N.storage_offset() % 8:
+            bytes_N = bytes_N.clone()  # a view in words must start at one
+        on_device_W = bytes_N[: whole * 8].view(torch.int64)
+        near_W = torch.arange(min(_WORDS, whole), device=bytes_N.device) * (_PLACE - 2**64)
+        blocks = [_mixed_on_device(on_device_W[at : at + _WORDS], near_W).sum() for at in starts]
+        sums = iter(torch.stack(blocks).tolist() if blocks else ())
+    # The odd factor tells blocks apart: within them places repeat.
+    total += sum(int(each) * (2 * block + 1) for block, each in enumerate(sums))
     if whole * 8 < bytes_N.numel():
-        rest = torch.zeros(8, dtype=torch.uint8, device=bytes_N.device)
-        rest[: bytes_N.numel() - whole * 8] = bytes_N[whole * 8 :]
-        total += _mixed(rest.view(torch.int64), places_W).sum() * -1
-    return int(total) % 2**64
+        rest = bytes_N[whole * 8 :].cpu().numpy().tobytes().ljust(8, b"\0")
+        total += checksum_share(np.frombuffer(rest, "<u8"), np.array([whole]), bytes_N.numel())
+    return total % 2**64
 
 
-def _mixed(words_W: torch.Tensor, places_W: torch.Tensor) -> torch.Tensor:
+def checksum_share(words_W: Any, at_W: Any, nbytes: int) -> int:
+    """Return what some words of 8 bytes add to the checksum of a tensor, modulo 2**64.
+
+    So a checksum follows a change without the rest of the tensor.
+
+    Args:
+        words_W: NumPy's uint64 [W]; if the tensor's last word is shorter, zeros fill it up.
+        at_W: the words' places in the tensor, int64 [W].
+        nbytes: the number of bytes of the tensor.
+    """
+    import numpy as np
+
+    last = at_W == nbytes // 8  # the shorter one
+    factors_W = np.where(last, -1, 2 * (at_W // _WORDS) + 1).astype(np.uint64)
+    places_W = _places(np.where(last, 0, at_W % _WORDS))
+    return int((_mixed(words_W, places_W) * factors_W).sum()) if len(at_W) else 0
+
+
+def _places(at_W: Any) -> Any:
+    import numpy as np
+
+    return at_W.astype(np.uint64) * np.uint64(_PLACE)
+
+
+def _mixed(words_W: Any, places_W: Any) -> Any:
+    mixed_W = words_W ^ places_W[: len(words_W)]
+    mixed_W ^= mixed_W >> 32
+    mixed_W *= mixed_W.dtype.type(_MIX)
+    mixed_W ^= mixed_W >> 29
+    return mixed_W
+
+
+def _mixed_on_device(words_W: torch.Tensor, places_W: torch.Tensor) -> torch.Tensor:
     mixed_W = words_W ^ places_W[: len(words_W)]
     # torch's shifts repeat the sign: without the masks a word and its complement would be one.
-    mixed_W.bitwise_xor_((mixed_W >> 32).bitwise_and_(2**32 - 1)).mul_(_MIX)
+    mixed_W.bitwise_xor_((mixed_W >> 32).bitwise_and_(2**32 - 1)).mul_(_MIX - 2**64)
     return mixed_W.bitwise_xor_((mixed_W >> 29).bitwise_and_(2**35 - 1))
 
 
