@@ -96,6 +96,8 @@ class EngineHealth:
     """The reason why the engine is DIRTY or DEAD."""
     running: int = 0
     """The number of requests that the engine has taken and not answered."""
+    wants_all: bool = False
+    """True if the next update has to bring every tensor."""
 
 
 class RolloutEngine(Protocol):

@@ -164,7 +164,9 @@ class WeightSync:
         healths = await self._ask_all()
         alive = [each for each in self._engines if healths[each.name].status != "DEAD"]
         (base, known), self._sent = self._sent, (None, {})
-        if not changed_only or any(health.version != base for health in healths.values()):
+        if not changed_only or any(
+            health.version != base or health.wants_all for health in healths.values()
+        ):
             base = None
         update = dataclasses.replace(update, base_version=base)
         buckets = source.buckets(bucket_bytes=self._settings.bucket_bytes)

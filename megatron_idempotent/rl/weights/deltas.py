@@ -25,7 +25,9 @@ The smallest is taken.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -232,6 +234,29 @@ def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
     Once more: no-op. Errors: those of `verify`.
     """
     verify(encoded, tensor).write()
+
+
+def join(deltas: Sequence[EncodedDelta]) -> EncodedDelta:
+    """Return the delta of several, each for the tensor that the one before it makes.
+
+    Errors: `UpdateDamaged` if one is for another tensor.
+    """
+    for one, other in itertools.pairwise(deltas):
+        if (one.after, one.elements) != (other.before, other.elements):
+            raise UpdateDamaged(
+                f"a delta for a tensor with checksum {other.before:016x} follows one that makes "
+                f"{one.after:016x}: an update is missing between them; send every tensor"
+            )
+    if len(deltas) == 1:
+        return deltas[0]
+    at_K, xor_K = map(np.concatenate, zip(*(each.places() for each in deltas), strict=True))
+    order_K = np.argsort(at_K, kind="stable")
+    at_U, starts_U = np.unique(at_K[order_K], return_index=True)
+    # A sum of no parts is no sum: reduceat() takes at least one.
+    xor_U = np.bitwise_xor.reduceat(xor_K[order_K], starts_U) if len(at_U) else xor_K
+    kept = xor_U != 0
+    first, last = deltas[0], deltas[-1]
+    return pack(at_U[kept], xor_U[kept], first.elements, first.before, last.after)
 
 
 def _fitting(encoded: EncodedDelta, tensor: torch.Tensor) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ by the SHA-256 of its bytes, and is held to it whenever it is read.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import pathlib
@@ -125,7 +126,10 @@ class Objects:
     def read(self, key: str) -> bytes | None:
         """Return what a key has; None if it is absent."""
         path = f"{self._root}/{key}"
-        return self._do(f"reading {key}", lambda: self._store.cat_file(path), absent=None)
+        found: bytes | None = self._do(
+            f"reading {key}", lambda: self._store.cat_file(path), absent=None
+        )
+        return found
 
     def keys(self, folder: str) -> set[str]:
         """Return the keys in a folder, as the store lists them, which may be late."""
@@ -141,8 +145,8 @@ class Objects:
     def remove(self, keys: Iterable[str]) -> None:
         """Remove keys; those that are absent already: no-op."""
         for key in sorted(keys):
-            path = f"{self._root}/{key}"
-            self._do(f"removing {key}", lambda path=path: self._store.rm_file(path), absent=None)
+            remove = functools.partial(self._store.rm_file, f"{self._root}/{key}")
+            self._do(f"removing {key}", remove, absent=None)
 
     def _do(self, doing: str, call: Callable[[], Any], *, absent: Any = _FAILS) -> Any:
         """Return what the call does, or `absent` if there is no such key."""
