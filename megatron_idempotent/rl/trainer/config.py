@@ -203,8 +203,9 @@ class SyncConfig:
     """Workers of each vLLM server (its tensor-parallel size), for `gloo` and `nccl`."""
     bucket_mb: int = Field(default=256, ge=1)
     """Largest bucket of weights that is sent at once, in MiB; up to two are in memory."""
-    changed_only: bool = False
-    """True to send only the tensors whose bytes have changed since the last publish."""
+    deltas: bool = False
+    """True to send only the elements whose bits have changed since the last publish, if all engines
+    have it. Ranks keep a copy in host memory of the weights that they send."""
 
 
 @settings(ConfigError, "loss.")

@@ -71,7 +71,7 @@ class Engines:
                 requests=groups,
                 score=groups,
                 settings=self._settings,
-                changed_only=config.sync.changed_only,
+                deltas=config.sync.deltas,
             )
 
     def publish(self, version: int) -> None:

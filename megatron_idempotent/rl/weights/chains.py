@@ -22,11 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from .deltas import EncodedDelta, apply, join
-from .records import Bucket, UpdateDamaged, WeightUpdate, checksum
+from .records import DELTA, Bucket, UpdateDamaged, WeightUpdate, checksum
 from .transports.bucket import Objects, get_bucket
 from .transports.layout import BucketLayout
 
-DELTA = ":delta"
 _LATEST, _FORMAT = "latest.json", 1
 
 
@@ -72,7 +71,8 @@ class Index:
             for each in index.updates:
                 if each.base_version not in (None, before):
                     raise ValueError(
-                        f"version {each.version} builds on {each.base_version}, listed after {before}"
+                        f"version {each.version} builds on {each.base_version}, and comes after "
+                        f"{before}"
                     )
                 if before is not None and each.version <= before:
                     raise ValueError(f"version {each.version} is listed after {before}")

@@ -26,22 +26,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from .records import UpdateDamaged, UpdateMismatch, UpdateRefused, checksum, checksum_share
+from .records import (
+    WORDS,
+    UpdateDamaged,
+    UpdateMismatch,
+    UpdateRefused,
+    checksum,
+    checksum_share,
+    word_blocks,
+)
 
 _HEADER, _PLACES = struct.Struct("<4sBQQQQQ"), struct.Struct("<BQQ")
 _MAGIC = b"WDL1"
 _ALL, _BITMAP = 0, 1
 _UNITS = {2: "<u1", 3: "<u2", 4: "<u4"}
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Words of 8 bytes that are compared at once.
-_WORDS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -145,13 +152,44 @@ class Patch:
         bits[at_K] = bits[at_K] ^ xor_K
 
 
-def encode(new: torch.Tensor, old: torch.Tensor, *, before: int | None = None) -> EncodedDelta:
+class Part(NamedTuple):
+    """Places a range along one dimension of a tensor. Example: `Part((8, 6), dim=1, start=2,
+    size=4)`.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    size: int
+
+    def of(self, at_K: Any) -> Any:
+        """Return the places in the flat tensor of places in the flat part, int64 [K]."""
+        inner = math.prod(self.shape[self.dim + 1 :])
+        if math.prod(self.shape[: self.dim]) == 1:
+            return at_K + self.start * inner
+        lead, rest = at_K // (self.size * inner), at_K % (self.size * inner)
+        return lead * (self.shape[self.dim] * inner) + self.start * inner + rest
+
+    def has_whole_words(self, itemsize: int) -> bool:
+        """Return whether every word of 8 bytes of the tensor lies in this part or outside of it."""
+        if self.size == self.shape[self.dim]:
+            return True
+        inner = math.prod(self.shape[self.dim + 1 :]) * itemsize
+        sizes = self.start * inner, self.size * inner, self.shape[self.dim] * inner
+        return all(size % 8 == 0 for size in sizes)
+
+
+def encode(
+    new: torch.Tensor, old: torch.Tensor, *, before: int | None = None, part: Part | None = None
+) -> EncodedDelta:
     """Return what changed from `old` to `new`, by bits.
 
     Args:
         new: any shape and device, of a type with 1, 2, 4 or 8 bytes.
         old: the same shape, type and device.
         before: `checksum(old)`, if it is known.
+        part: the place of `new` and `old` in a tensor, in whole words; the delta is the tensor's
+            then, and `before`, which is needed, is its checksum. `merged` joins those of all parts.
 
     Errors: `ValueError` for tensors that differ in shape, type or device.
     """
@@ -161,16 +199,62 @@ def encode(new: torch.Tensor, old: torch.Tensor, *, before: int | None = None) -
             f"encode() got {told[0]} and {told[1]}; give two tensors of one shape, type and "
             f"device, with {', '.join(map(str, _SIGNED))} bytes an element"
         )
-    new_N, old_N = _as_bytes(new), _as_bytes(old)
-    at_W = _differing(new_N, old_N)
-    is_W, was_W = _words(new_N, at_W), _words(old_N, at_W)
-    before = checksum(old) if before is None else before
-    share = checksum_share(is_W, at_W, len(new_N)) - checksum_share(was_W, at_W, len(new_N))
-    xor_E = (is_W ^ was_W).view(f"u{new.dtype.itemsize}")
+    before = after = checksum(old) if before is None else before
+    elements = new.numel() if part is None else math.prod(part.shape)
+    nbytes = elements * new.dtype.itemsize
     each = 8 // new.dtype.itemsize
-    found_K = np.flatnonzero(xor_E)
-    at_K = at_W[found_K // each] * each + found_K % each
-    return pack(at_K, xor_E[found_K], new.numel(), before, (before + share) % 2**64)
+    shift = each.bit_length() - 1
+    places: list[Any] = [np.empty(0, np.int64)]
+    xors: list[Any] = [np.empty(0, f"u{new.dtype.itemsize}")]
+    for (start, new_W), (_, old_W) in zip(word_blocks(new), word_blocks(old), strict=True):
+        at_W = _nonzero(new_W != old_W)
+        if not len(at_W):
+            continue
+        is_W, was_W = _taken(new_W, at_W), _taken(old_W, at_W)
+        whole_W = at_W + start if part is None else part.of((at_W + start) * each) // each
+        after += _moved(is_W, was_W, whole_W, nbytes)
+        xor_E = (is_W ^ was_W).view(xors[0].dtype)
+        found_K = (xor_E != 0).nonzero()[0]  # of bools: ten times as fast
+        places.append(((at_W[found_K >> shift] + start) << shift) + (found_K & (each - 1)))
+        xors.append(xor_E[found_K])
+    at_K, xor_K = np.concatenate(places), np.concatenate(xors)
+    if part is not None:
+        at_K = part.of(at_K)
+    return pack(at_K, xor_K, elements, before, after % 2**64)
+
+
+def _moved(is_W: Any, was_W: Any, at_W: Any, nbytes: int) -> int:
+    """Return how far words, at their places in a tensor, move its checksum."""
+    moved = low = 0
+    for block in range(at_W[0] // WORDS, at_W[-1] // WORDS + 1):
+        high = int(np.searchsorted(at_W, (block + 1) * WORDS))
+        # The last word, if it is shorter, is a block by itself.
+        short = int(high > low and at_W[high - 1] == nbytes // 8)
+        for begin, end in ((low, high - short), (high - short, high)):
+            if end > begin:
+                start = at_W[end - 1] if begin == high - short else block * WORDS
+                places = at_W[begin:end] - start
+                moved += checksum_share(is_W[begin:end], start, nbytes, places)
+                moved -= checksum_share(was_W[begin:end], start, nbytes, places)
+        low = high
+    return moved
+
+
+def merged(deltas: Sequence[EncodedDelta], *, before: int) -> EncodedDelta:
+    """Return one delta of a tensor with that checksum, of those of its parts, made with before=0.
+
+    Errors: `ValueError` without any.
+    """
+    if not deltas:
+        raise ValueError("merged() got no deltas; give at least one")
+    header = deltas[0]._header
+    after = (before + sum(each.after for each in deltas)) % 2**64
+    if len(deltas) == 1:
+        return _sealed((*header[:4], before, after), deltas[0]._bytes[_HEADER.size :])
+    places = [each.places() for each in deltas]
+    at_K, xor_K = (np.concatenate(each) for each in zip(*places, strict=True))
+    order = np.argsort(at_K, kind="stable")
+    return pack(at_K[order], xor_K[order], header[2], before, after)
 
 
 def pack(at_K: Any, xor_K: Any, elements: int, before: int, after: int) -> EncodedDelta:
@@ -190,7 +274,9 @@ def pack(at_K: Any, xor_K: Any, elements: int, before: int, after: int) -> Encod
         xor_N[at_K] = xor_K
         whole = [_places(np.arange(elements), elements), *_planes(xor_N)]
         parts = min(parts, whole, key=lambda each: sum(map(len, each)))
-    return _sealed((_MAGIC, itemsize, elements, len(at_K), before, after), np.concatenate(parts))
+    return _sealed(
+        (_MAGIC, itemsize, elements, np.count_nonzero(xor_K), before, after), np.concatenate(parts)
+    )
 
 
 def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch:
@@ -212,14 +298,26 @@ def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch:
             f"a delta for a tensor with checksum {encoded.before:016x} came to one with "
             f"{before:016x}: an update was lost, or is another run's; send every tensor"
         )
-    bytes_N, each = _as_bytes(tensor), 8 // xor_K.itemsize
-    at_W, word_K = np.unique(at_K // each, return_inverse=True)
-    xor_E = np.zeros(len(at_W) * each, xor_K.dtype)
-    xor_E[word_K * each + at_K % each] = xor_K
-    was_W = _words(bytes_N, at_W)
-    is_W = was_W ^ xor_E.view(np.uint64)
-    share = checksum_share(is_W, at_W, len(bytes_N)) - checksum_share(was_W, at_W, len(bytes_N))
-    after = (before + share) % 2**64
+    nbytes, low = tensor.nbytes, 0
+    after, each = before, 8 // xor_K.itemsize
+    block_E = np.zeros(0, xor_K.dtype)
+    for start, was_W in word_blocks(tensor):
+        high = int(np.searchsorted(at_K, (start + len(was_W)) * each))
+        if high > low:
+            # The block's words that change, each once, and their XOR.
+            inside_K = at_K[low:high] - start * each
+            if len(block_E) < len(was_W) * each:
+                block_E = np.zeros(len(was_W) * each, xor_K.dtype)
+            block_E[inside_K] = xor_K[low:high]
+            words_K = inside_K >> (each.bit_length() - 1)
+            at_W = words_K[np.flatnonzero(np.diff(words_K, prepend=-1))]
+            old_W = _taken(was_W, at_W)
+            new_W = old_W ^ block_E.view(np.uint64)[at_W]
+            block_E[inside_K] = 0
+            after += checksum_share(new_W, start, nbytes, at_W)
+            after -= checksum_share(old_W, start, nbytes, at_W)
+        low = high
+    after %= 2**64
     if after != encoded.after:
         raise UpdateDamaged(
             f"a delta makes a tensor with checksum {after:016x}, and it was made of one with "
@@ -274,44 +372,17 @@ def _fitting(encoded: EncodedDelta, tensor: torch.Tensor) -> tuple[Any, Any]:
     return encoded.places()
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def _nonzero(mask_W: Any) -> Any:
+    if isinstance(mask_W, torch.Tensor):
+        return torch.nonzero(mask_W).flatten().cpu().numpy()
+    return mask_W.nonzero()[0]
 
 
-def _differing(new_N: torch.Tensor, old_N: torch.Tensor) -> Any:
-    """Return the words of 8 bytes that differ, int64 [W] in order; the last may be shorter."""
-    whole = len(new_N) // 8
-    if new_N.is_cpu:
-        new_W, old_W = (each[: whole * 8].numpy().view(np.uint64) for each in (new_N, old_N))
-        blocks = range(0, whole, _WORDS)
-        found = [
-            np.flatnonzero(new_W[at : at + _WORDS] != old_W[at : at + _WORDS]) + at for at in blocks
-        ]
-    else:
-        new_W, old_W = (_aligned(each)[: whole * 8].view(torch.int64) for each in (new_N, old_N))
-        found = [torch.nonzero(new_W != old_W).flatten().cpu().numpy()]
-    last = np.array([whole] if (new_N[whole * 8 :] != old_N[whole * 8 :]).any() else [], np.int64)
-    return np.concatenate([*found, last])
-
-
-def _words(bytes_N: torch.Tensor, at_W: Any) -> Any:
-    """Return words of 8 bytes by place, uint64 [W]; zeros fill up the last one."""
-    whole = len(bytes_N) // 8
-    inside = at_W[: np.searchsorted(at_W, whole)]
-    if bytes_N.is_cpu:
-        found = bytes_N[: whole * 8].numpy().view(np.uint64)[inside]
-    else:
-        words_W = _aligned(bytes_N)[: whole * 8].view(torch.int64)
-        index = torch.from_numpy(inside).to(bytes_N.device)
-        found = words_W[index].cpu().numpy().view(np.uint64)
-    if len(inside) == len(at_W):
-        return found
-    rest = bytes_N[whole * 8 :].cpu().numpy().tobytes().ljust(8, b"\0")
-    return np.concatenate([found, np.frombuffer(rest, np.uint64)])
-
-
-def _aligned(bytes_N: torch.Tensor) -> torch.Tensor:
-    return bytes_N.clone() if bytes_N.storage_offset() % 8 else bytes_N
+def _taken(words_W: Any, at_W: Any) -> Any:
+    if isinstance(words_W, torch.Tensor):
+        found = words_W[torch.from_numpy(at_W).to(words_W.device)]
+        return found.cpu().numpy().view(np.uint64)
+    return words_W[at_W]
 
 
 def _planes(xor_K: Any) -> list[Any]:
@@ -319,7 +390,7 @@ def _planes(xor_K: Any) -> list[Any]:
     parts = []
     for byte in range(xor_K.itemsize):
         plane = planes[:, byte]
-        nonzero = np.flatnonzero(plane)
+        nonzero = np.flatnonzero(plane != 0)
         places = _places(nonzero, len(plane))
         if len(places) + len(nonzero) >= len(plane) + _PLACES.size:
             places, nonzero = _places(np.arange(len(plane)), len(plane)), slice(None)
@@ -334,16 +405,22 @@ def _places(at_K: Any, count: int) -> Any:
     gaps = np.diff(at_K, prepend=-1) - 1
     sizes = {_BITMAP: -(-count // 8)}
     for form, unit in _UNITS.items():
-        units = len(gaps) + int((gaps // np.iinfo(unit).max).sum())
+        goes_on = np.iinfo(unit).max
+        units = len(gaps) + int((gaps[gaps >= goes_on] // goes_on).sum())
         sizes[form] = units * np.dtype(unit).itemsize
     form = min(sizes, key=lambda each: sizes[each])
     if form == _BITMAP:
         bits = np.zeros(count, bool)
         bits[at_K] = True
         return _listed(form, at_K, np.packbits(bits, bitorder="little"))
-    goes_on = np.iinfo(_UNITS[form]).max
-    units = np.full(sizes[form] // np.dtype(_UNITS[form]).itemsize, goes_on, _UNITS[form])
-    units[np.cumsum(gaps // goes_on + 1) - 1] = gaps % goes_on
+    unit = _UNITS[form]
+    goes_on = np.iinfo(unit).max
+    units = np.full(sizes[form] // np.dtype(unit).itemsize, goes_on, unit)
+    longer = np.flatnonzero(gaps >= goes_on)
+    steps = np.ones(len(gaps), np.int64)
+    steps[longer] += gaps[longer] // goes_on
+    gaps[longer] %= goes_on
+    units[np.cumsum(steps) - 1] = gaps
     return _listed(form, at_K, units)
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+
+DELTA = ":delta"
+"""The end of the name under which a tensor's delta is sent, as uint8 [bytes]."""
 
 
 class WeightsError(ValueError):
@@ -39,7 +44,7 @@ def listed(texts: Sequence[str], separator: str = "; ") -> str:
 # arithmetic on uint64, and int64 wraps around the same way.
 _PLACE, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 #: Words of 8 bytes that are mixed at once: half a MB, so that the passes stay in the cache.
-_WORDS = 1 << 16
+WORDS = 1 << 16
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -53,68 +58,75 @@ def checksum(tensor: torch.Tensor) -> int:
     Args:
         tensor: any shape and type. One that is not contiguous is copied first.
     """
+    nbytes = total = tensor.numel() * tensor.dtype.itemsize
+    for start, words_W in word_blocks(tensor):
+        total += checksum_share(words_W, start, nbytes)
+    return total % 2**64
+
+
+def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
+    """Yield a tensor's words of 8 bytes in blocks of half a MB, each with the number of its first.
+
+    Those on the host are NumPy's uint64 [W], others torch's int64 [W]. If the last word has fewer
+    bytes, it comes by itself, on the host, with zeros after them.
+    """
     import numpy as np  # here: who sends no tensor, such as a simulation, needs neither
     import torch
 
     bytes_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole, total = bytes_N.numel() // 8, bytes_N.numel()
-    starts = range(0, whole, _WORDS)
+    whole = bytes_N.numel() // 8
+    words_W: Any
     if bytes_N.is_cpu:
         words_W = bytes_N[: whole * 8].numpy().view(np.uint64)
-        places_W = _places(np.arange(min(_WORDS, whole)))
-        sums = (_mixed(words_W[at : at + _WORDS], places_W).sum() for at in starts)
     else:
         if bytes_N.storage_offset() % 8:
             bytes_N = bytes_N.clone()  # a view in words must start at one
-        on_device_W = bytes_N[: whole * 8].view(torch.int64)
-        near_W = torch.arange(min(_WORDS, whole), device=bytes_N.device) * (_PLACE - 2**64)
-        blocks = [_mixed_on_device(on_device_W[at : at + _WORDS], near_W).sum() for at in starts]
-        sums = iter(torch.stack(blocks).tolist() if blocks else ())
-    # The odd factor tells blocks apart: within them places repeat.
-    total += sum(int(each) * (2 * block + 1) for block, each in enumerate(sums))
+        words_W = bytes_N[: whole * 8].view(torch.int64)
+    for start in range(0, whole, WORDS):
+        yield start, words_W[start : start + WORDS]
     if whole * 8 < bytes_N.numel():
         rest = bytes_N[whole * 8 :].cpu().numpy().tobytes().ljust(8, b"\0")
-        total += checksum_share(np.frombuffer(rest, "<u8"), np.array([whole]), bytes_N.numel())
-    return total % 2**64
+        yield whole, np.frombuffer(rest, np.uint64)
 
 
-def checksum_share(words_W: Any, at_W: Any, nbytes: int) -> int:
-    """Return what some words of 8 bytes add to the checksum of a tensor, modulo 2**64.
-
-    So a checksum follows a change without the rest of the tensor.
+def checksum_share(words_W: Any, start: int, nbytes: int, at_W: Any = None) -> int:
+    """Return what some words add to a tensor's checksum, modulo 2**64: it is a sum over words.
 
     Args:
-        words_W: NumPy's uint64 [W]; if the tensor's last word is shorter, zeros fill it up.
-        at_W: the words' places in the tensor, int64 [W].
+        words_W: words of the block that begins at the word `start`, as `word_blocks` gives them.
+        start: the number of the block's first word.
         nbytes: the number of bytes of the tensor.
+        at_W: the words' places in the block, NumPy's int64 [W]; None for all from the first.
     """
+    import torch
+
+    device = words_W.device if isinstance(words_W, torch.Tensor) else None
+    places_W = _places(device)
+    places_W = places_W[: len(words_W)] if at_W is None else places_W[at_W]
+    # The odd factor tells blocks apart: within them places repeat.
+    factor = 2 * (start // WORDS) + 1
+    if start * 8 + 8 > nbytes:
+        factor = -1
+    mixed_W = words_W ^ places_W
+    if device is None:
+        mixed_W ^= mixed_W >> 32
+        mixed_W *= mixed_W.dtype.type(_MIX)
+        mixed_W ^= mixed_W >> 29
+    else:
+        # torch's shifts repeat the sign: without the masks a word and its complement would be one.
+        mixed_W.bitwise_xor_((mixed_W >> 32).bitwise_and_(2**32 - 1)).mul_(_MIX - 2**64)
+        mixed_W.bitwise_xor_((mixed_W >> 29).bitwise_and_(2**35 - 1))
+    return int(mixed_W.sum()) * factor
+
+
+@functools.cache
+def _places(device: torch.device | None) -> Any:
     import numpy as np
+    import torch
 
-    last = at_W == nbytes // 8  # the shorter one
-    factors_W = np.where(last, -1, 2 * (at_W // _WORDS) + 1).astype(np.uint64)
-    places_W = _places(np.where(last, 0, at_W % _WORDS))
-    return int((_mixed(words_W, places_W) * factors_W).sum()) if len(at_W) else 0
-
-
-def _places(at_W: Any) -> Any:
-    import numpy as np
-
-    return at_W.astype(np.uint64) * np.uint64(_PLACE)
-
-
-def _mixed(words_W: Any, places_W: Any) -> Any:
-    mixed_W = words_W ^ places_W[: len(words_W)]
-    mixed_W ^= mixed_W >> 32
-    mixed_W *= mixed_W.dtype.type(_MIX)
-    mixed_W ^= mixed_W >> 29
-    return mixed_W
-
-
-def _mixed_on_device(words_W: torch.Tensor, places_W: torch.Tensor) -> torch.Tensor:
-    mixed_W = words_W ^ places_W[: len(words_W)]
-    # torch's shifts repeat the sign: without the masks a word and its complement would be one.
-    mixed_W.bitwise_xor_((mixed_W >> 32).bitwise_and_(2**32 - 1)).mul_(_MIX - 2**64)
-    return mixed_W.bitwise_xor_((mixed_W >> 29).bitwise_and_(2**35 - 1))
+    places_W = np.arange(WORDS, dtype=np.uint64) * np.uint64(_PLACE)
+    on_host = torch.from_numpy(places_W.view(np.int64))
+    return places_W if device is None else on_host.to(device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,6 +262,15 @@ class Bucket:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
+def changed_elements(name: str, tensor: torch.Tensor) -> int:
+    """Return how many elements a sent tensor, or a delta, brings: all of a tensor."""
+    if not name.endswith(DELTA):
+        return tensor.numel()
+    from .deltas import EncodedDelta
+
+    return EncodedDelta(tensor.cpu()).changed
+
+
 class WeightSource(Protocol):
     """Gives a trainer's weights under Hugging Face names. Every method is collective: all enter.
 
@@ -269,6 +290,20 @@ class WeightSource(Protocol):
         Only rank 0 of the trainer gets tensors; the others get as many buckets without any, and
         must take them all. A bucket is made when it is asked for. If the iterator has `close()`, as
         generators do, that ends an iteration half-way, and the other ranks' with it.
+        """
+        ...
+
+
+class ChangesSource(WeightSource, Protocol):
+    """Finds by itself what has changed, on the ranks that have it. `finds_changes` is True."""
+
+    finds_changes: bool
+
+    def buckets(self, *, bucket_bytes: int, whole: bool = True) -> Iterator[Bucket]:
+        """Yield what has changed since the last iteration, or everything with `whole`.
+
+        Rank 0's `whole` holds on all ranks. Tensors that have changed come as deltas, under their
+        name and `DELTA`, or whole, and the others do not come.
         """
         ...
 

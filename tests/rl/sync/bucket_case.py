@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from megatron_idempotent.rl.engines import EngineError, EngineHealth, PauseMode
 from megatron_idempotent.rl.engines.transformers_weights import ServedWeights, WeightVersions
 from megatron_idempotent.rl.sync import BucketFollower, BucketPublisher, SyncSettings, WeightSync
-from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightUpdate
+from megatron_idempotent.rl.weights import Bucket, WeightUpdate
 from megatron_idempotent.rl.weights.chains import Index
 from megatron_idempotent.rl.weights.transports.bucket import Objects
 
@@ -71,10 +72,10 @@ class Trainer:
             changed = torch.rand(len(flat), generator=self.generator) < share
             flat[changed] ^= 1
 
-    async def publish(self, *, changed_only: bool = True) -> Any:
+    async def publish(self, *, deltas: bool = True) -> Any:
         self.version += 1
         self.bits_of[self.version] = bits(self.tensors)
-        return await self.sync.update(self, self.version, changed_only=changed_only)
+        return await self.sync.update(self, self.version, deltas=deltas)
 
     async def steps(self, count: int) -> None:
         for _ in range(count):
@@ -156,13 +157,9 @@ def index_of(objects: Objects) -> Index:
 
 def unneeded(objects: Objects) -> set[str]:
     """The keys that no listed update needs."""
-    import json
-
     needed = set()
     for each in index_of(objects).updates:
         manifest = json.loads(objects.get(each.manifest))
         needed |= {each.manifest, *(bucket["object"] for bucket in manifest["buckets"])}
     return (objects.keys("objects") | objects.keys("manifests")) - needed
 
-
-__all__ = ["TensorInfo"]
