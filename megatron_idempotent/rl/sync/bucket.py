@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from megatron_idempotent.rl.weights import (
     UpdateRefused,
     WeightUpdate,
 )
-from megatron_idempotent.rl.weights.chains import Chain, Index, Listed
+from megatron_idempotent.rl.weights.chains import Chain, Index, Listed, Manifest, write_manifest
 from megatron_idempotent.rl.weights.transports.bucket import Objects, put_bucket
 from megatron_idempotent.rl.weights.transports.layout import BucketLayout
 
@@ -75,6 +74,8 @@ class BucketPublisher:
         self._litter = True  # of a writer that died
         self._staging = ""
         self._staged: tuple[Index | None, Index] | None = None
+        # What may be listed: what was found last, and what was to be listed after that.
+        self._known: tuple[Index | None, ...] = ()
 
     @property
     def name(self) -> str:
@@ -117,14 +118,18 @@ class BucketPublisher:
             written = [
                 await asyncio.to_thread(self._write, update, bucket) async for bucket in buckets
             ]
-            after = await asyncio.to_thread(self._list, update, written, before)
+            place = self._objects, self._run
+            listed = await asyncio.to_thread(write_manifest, *place, update, written)
+            after = Index(run=self._run, updates=(*(before.updates if before else ()), listed))
+            first = after.anchors[-self._anchors :][0]
+            after = dataclasses.replace(after, updates=after.updates[first:])
             self._staged = before, after
         finally:
             self._staging = ""
 
     async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`. Errors: `EngineError` if another trainer writes there."""
-        before, found = None, await self._index()
+        """See `RolloutEngine.commit`. Errors: `UpdateRefused` if another trainer publishes there."""
+        found = await self._index()
         if found and found.newest.id == update_id:  # the answer to an earlier try was lost
             self._committed(found)
             return found.newest.version
@@ -133,13 +138,8 @@ class BucketPublisher:
                 f"{self.name} has not staged update {update_id}, or is not paused; do both before "
                 "the commit"
             )
-        before, after = self._staged
-        if found != before:
-            raise EngineError(
-                f"{self.name} has version {found and found.newest.version} and had "
-                f"{before and before.newest.version} when update {update_id} was staged: another "
-                "trainer publishes there; give each a bucket of its own"
-            )
+        after = self._staged[1]
+        self._known = found, after
         await asyncio.to_thread(after.write, self._objects)
         self._committed(after)
         return after.newest.version
@@ -173,27 +173,18 @@ class BucketPublisher:
                 f"{self.name} has updates of run {index.run!r}, and this is run {self._run!r}; "
                 "give it a URL of its own"
             )
+        # A commit whose answer was lost is our own, too.
+        if self._known and index not in self._known:
+            raise UpdateRefused(
+                f"{self.name} has version {index and index.newest.version}, which this trainer "
+                "did not publish: another one does so there; give each a bucket of its own"
+            )
+        self._known = self._known or (index,)
         return index
 
     def _write(self, update: WeightUpdate, bucket: Bucket) -> Mapping[str, Any]:
         layout = BucketLayout.of(update.id, bucket)
         return {**layout.as_json(), **put_bucket(self._objects, "objects/", layout, bucket)}
-
-    def _list(
-        self, update: WeightUpdate, written: Sequence[Mapping[str, Any]], before: Index | None
-    ) -> Index:
-        """Write the manifest; return the list with the update, less those that are too old."""
-        fields = {"run": self._run, "update": dataclasses.asdict(update), "buckets": written}
-        listed = Listed(
-            id=update.id,
-            version=update.version,
-            base_version=update.base_version,
-            manifest=self._objects.put("manifests/", json.dumps(fields, indent=1).encode()),
-            nbytes=sum(each["object_bytes"] for each in written),
-        )
-        after = Index(run=self._run, updates=(*(before.updates if before else ()), listed))
-        first = after.anchors[-self._anchors :][0]
-        return dataclasses.replace(after, updates=after.updates[first:])
 
     def _committed(self, index: Index) -> None:
         before = self._staged[0] if self._staged else None
@@ -204,12 +195,10 @@ class BucketPublisher:
 
     def _clean(self, index: Index | None) -> None:
         """Remove all that no listed update needs; a list of the store's may lack the newest."""
-        needed: set[str] = set()
-        for each in index.updates if index else ():
-            content = json.loads(self._objects.get(each.manifest))
-            needed |= {each.manifest, *(bucket["object"] for bucket in content["buckets"])}
+        listed = index.updates if index else ()
+        needed = (Manifest(self._objects, self._run, each).keys for each in listed)
         there = self._objects.keys("objects") | self._objects.keys("manifests")
-        self._objects.remove(there - needed)
+        self._objects.remove(there.difference(*needed))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from .deltas import EncodedDelta, apply, join
+from .deltas import MAGIC, EncodedDelta, apply, join
 from .records import DELTA, Bucket, UpdateDamaged, WeightUpdate, checksum
 from .transports.bucket import Objects, get_bucket
 from .transports.layout import BucketLayout
@@ -110,6 +111,28 @@ class Index:
         return self.updates[max(starts) :]
 
 
+def write_manifest(
+    objects: Objects, run: str, update: WeightUpdate, buckets: Sequence[Mapping[str, Any]]
+) -> Listed:
+    """Write the manifest of an update whose buckets were written; return it as it is listed.
+
+    Args:
+        objects: the bucket of objects.
+        run: the name of the run.
+        update: the update.
+        buckets: for each bucket its layout as JSON, and what `put_bucket` returned.
+    """
+    fields = {"run": run, "codec": MAGIC.decode(), "update": dataclasses.asdict(update)}
+    content = json.dumps({**fields, "buckets": buckets}, indent=1).encode()
+    return Listed(
+        id=update.id,
+        version=update.version,
+        base_version=update.base_version,
+        manifest=objects.put("manifests/", content),
+        nbytes=sum(each["object_bytes"] for each in buckets),
+    )
+
+
 class Manifest:
     """Reads the tensors of one update; each object is fetched once if they are asked for in order.
 
@@ -120,13 +143,13 @@ class Manifest:
         """Fetch the manifest. Errors: `UpdateDamaged` if it is another's, or cannot be read."""
         self._objects, self._listed = objects, listed
         found = json.loads(objects.get(listed.manifest))
-        said = run, listed.id, listed.version, listed.base_version
         update = found["update"]
-        says = found["run"], update["id"], update["version"], update["base_version"]
+        says = found["codec"], found["run"], update["id"], update["version"], update["base_version"]
+        said = MAGIC.decode(), run, listed.id, listed.version, listed.base_version
         if says != said:
             raise UpdateDamaged(
-                f"{objects.address}: {listed.manifest} is of run, id, version and base {says}, "
-                f"listed as {said}: it was exchanged; publish everything"
+                f"{objects.address}: {listed.manifest} is of codec, run, id, version and base "
+                f"{says}, listed as {said}: it was exchanged; publish everything"
             )
         self.kv_scales: Mapping[str, float] | None = update["kv_scales"]
         self.places: dict[str, int] = {}
@@ -134,6 +157,8 @@ class Manifest:
         self._buckets = found["buckets"]
         for number, announced in enumerate(self._buckets):
             self.places |= dict.fromkeys((each["name"] for each in announced["tensors"]), number)
+        self.keys = {listed.manifest, *(each["object"] for each in self._buckets)}
+        """The keys of all that belongs to the update."""
         self.bytes_read = 0
         self._held: tuple[int, Bucket | None] = -1, None
 

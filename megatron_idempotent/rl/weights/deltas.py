@@ -45,7 +45,7 @@ from .records import (
 )
 
 _HEADER, _PLACES = struct.Struct("<4sBQQQQQ"), struct.Struct("<BQQ")
-_MAGIC = b"WDL1"
+MAGIC = b"WDL1"
 _ALL, _BITMAP = 0, 1
 _UNITS = {2: "<u1", 3: "<u2", 4: "<u4"}
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -64,9 +64,9 @@ class EncodedDelta:
     def __post_init__(self) -> None:
         """Errors: `UpdateDamaged` for bytes that are not those of a delta as it was encoded."""
         size = self.data.numel()
-        if size < _HEADER.size or bytes(self._bytes[:4]) != _MAGIC:
+        if size < _HEADER.size or bytes(self._bytes[:4]) != MAGIC:
             raise UpdateDamaged(
-                f"{size} bytes are no delta: they do not begin with {_MAGIC!r} and a header; send "
+                f"{size} bytes are no delta: they do not begin with {MAGIC!r} and a header; send "
                 "it again"
             )
         found, sealed = _seal(self._bytes), self._header[6]
@@ -275,7 +275,7 @@ def pack(at_K: Any, xor_K: Any, elements: int, before: int, after: int) -> Encod
         whole = [_places(np.arange(elements), elements), *_planes(xor_N)]
         parts = min(parts, whole, key=lambda each: sum(map(len, each)))
     return _sealed(
-        (_MAGIC, itemsize, elements, np.count_nonzero(xor_K), before, after), np.concatenate(parts)
+        (MAGIC, itemsize, elements, np.count_nonzero(xor_K), before, after), np.concatenate(parts)
     )
 
 

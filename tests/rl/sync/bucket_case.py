@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from megatron_idempotent.rl.engines import EngineError, EngineHealth, PauseMode
 from megatron_idempotent.rl.engines.transformers_weights import ServedWeights, WeightVersions
 from megatron_idempotent.rl.sync import BucketFollower, BucketPublisher, SyncSettings, WeightSync
 from megatron_idempotent.rl.weights import Bucket, WeightUpdate
-from megatron_idempotent.rl.weights.chains import Index
+from megatron_idempotent.rl.weights.chains import Index, Manifest
 from megatron_idempotent.rl.weights.transports.bucket import Objects
 
 QUICK = SyncSettings(bucket_bytes=1500, attempts=2, retry_wait_s=0.001)
@@ -23,7 +22,7 @@ SHAPES = {
     "norm": ((24,), torch.float32),
     "up": ((24, 16), torch.float16),
     "scales": ((3,), torch.float32),
-    "fp8": ((16, 16), torch.float8_e4m3fn),
+    "fp8": ((16, 16), torch.float8_e5m2),
     "router": ((5, 5), torch.bfloat16),
 }
 
@@ -157,9 +156,6 @@ def index_of(objects: Objects) -> Index:
 
 def unneeded(objects: Objects) -> set[str]:
     """The keys that no listed update needs."""
-    needed = set()
-    for each in index_of(objects).updates:
-        manifest = json.loads(objects.get(each.manifest))
-        needed |= {each.manifest, *(bucket["object"] for bucket in manifest["buckets"])}
-    return (objects.keys("objects") | objects.keys("manifests")) - needed
-
+    index = index_of(objects)
+    needed = (Manifest(objects, index.run, each).keys for each in index.updates)
+    return (objects.keys("objects") | objects.keys("manifests")).difference(*needed)
