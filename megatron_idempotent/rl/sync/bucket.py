@@ -128,7 +128,7 @@ class BucketPublisher:
             self._staging = ""
 
     async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`. Errors: `UpdateRefused` if another trainer publishes there."""
+        """See `RolloutEngine.commit`. Errors: `UpdateRefused` if another trainer publishes."""
         found = await self._index()
         if found and found.newest.id == update_id:  # the answer to an earlier try was lost
             self._committed(found)

@@ -87,7 +87,7 @@ class Objects:
 
     def get(self, key: str) -> bytes:
         """Return an object. Errors: `UpdateDamaged` if it is absent, or is not what was written."""
-        expected = re.fullmatch(r"[\w.-]*/?[\w.-]*([0-9a-f]{64})", key)
+        expected = re.fullmatch(r"(?:\w+/|transfer-\w+-)([0-9a-f]{64})", key)
         if expected is None:
             raise UpdateDamaged(f"{self.address}: {key!r} is no object's key; send everything")
         content = self.read(key)
