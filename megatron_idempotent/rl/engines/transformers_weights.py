@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import torch
@@ -165,9 +165,7 @@ class Incoming(Staging):
     later one.
     """
 
-    def __init__(
-        self, update: WeightUpdate, *, weights: ServedWeights
-    ) -> None:
+    def __init__(self, update: WeightUpdate, *, weights: ServedWeights) -> None:
         """
         Args:
             update: the update that is staged.

@@ -18,8 +18,8 @@ checksums alone. Optimizer steps mostly change a low byte, and the high ones cos
 
 A list of places begins with a byte for its form and 8 bytes each for their number and for the
 list's bytes. The forms: 0, every place; 1, a bitmap, lowest bit first; 2, 3 and 4, the gaps between
-neighbours in units of 1, 2 and 4 bytes, where a unit of all ones says that the gap goes on after it.
-The smallest is taken.
+neighbours in units of 1, 2 and 4 bytes, where a unit of all ones says that the gap goes on after
+it. The smallest is taken.
 """
 
 from __future__ import annotations
@@ -152,8 +152,7 @@ class Patch:
 
 
 class Part(NamedTuple):
-    """Places a range along one dimension of a tensor. Example: `Part((8, 6), dim=1, start=2,
-    size=4)`."""
+    """Places a range along one dimension. Example: `Part((8, 6), dim=1, start=2, size=4)`."""
 
     shape: tuple[int, ...]
     dim: int
@@ -272,7 +271,9 @@ def pack(at_K: Any, xor_K: Any, elements: int, before: int, after: int) -> Encod
         xor_N[at_K] = xor_K
         whole = [_places(np.arange(elements), elements), *_planes(xor_N)]
         parts = min(parts, whole, key=lambda each: sum(map(len, each)))
-    return _sealed((_MAGIC, itemsize, elements, np.count_nonzero(xor_K), before, after), np.concatenate(parts))
+    return _sealed(
+        (_MAGIC, itemsize, elements, np.count_nonzero(xor_K), before, after), np.concatenate(parts)
+    )
 
 
 def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch:

@@ -71,7 +71,9 @@ class Staging:
                 f"update {self.update.id}: bucket {bucket.index} arrived, and bucket "
                 f"{self._buckets} is next; send the update again from its first bucket"
             )
-        self._check_fit({name: bucket.tensors[name] for name in bucket.tensors if DELTA not in name})
+        self._check_fit(
+            {name: bucket.tensors[name] for name in bucket.tensors if DELTA not in name}
+        )
         for name, tensor in bucket.tensors.items():
             if name.removesuffix(DELTA) in self._tensors:
                 raise UpdateDamaged(
