@@ -201,7 +201,7 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
         engines = server_engines(config, out)
     return Engines(
         engines,
-        policy.source() if shared else _own_weights(policy),
+        policy.source(deltas=config.sync.deltas) if shared else _own_weights(policy),
         config,
         shared=shared,
     )
@@ -213,8 +213,10 @@ def _own_weights(policy: MegatronPolicy) -> WeightSource:
     They come from the ranks of its replica or, if experts are spread over replicas, from all ranks.
     """
     group = None if policy.config.parallel.ep > 1 else policy.replica.group
-    weights = policy.source(group)
-    return weights if get_world_size(group) == 1 else SpreadWeights(weights, group)
+    # Where tensors are spread, each rank finds what has changed in those that it gets.
+    alone = get_world_size(group) == 1
+    weights = policy.source(group, deltas=alone and policy.config.sync.deltas)
+    return weights if alone else SpreadWeights(weights, group)
 
 
 def _transformers(config: Config, checkpoint: Path, *, name: str) -> RolloutEngine:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .deltas import MAGIC, EncodedDelta, apply, join
+from .deltas import CODEC, EncodedDelta, apply, join
 from .records import DELTA, Bucket, UpdateDamaged, WeightUpdate, checksum
 from .transports.bucket import Objects, get_bucket
 from .transports.layout import BucketLayout
@@ -122,7 +122,7 @@ def write_manifest(
         update: the update.
         buckets: for each bucket its layout as JSON, and what `put_bucket` returned.
     """
-    fields = {"run": run, "codec": MAGIC.decode(), "update": dataclasses.asdict(update)}
+    fields = {"run": run, "codec": CODEC, "update": dataclasses.asdict(update)}
     content = json.dumps({**fields, "buckets": buckets}, indent=1).encode()
     return Listed(
         id=update.id,
@@ -145,7 +145,7 @@ class Manifest:
         found = json.loads(objects.get(listed.manifest))
         update = found["update"]
         says = found["codec"], found["run"], update["id"], update["version"], update["base_version"]
-        said = MAGIC.decode(), run, listed.id, listed.version, listed.base_version
+        said = CODEC, run, listed.id, listed.version, listed.base_version
         if says != said:
             raise UpdateDamaged(
                 f"{objects.address}: {listed.manifest} is of codec, run, id, version and base "

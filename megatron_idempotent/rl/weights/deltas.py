@@ -18,8 +18,8 @@ checksums alone. Optimizer steps mostly change a low byte, and the high ones cos
 
 A list of places begins with a byte for its form and 8 bytes each for their number and for the
 list's bytes. The forms: 0, every place; 1, a bitmap, lowest bit first; 2, 3 and 4, the gaps between
-neighbours in units of 1, 2 and 4 bytes, where a unit of all ones says that the gap goes on after it.
-The smallest is taken.
+neighbours in units of 1, 2 and 4 bytes, where a unit of all ones says that the gap goes on after
+it. The smallest is taken.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ from .records import (
 )
 
 _HEADER, _PLACES = struct.Struct("<4sBQQQQQ"), struct.Struct("<BQQ")
-MAGIC = b"WDL1"
+_MAGIC = b"WDL1"
+CODEC = _MAGIC.decode()
+"""The name of the encoding, for what lists deltas."""
 _ALL, _BITMAP = 0, 1
 _UNITS = {2: "<u1", 3: "<u2", 4: "<u4"}
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -64,9 +66,9 @@ class EncodedDelta:
     def __post_init__(self) -> None:
         """Errors: `UpdateDamaged` for bytes that are not those of a delta as it was encoded."""
         size = self.data.numel()
-        if size < _HEADER.size or bytes(self._bytes[:4]) != MAGIC:
+        if size < _HEADER.size or bytes(self._bytes[:4]) != _MAGIC:
             raise UpdateDamaged(
-                f"{size} bytes are no delta: they do not begin with {MAGIC!r} and a header; send "
+                f"{size} bytes are no delta: they do not begin with {_MAGIC!r} and a header; send "
                 "it again"
             )
         found, sealed = _seal(self._bytes), self._header[6]
@@ -153,9 +155,7 @@ class Patch:
 
 
 class Part(NamedTuple):
-    """Places a range along one dimension of a tensor. Example: `Part((8, 6), dim=1, start=2,
-    size=4)`.
-    """
+    """Places a range along one dimension. Example: `Part((8, 6), dim=1, start=2, size=4)`."""
 
     shape: tuple[int, ...]
     dim: int
@@ -275,7 +275,7 @@ def pack(at_K: Any, xor_K: Any, elements: int, before: int, after: int) -> Encod
         whole = [_places(np.arange(elements), elements), *_planes(xor_N)]
         parts = min(parts, whole, key=lambda each: sum(map(len, each)))
     return _sealed(
-        (MAGIC, itemsize, elements, np.count_nonzero(xor_K), before, after), np.concatenate(parts)
+        (_MAGIC, itemsize, elements, np.count_nonzero(xor_K), before, after), np.concatenate(parts)
     )
 
 
