@@ -2,9 +2,8 @@
 
     python examples/weight_bucket.py [URL]
 
-A rank trains a small Qwen3 in Megatron and publishes each step; an engine in a process of its own
-takes what it finds. In the end both have the same bits. The URL is a folder (without one, a new
-one) or of S3, such as s3://bucket/run, with credentials in the environment.
+A rank trains a small Qwen3 in Megatron and publishes each step; an engine in another process takes
+what it finds, and has the same bits in the end. The URL may be a folder, or s3://bucket/run.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ def train(url: str) -> list[str]:
     sync = WeightSync([BucketPublisher(url, run="example", anchor_every=4)])
     ids, said = torch.arange(32).cuda()[None], []
     for version in range(1, STEPS + 1):
-        logprobs = model_logprobs(model, ids, None, None, targets=shift_targets(ids)).logprob
-        (-logprobs.mean()).backward()
+        stats = model_logprobs(model, ids, None, None, targets=shift_targets(ids))
+        (-stats.logprob.mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        report = asyncio.run(sync.update(source, version, deltas=True))
-        said.append(f"version {version}: {report.bytes_sent} of {report.bytes_whole} bytes sent")
+        told = asyncio.run(sync.update(source, version, deltas=True))
+        said.append(f"version {version}: {told.bytes_sent} of {told.bytes_whole} bytes sent")
     sums = [sum(bucket.checksums.values()) for bucket in source.buckets(bucket_bytes=1 << 28)]
     return [*said, f"the trainer's bits: {sum(sums) % 2**64:016x}"]
 
@@ -77,7 +76,5 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    if "serve" in sys.argv:
-        asyncio.run(serve(sys.argv[-1]))
-    else:
-        main(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
+    place = sys.argv[-1] if len(sys.argv) > 1 else tempfile.mkdtemp()
+    asyncio.run(serve(place)) if "serve" in sys.argv else main(place)

@@ -97,7 +97,7 @@ def test_an_engine_that_shares_a_url_with_its_trainer_has_its_bits(program, caps
     lines = capsys.readouterr().out.split("\n")
     sent = [re.fullmatch(r"version \d: (\d+) of (\d+) bytes sent", line) for line in lines[:6]]
     shares = [int(each[1]) / int(each[2]) for each in sent]
-    # Adam moves nearly all of float32's elements: deltas leave out bytes that stay, and anchors none.
+    # Anchors have everything; of float32, Adam changes nearly every element, but not every byte.
     assert [share == 1 for share in shares] == [True, False, False, False, True, False]
     (trainers,) = (line.split()[-1] for line in lines if line.startswith("the trainer's bits: "))
     (engines,) = (line.split()[-1] for line in lines if line.startswith("the engine's bits: "))
