@@ -20,6 +20,7 @@ from megatron_idempotent.rl.engines import (
 from megatron_idempotent.rl.engines.protocol import refuse_out_of_turn
 from megatron_idempotent.rl.weights import (
     Bucket,
+    UpdateDamaged,
     UpdateRefused,
     WeightUpdate,
 )
@@ -196,7 +197,12 @@ class BucketPublisher:
     def _clean(self, index: Index | None) -> None:
         """Remove all that no listed update needs; a list of the store's may lack the newest."""
         listed = index.updates if index else ()
-        needed = (Manifest(self._objects, self._run, each).keys for each in listed)
+        try:
+            needed = [Manifest(self._objects, self._run, each).keys for each in listed]
+        except UpdateDamaged as error:
+            # What it needs is not known. It leaves the list in its turn.
+            _log.warning("%s is not cleaned: %s", self.name, error)
+            return
         there = self._objects.keys("objects") | self._objects.keys("manifests")
         self._objects.remove(there.difference(*needed))
 

@@ -191,12 +191,14 @@ class RolloutConfig:
 class SyncConfig:
     """Sets how new weights get to the engines. Example: `SyncConfig(transport="shared_memory")`."""
 
-    transport: Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc"] = "shared_memory"
+    transport: Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc", "bucket"] = (
+        "shared_memory"
+    )
     """Transport of weights to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU). transformers
     reads them from memory."""
     directory: str = ""
-    """Folder for weights that go through files, which servers must see too; empty for `sync/` in
-    the output directory."""
+    """Folder for weights that go through files, which servers must see too, or for `bucket` a URL,
+    such as `s3://weights/run`; empty for `sync/` in the output directory."""
     address: str = ""
     """Address at which servers reach this machine, for `gloo` and `nccl`; empty for 127.0.0.1."""
     workers: int = Field(default=1, ge=1)

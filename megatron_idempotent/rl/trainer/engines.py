@@ -24,6 +24,7 @@ from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
 from megatron_idempotent.rl.sync import SyncSettings, follow
 from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightSource
 from megatron_idempotent.rl.weights.transports import (
+    BucketSender,
     CudaIpcSender,
     DiskSender,
     ProcessGroupSender,
@@ -241,6 +242,8 @@ def server_engines(config: Config, out: Path) -> Sequence[RolloutEngine]:
 
 def _sender(config: Config, directory: Path) -> Sender:
     sync = config.sync
+    if sync.transport == "bucket":
+        return BucketSender(sync.directory or str(directory))
     if sync.transport == "disk":
         return DiskSender(directory)
     if sync.transport == "shared_memory":

@@ -83,6 +83,21 @@ def test_a_folder_is_cleaned_of_what_a_writer_left_half_written(tmp_path) -> Non
     run(scenario())
 
 
+def test_a_trainer_publishes_on_where_a_listed_manifest_is_gone() -> None:
+    place = url()
+
+    async def scenario() -> None:
+        trainer, objects, engine = Trainer(place), Objects(place), WeightsEngine()
+        await trainer.steps(2)
+        objects.remove([index_of(objects).updates[0].manifest])
+        trainer.start_again()
+        await trainer.steps(1)
+        await follower(place, engine).catch_up()
+        assert engine.bits == trainer.bits_of[3]
+
+    run(scenario())
+
+
 Lie = Callable[[BucketFollower, list[bytes], random.Random], None]
 
 
