@@ -186,6 +186,7 @@ class Fleet:
             "pause_s": report.pause_s,
             "stage_s": report.stage_s,
             "bytes_sent": float(report.bytes_sent),
+            "changed": report.elements_changed / max(1, report.elements),
             "engines": float(len(report.named("committed"))),
             "engines_behind": float(len(report.named("behind"))),
             "engines_quarantined": float(len(report.named("quarantined"))),
