@@ -117,7 +117,9 @@ class BucketPublisher:
                 await asyncio.to_thread(self._clean, before)
             self._litter = True  # until it is committed
             written = [
-                await asyncio.to_thread(self._write, update, bucket) async for bucket in buckets
+                await asyncio.to_thread(self._write, update, bucket)
+                async for bucket in buckets
+                if bucket.tensors
             ]
             place = self._objects, self._run
             listed = await asyncio.to_thread(write_manifest, *place, update, written)

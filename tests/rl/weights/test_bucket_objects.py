@@ -57,7 +57,7 @@ def test_an_object_that_holds_something_else_is_refused(content: bytes | str) ->
         announced = dict(await sender.announce(bucket))
         size = {"shorter": 399, "longer": 1 << 30}.get(content, 0)
         stored = zstandard.compress(bytes(size)) if size else content
-        announced["object"] = receiver._objects.put("transfer-", stored)
+        announced["object"] = receiver._objects.put("transfer-0-", stored)
         with pytest.raises(UpdateDamaged, match=r"cannot be decompressed|bytes or more, and 400 w"):
             receiver.receive(announced)
         await sender.close()
