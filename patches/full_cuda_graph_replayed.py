@@ -12,17 +12,17 @@ Cause:
     input buffers, on the class, by training and validation only.
 
 Affects:
-    0.14 and later, on a GPU. Never run there: the CPU runtime has no CUDA graphs, so the
-    reproduction's stand-in runs the schedule once where a graph would be captured and nothing where
-    it would be replayed. The patch is therefore off by default; name it in `only=` to use it. What
-    it does: where the model's chunks, the number of microbatches, the forward-step function, the
-    schedule, or the sequence and micro batch lengths are others than those of the graph, the state
-    of training, or of validation, starts again, warm-up included. One model's graph at a time is
-    kept, as upstream does: models that take turns run without a graph, and so does a step function
-    that is made again for each call. A new wrapper alone, which each `evaluate()` makes, keeps the
-    graph. All ranks must change together, because the capture has barriers. Other arguments
-    (`collect_non_loss_data`, which one rank alone passes, and `force_all_reduce`) are still those
-    of the capture. The optimizer's own graph, `OptimizerCudaGraphWrapper`, is not covered.
+    0.14 and later, on a GPU. Proven with real graphs on an H100; the CPU runtime has none, so the
+    reproduction's stand-in there runs the schedule once where a graph would be captured and nothing
+    where it would be replayed. What the patch does: where the model's chunks, the number of
+    microbatches, the forward-step function, the schedule, or the sequence and micro batch lengths
+    are others than those of the graph, the state of training, or of validation, starts again,
+    warm-up included. One model's graph at a time is kept, as upstream does: models that take turns
+    run without a graph, and so does a step function that is made again for each call. A new wrapper
+    alone, which each `evaluate()` makes, keeps the graph. All ranks must change together, because
+    the capture has barriers. Other arguments (`collect_non_loss_data`, which one rank alone passes,
+    and `force_all_reduce`) are still those of the capture. The optimizer's own graph,
+    `OptimizerCudaGraphWrapper`, is not covered.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/full_cuda_graph.py,
@@ -188,7 +188,7 @@ def build(**options: Any) -> Any:
     """Return a bench without an optimizer, which a graph can capture where there is a GPU."""
     from megatron_idempotent.proof.cpu import is_enabled, tiny
 
-    return tiny.build(with_optimizer=False, graph_safe_rng=not is_enabled(), **options)
+    return tiny.build(with_optimizer=False, capturable=not is_enabled(), **options)
 
 
 def reproduce() -> None:
@@ -216,6 +216,6 @@ PATCH = Patch(
     summary="a full-iteration CUDA graph is replayed for another model or number of microbatches",
     since="0.14",
     targets=(Target("megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__", replay),),
-    default=False,
+    ranks=1,
     stock_error=r"RuntimeError: a window of 3 .* returned 2 losses, and left no gradient",
 )

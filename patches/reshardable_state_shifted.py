@@ -71,7 +71,7 @@ def reproduce() -> None:
     )
     params = [param for buffer in optimizer.buffers for param in buffer.param_index_map]
     saved = [entry["param"].data for entry in state["param_state"].values()]
-    wrong = sum(not torch.equal(*pair) for pair in zip(saved, params, strict=True))
+    wrong = sum(not torch.equal(a, b.cpu()) for a, b in zip(saved, params, strict=True))
     if wrong:
         raise RuntimeError(f"the state of {wrong} of {len(params)} parameters is another's")
 

@@ -67,7 +67,7 @@ def reproduce() -> None:
         pre_process=False,
         vocab_size=tiny.VOCABULARY,
         max_sequence_length=tiny.SEQUENCE,
-    )
+    ).cuda()
     half = tiny.SEQUENCE // 2
     stage.set_input_tensor(torch.randn(half, tiny.BATCH, tiny.HIDDEN, device="cuda"))
     tokens = next(tiny.microbatches(0))

@@ -62,5 +62,5 @@ PATCH = Patch(
     since="0.16",
     groups=("offload",),
     targets=(target("buffer.reset", reset),),
-    stock_error=r"the process ended without a result",
+    stock_error=r"the process ended without a result|CUDA error: an illegal memory access",
 )

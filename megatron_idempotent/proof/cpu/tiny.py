@@ -269,7 +269,7 @@ def build(
     loss_scale: float | None = None,
     with_optimizer: bool = True,
     wire: bool = True,
-    graph_safe_rng: bool = False,
+    capturable: bool = False,
     exact_attention: bool | None = None,
     lengths: Sequence[int] | None = None,
     sequence: int = SEQUENCE,
@@ -290,8 +290,8 @@ def build(
     sets the config's no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and
     finalize_model_grads_func. `lengths` makes each microbatch a pack of sequences of these lengths,
     instead of rows. `exact_attention` puts in `cpu.attention.ExactAttention`; None does so if it is
-    needed, with cp > 1 or `lengths`. `graph_safe_rng` takes random trackers that a CUDA graph can
-    capture (from 0.13, on a GPU).
+    needed, with cp > 1 or `lengths`. `capturable` takes random trackers, and a stream of DDP's
+    hooks, that a CUDA graph of an iteration can capture (from 0.14, on a GPU).
 
     `layer_wise` takes the optimizer that gives each rank whole parameters, and needs dtype="bf16"
     and megatron-core 0.17. It gathers out of DDP's buffers (from 0.18), or with
@@ -321,7 +321,7 @@ def build(
             expert_tensor_parallel_size=etp,
         )
     model_parallel_cuda_manual_seed(
-        seed, **({"use_cudagraphable_rng": True} if graph_safe_rng else {})
+        seed, **({"use_cudagraphable_rng": True} if capturable else {})
     )
     # Last, because both seed one generator here, and weights are cut from one master copy.
     torch.manual_seed(seed)
@@ -404,7 +404,8 @@ def build(
             layout = _layer_wise_layout(
                 module, ddp_config, by_layout=distributed_optimizer, muon=muon
             )
-        chunks.append(DistributedDataParallel(config, ddp_config, module, **layout))
+        with _stream_of_a_graph() if capturable else contextlib.nullcontext():
+            chunks.append(DistributedDataParallel(config, ddp_config, module, **layout))
     optimizer = None
     if with_optimizer:
         values = {
@@ -435,6 +436,24 @@ def build(
         vocabulary=vocabulary,
         lengths=tuple(lengths) if lengths else None,
     )
+
+
+@contextlib.contextmanager
+def _stream_of_a_graph() -> Iterator[None]:
+    """Queue the work of a block on the stream that upstream captures, or on one beside the default.
+
+    Autograd runs a parameter's hooks on the stream that DDP registered them on, and a capture
+    refuses to wait for the default stream.
+    """
+    import torch
+    from megatron.core import full_cuda_graph
+
+    shared = getattr(full_cuda_graph, "get_shared_capture_stream", torch.cuda.Stream)  # from 0.19
+    stream, outer = shared(), torch.cuda.current_stream()
+    stream.wait_stream(outer)
+    with torch.cuda.stream(stream):
+        yield
+    outer.wait_stream(stream)
 
 
 def _wire(config: Any, chunks: list[Any], optimizer: Any, align: bool) -> None:
