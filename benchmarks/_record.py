@@ -29,7 +29,7 @@ def options(doc: str) -> argparse.ArgumentParser:
 def tell(found: Any, as_json: bool = False) -> None:
     """Print what was found: a line for each number and each refusal, or one JSON object."""
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(found), flush=True)
         return
     for name, value in leaves("", found):
         print(f"{name:70} {value if isinstance(value, str) else format(value, '.4g')}", flush=True)
