@@ -109,7 +109,6 @@ def token_logprobs(
     ownership: Literal["borrow", "consume"] = "borrow",
     hidden_layout: Literal["replicated", "sequence_parallel"] = "replicated",
     gradient_accumulation_fusion: bool = False,
-    compiled: bool = False,
     triton: bool | None = None,
     workspace_bytes: int | None = None,
 ) -> TokenStats:
@@ -151,8 +150,6 @@ def token_logprobs(
             along the first dimension; targets are those of all pieces.
         gradient_accumulation_fusion: adds the weight's gradient to its `main_grad`, and gives
             autograd zeros, as Megatron's option of that name does.
-        compiled: computes with `torch.compile`, which fuses all operations on a logit into one
-            loop; the first call takes seconds, and all ranks must pass the same.
         triton: True computes with Triton's kernels, which read logits once and write gradients
             once; False with PyTorch. None follows the environment's MEGATRON_IDEMPOTENT_TRITON, 1
             or 0, and if that is not set uses the kernels on GPUs of compute capability 8.0 or
@@ -187,7 +184,7 @@ def token_logprobs(
     )
     positive(_NAME, temperature, inputs.shape, tokens)
     keep = ids_to_keep(_NAME, sampling, inputs.shape, tokens, columns.vocabulary)
-    backend = _backend(inputs, asked_targets, sampling, compiled=compiled, triton=triton)
+    backend = _backend(inputs, asked_targets, sampling, triton)
     rows = inputs.rows()
     layout = ResultLayout(rows, tokens)
     wanted = ComputeOptions(
@@ -213,12 +210,7 @@ def token_logprobs(
 
 
 def _backend(
-    inputs: Inputs,
-    targets: Targets,
-    sampling: Sampling | None,
-    *,
-    compiled: bool,
-    triton: bool | None,
+    inputs: Inputs, targets: Targets, sampling: Sampling | None, triton: bool | None
 ) -> Backend:
     """Choose what computes a call; PyTorch computes K targets, on any device.
 
@@ -226,10 +218,8 @@ def _backend(
         ValueError: K targets with an option that knows one target per token.
     """
     if not targets.many:
-        device, dtype = inputs.given.device, inputs.given.dtype
-        return backend_of(device, dtype, compiled=compiled, triton=triton)
-    given = {"compiled": compiled, "triton": triton, "sampling": sampling}
-    for name, value in given.items():
+        return backend_of(inputs.given.device, inputs.given.dtype, triton)
+    for name, value in (("triton", triton), ("sampling", sampling)):
         if value:
             raise ValueError(
                 f"{_NAME}() got targets of shape {tuple(targets.ids.shape)}, several for each "
@@ -256,18 +246,12 @@ _CAPABILITY = (8, 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def backend_of(
-    device: torch.device, dtype: torch.dtype, *, compiled: bool, triton: bool | None
-) -> Backend:
+def backend_of(device: torch.device, dtype: torch.dtype, triton: bool | None) -> Backend:
     """Choose what computes logits of this type on this device.
 
     Raises:
-        ValueError: kernels were asked for where they cannot run, or beside `compiled`.
+        ValueError: kernels were asked for where they cannot run.
     """
-    if compiled and triton:
-        raise ValueError("token_logprobs() got compiled=True and triton=True: pass one of them")
-    if compiled:
-        return "compiled"
     found = uses_triton("token_logprobs()", device, asked=triton, capability=_CAPABILITY)
     return "triton" if found and dtype in DTYPES else "eager"
 
