@@ -27,19 +27,18 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import moe, schedules
 from megatron_idempotent.megatron.targets import schedule_targets
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _scenarios
 
 _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_variant")
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule, then put the scalers' values back if the model has auxiliary losses."""
     from megatron.core.utils import get_model_config
 
@@ -99,10 +98,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a direct backward weighs MoE and MTP losses by the last schedule's microbatches",
+    "a direct backward weighs MoE and MTP losses by the last schedule's microbatches",
+    *schedule_targets(schedule),
     groups=("aux-loss",),
     provides=(schedules.ASKS_WINDOWS,),
-    targets=schedule_targets(schedule),
     ranks=1,
     stock_error=r"RuntimeError: router gradient norm .* after four microbatches",
 )

@@ -25,17 +25,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
 from megatron_idempotent.megatron.targets import PIPELINED, schedule_targets
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _deferred_embedding
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule; if it is forward-only or raises, drops what it added to the lists."""
     from megatron.core.utils import get_model_config
 
@@ -70,8 +69,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="forward-only and aborted windows leave activations for the deferred embedding",
+    "forward-only and aborted windows leave activations for the deferred embedding",
+    *schedule_targets(schedule, *PIPELINED),
     groups=("abort", "deferred-embedding"),
-    targets=schedule_targets(schedule, *PIPELINED),
     stock_error=r"RuntimeError: 6 activations kept after forward-only windows",
 )

@@ -25,16 +25,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
-_LAYERS = "megatron.core.tensor_parallel.layers"
 _ASKED = "self.explicit_expert_comm = self.is_expert and (world_size > 1 or self.expert_parallel)"
 
 
-def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Build a linear layer that leaves all communication to others if it is an expert's."""
     original(self, *args, **kwargs)
     self.explicit_expert_comm = self.is_expert
@@ -65,12 +64,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="with EP 1 and ETP 1, experts take part in tensor parallelism of dense layers",
+    "with EP 1 and ETP 1, experts take part in tensor parallelism of dense layers",
+    target("layers.ColumnParallelLinear.__init__", init, _ASKED),
+    target("layers.RowParallelLinear.__init__", init, _ASKED),
     before="0.13",
-    targets=tuple(
-        Target(f"{_LAYERS}:{name}.__init__", init, _ASKED)
-        for name in ("ColumnParallelLinear", "RowParallelLinear")
-    ),
     fixed_when=a_body_has("self.tp_group"),
     stock_error="RuntimeError: an expert's output is 2 times the right one",
 )

@@ -28,15 +28,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments
 
-_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 
-
-def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap a module in which experts' weights are marked, where they are split otherwise."""
     given = arguments(original, (self, *args), kwargs)
     config = given["config"]
@@ -79,8 +77,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="with EP 1 and another ETP than TP, experts get the gradients of other ranks' parts",
+    "with EP 1 and another ETP than TP, experts get the gradients of other ranks' parts",
+    target("ddp.__init__", init, "getattr(param, 'allreduce', True)"),
     before="0.19",
-    targets=(Target(f"{_DDP}.__init__", init, "getattr(param, 'allreduce', True)"),),
     stock_error="RuntimeError: the two halves of an expert have one gradient",
 )

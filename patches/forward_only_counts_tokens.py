@@ -23,15 +23,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
 from megatron_idempotent.megatron.targets import schedule_targets
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule; after a forward-only one with gradients enabled, puts the counts back."""
     import torch
     from megatron.core.utils import get_model_config
@@ -87,10 +86,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="forward-only passes outside of no_grad move the MoE expert bias",
+    "forward-only passes outside of no_grad move the MoE expert bias",
+    *schedule_targets(schedule),
     groups=("aux-loss",),
     provides=("forward-only-counts-nothing",),
-    targets=schedule_targets(schedule),
     ranks=1,
     stock_error=r"RuntimeError: a forward-only window counted \d+ tokens",
 )

@@ -24,15 +24,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments
 
-_MODULE = "megatron.core.tensor_parallel.random"
 
-
-def seed(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def seed(original: Original, *args: Any, **kwargs: Any) -> None:
     """Forget a tracker that was made for inference, then seed for training."""
     from megatron.core.tensor_parallel import random
 
@@ -65,15 +63,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="training after inference in one process shares dropout between tensor-parallel ranks",
-    groups=("generation",),
-    targets=(
-        Target(
-            f"{_MODULE}:model_parallel_cuda_manual_seed",
-            seed,
-            "_CUDA_RNG_STATE_TRACKER.reset()",
-            "initialize_rng_tracker",
-        ),
+    "training after inference in one process shares dropout between tensor-parallel ranks",
+    target(
+        "random.model_parallel_cuda_manual_seed",
+        seed,
+        "_CUDA_RNG_STATE_TRACKER.reset()",
+        "initialize_rng_tracker",
     ),
+    groups=("generation",),
     stock_error=r"RuntimeError: tensor-parallel ranks 0 and 1 draw the same dropout",
 )

@@ -27,15 +27,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.moe import forget_tokens
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+def zero_grad_buffer(original: Original, self: Any) -> None:
     """Throw the tokens away with their gradients."""
     config = self.config
     # A dense model need not pay for the walk over its modules, nor a router that counts nothing.
@@ -84,8 +83,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="token counts of an aborted window go into the next expert bias and auxiliary loss",
+    "token counts of an aborted window go into the next expert bias and auxiliary loss",
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("abort", "aux-loss"),
-    targets=(target("ddp.zero_grad_buffer", zero_grad_buffer),),
     stock_error=r"RuntimeError: \d+ tokens of the aborted window are still counted",
 )

@@ -25,17 +25,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 
-_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 _GATHER = "all_gather_last_dim_from_tensor_parallel_region"
 _CALL = f"hidden_states = {_GATHER}(hidden_states)"
 
 
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the layer with a gather whose backward gives each rank its part, and adds none up.
 
     Takes part: all tensor-parallel ranks.
@@ -86,9 +85,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="an MTP layer's gradient is TP times the right one under tensor parallelism",
+    "an MTP layer's gradient is TP times the right one under tensor parallelism",
+    target("mtp.MultiTokenPredictionLayer.forward", forward, _CALL),
     before="0.13",
-    targets=(Target(f"{_LAYER}.forward", forward, _CALL),),
     fixed_when=no_body_has(_CALL),
     stock_error="RuntimeError: an MTP layer's gradient is 2 times the right one",
 )

@@ -34,10 +34,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 from megatron_idempotent.patching.record import arguments
 
-_MODULE = "megatron.core.transformer.multi_token_prediction"
 _COUNTED = "original_num_tokens = loss_mask.sum()"
 _SHIFTED = (
     "(loss_mask, num_tokens) = roll_tensor(loss_mask, shifts=-1, dims=-1, cp_group=cp_group, "
@@ -45,7 +45,7 @@ _SHIFTED = (
 )
 
 
-def process(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def process(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Let each MTP layer's loss weigh what all context-parallel ranks count.
 
     Takes part: all context-parallel ranks.
@@ -78,11 +78,11 @@ def process(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module.MTPLossAutoScaler = theirs
 
 
-def _tokens(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _tokens(original: Original, args: Any, kwargs: Any) -> Any:
     return arguments(original, args, kwargs).get("input_ids")  # from 0.19 on
 
 
-def _called(original: Callable[..., Any], args: Any, kwargs: Any, **other: Any) -> Any:
+def _called(original: Original, args: Any, kwargs: Any, **other: Any) -> Any:
     return original(**{**arguments(original, args, kwargs), **other})
 
 
@@ -175,9 +175,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="an MTP loss weighs each context-parallel rank's tokens by themselves",
+    "an MTP loss weighs each context-parallel rank's tokens by themselves",
+    target("mtp.process_mtp_loss", process, _COUNTED, _SHIFTED),
     since="0.17",
-    targets=(Target(f"{_MODULE}:process_mtp_loss", process, _COUNTED, _SHIFTED),),
     fixed_when=no_body_has("loss_mask.sum()"),
     given=("mtp-without-transformer-engine",),
     stock_error="RuntimeError: an MTP layer learns nothing of a token that another rank counts",

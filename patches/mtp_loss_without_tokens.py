@@ -26,15 +26,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import address, target
+from megatron_idempotent.patching import Original, Patch
 
-_MODULE = "megatron.core.transformer.multi_token_prediction"
 
-
-def roll(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Shift, and return a number of tokens that every rank can divide by.
 
     Takes part: all context-parallel ranks.
@@ -83,9 +81,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="an MTP loss is NaN where none of a rank's tokens counts",
+    "an MTP loss is NaN where none of a rank's tokens counts",
+    target("mtp.roll_tensor", roll),
     before="0.17",
-    targets=(Target(f"{_MODULE}:roll_tensor", roll),),
-    fixed_by=(f"{_MODULE}:process_mtp_loss", "num_tokens.clamp(min=1)"),
+    fixed_by=(address("mtp.process_mtp_loss"), "num_tokens.clamp(min=1)"),
     stock_error=r"RuntimeError: an MTP gradient is NaN where no token of a rank counts",
 )

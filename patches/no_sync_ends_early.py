@@ -87,11 +87,9 @@ def neighbour() -> object:
 
 
 PATCH = Patch(
-    summary="no_sync() ends at an inner exit, or at one of a window that raised: reduced too early",
+    "no_sync() ends at an inner exit, or at one of a window that raised: reduced too early",
+    target("ddp.no_sync", no_sync),
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("overlap", "abort"),
-    targets=(
-        target("ddp.no_sync", no_sync),
-        target("ddp.zero_grad_buffer", zero_grad_buffer),
-    ),
     stock_error=r"RuntimeError: gradients are reduced inside of no_sync\(\)",
 )

@@ -29,11 +29,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import STAGE_OFFSET
-from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
 
-def seed_all_stages(original: Callable[..., Any], seed: int, *args: Any, **kwargs: Any) -> Any:
+def seed_all_stages(original: Original, seed: int, *args: Any, **kwargs: Any) -> Any:
     """Seed; if all pipeline stages have the same states then, seeds again with an offset."""
     result = original(seed, *args, **kwargs)
     offset = _missing_offset()
@@ -157,16 +158,14 @@ def _drawn(seed: Callable[[int], object]) -> list[bytes]:
 
 
 PATCH = Patch(
-    summary="pipeline stages given one seed get identical initial weights and dropout",
-    targets=(
-        Target(
-            "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
-            seed_all_stages,
-            "offset = seed + 2718",
-            "data_parallel_seed = seed",
-            "_CUDA_RNG_STATE_TRACKER.reset()",
-            "initialize_rng_tracker",
-        ),
+    "pipeline stages given one seed get identical initial weights and dropout",
+    target(
+        "random.model_parallel_cuda_manual_seed",
+        seed_all_stages,
+        "offset = seed + 2718",
+        "data_parallel_seed = seed",
+        "_CUDA_RNG_STATE_TRACKER.reset()",
+        "initialize_rng_tracker",
     ),
     fixed_when=a_body_has("get_pipeline_model_parallel_rank()"),
     stock_error=r"RuntimeError: pipeline stages 0 and 1 draw the same weights",

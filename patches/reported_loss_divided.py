@@ -29,11 +29,11 @@ from functools import partial
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
 def forward(
-    original: Callable[..., Any], forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any
+    original: Original, forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run `forward_step` with a loss function whose reports do not share memory with the loss."""
     return original(partial(_forward, forward_step_func), *args, **kwargs)
@@ -98,8 +98,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a loss function that reports loss.detach() reports the loss ÷ microbatches",
-    targets=(target("schedules.forward_step", forward),),
+    "a loss function that reports loss.detach() reports the loss ÷ microbatches",
+    target("schedules.forward_step", forward),
     ranks=1,
     stock_error=r"RuntimeError: the losses are .*, reported were",
 )

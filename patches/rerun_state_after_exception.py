@@ -39,12 +39,11 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_idempotent.megatron import training
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def should_run_forward_backward(
-    original: Callable[..., bool], self: Any, *args: Any, **kwargs: Any
-) -> bool:
+def should_run_forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """End a step that an exception has left, then ask `should_run_forward_backward`."""
     training.abandon_if_left(self)
     runs = original(self, *args, **kwargs)
@@ -55,7 +54,7 @@ def should_run_forward_backward(
     return runs
 
 
-def state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """End a step that an exception has left, then make the state of a checkpoint."""
     training.abandon_if_left(self)
     return original(self, *args, **kwargs)
@@ -103,14 +102,13 @@ def _unreadable(data_iterator: Any, model: Any) -> Any:
     raise _Unreadable
 
 
-_MACHINE = "megatron.core.rerun_state_machine:RerunStateMachine"
-
 PATCH = Patch(
-    summary="after an exception in a step the next one reads no batch and still updates",
-    groups=("abort",),
-    targets=(
-        Target(f"{_MACHINE}.should_run_forward_backward", should_run_forward_backward),
-        Target(f"{_MACHINE}.state_dict", state_dict),
+    "after an exception in a step the next one reads no batch and still updates",
+    target(
+        "core.rerun_state_machine:RerunStateMachine.should_run_forward_backward",
+        should_run_forward_backward,
     ),
+    target("core.rerun_state_machine:RerunStateMachine.state_dict", state_dict),
+    groups=("abort",),
     stock_error=r"UnboundLocalError: .*losses_reduced",
 )

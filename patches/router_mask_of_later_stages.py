@@ -23,14 +23,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
 def forward(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input: Any,
     padding_mask: Any = None,
@@ -82,8 +82,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="under sequence parallelism routers of later pipeline stages refuse a padding mask",
+    "under sequence parallelism routers of later pipeline stages refuse a padding mask",
+    target("moe.router:TopKRouter.forward", forward),
     since="0.16",
-    targets=(Target("megatron.core.transformer.moe.router:TopKRouter.forward", forward),),
     stock_error=r"RuntimeError: The size of tensor a",
 )

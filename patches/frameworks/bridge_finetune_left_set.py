@@ -25,13 +25,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def load(original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
+def load(original: Original, state: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `load_checkpoint`, and leave `checkpoint.finetune` as it was."""
     checkpoint = state.cfg.checkpoint
     before = checkpoint.finetune
@@ -67,16 +67,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Megatron-Bridge, once started from a pretrained checkpoint, loads no optimizer again",
+    "Megatron-Bridge, once started from a pretrained checkpoint, loads no optimizer again",
+    target("bridge.training.checkpointing:load_checkpoint", load, "cfg.checkpoint.finetune = True"),
     since="0.3",
-    targets=(
-        Target(
-            "megatron.bridge.training.checkpointing:load_checkpoint",
-            load,
-            "cfg.checkpoint.finetune = True",
-        ),
-    ),
     ranks=1,
     stock_error=r"RuntimeError: step 4 was saved, and step 0 is loaded",
 )
