@@ -44,15 +44,11 @@ def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
 
     The loss is the mean over all tokens or, if `summed`, their sum. Returns the number of tokens.
     """
-    import torch
-
     from megatron_idempotent.proof.cpu import tiny
 
     (chunk,) = model.chunks
-    tokens_BT = next(tiny.microbatches(data_seed))
-    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
-    loss_BT = chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float()
+    tokens_BT, *places = tiny.inputs(data_seed)
+    loss_BT = chunk(tokens_BT, *places, labels=tokens_BT).float()
     (loss_BT.sum() if summed else loss_BT.mean()).backward()
     return int(loss_BT.numel())
 

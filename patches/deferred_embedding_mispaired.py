@@ -105,11 +105,7 @@ def _gradients(mtp_layers: int) -> tuple[Any, Any]:
     # Without overlap, see deferred-embedding-reduced-early.
     options: dict[str, Any] = {"overlap_grad_reduce": False, "distributed_optimizer": False}
     if mtp_layers:
-        options["config_overrides"] = {
-            "mtp_num_layers": mtp_layers,
-            "mtp_loss_scaling_factor": 0.1,
-        }
-        options["model_overrides"] = {"position_embedding_type": "none"}
+        options |= {"mtp": mtp_layers, "config_overrides": {"mtp_loss_scaling_factor": 0.1}}
     for model in (tiny.build(pp=2, **options), _deferred_embedding.build(**options)):
         model.forward_backward(2, data_seed=0)
         last = _deferred_embedding.output_weight(model) is not None

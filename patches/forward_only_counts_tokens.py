@@ -58,8 +58,6 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run a forward-only window in eval mode, with gradients enabled."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from megatron_idempotent.proof.cpu import tiny
 
     bias = {
@@ -71,15 +69,7 @@ def reproduce() -> None:
     model = tiny.build(experts=4, config_overrides=bias)
     (chunk,) = model.chunks
     chunk.eval()
-    get_forward_backward_func()(
-        forward_step_func=model._forward_step([]),
-        data_iterator=tiny.microbatches(0),
-        model=model.chunks,
-        num_microbatches=2,
-        seq_length=tiny.SEQUENCE,
-        micro_batch_size=tiny.BATCH,
-        forward_only=True,
-    )
+    model.schedule(tiny.microbatches(0), 2, forward_only=True)
     counted = chunk.module.decoder.layers[0].mlp.router.local_tokens_per_expert.sum()
     if counted:
         raise RuntimeError(f"a forward-only window counted {int(counted)} tokens")

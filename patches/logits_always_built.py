@@ -194,15 +194,11 @@ def neighbour() -> object:
 
 
 def _model() -> tuple[Any, tuple[Any, ...]]:
-    import torch
 
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
-    tokens_BT = next(tiny.microbatches(0))
-    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand_as(tokens_BT)
-    mask = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
-    return model, (tokens_BT, positions_BT, mask)
+    return model, tiny.inputs(0)
 
 
 PATCH = Patch(

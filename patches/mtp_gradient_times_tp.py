@@ -59,8 +59,7 @@ def reproduce() -> None:
     model = tiny.build(
         tp=2,
         overlap_grad_reduce=False,
-        config_overrides={"mtp_num_layers": 1},
-        model_overrides={"position_embedding_type": "none"},
+        mtp=1,
     )
     (chunk,) = model.chunks
     (layer,) = chunk.module.mtp.layers
@@ -69,7 +68,7 @@ def reproduce() -> None:
     embedded, hidden, weights = (
         torch.randn(shape, generator=generator).cuda() for _ in ("embedded", "hidden", "weights")
     )
-    masked = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
+    *_, masked = tiny.inputs(0)
 
     def loss(hidden: Any) -> Any:
         return (layer(embedded, hidden, masked) * weights).sum()

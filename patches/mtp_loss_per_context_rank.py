@@ -127,7 +127,6 @@ class _Weighing:
 def reproduce() -> None:
     """Let one token count, which is predicted on one rank and is another's."""
     import torch
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.step import own_positions
@@ -137,8 +136,8 @@ def reproduce() -> None:
         overlap_grad_reduce=False,
         distributed_optimizer=False,
         exact_attention=True,
-        config_overrides={"mtp_num_layers": 1, "calculate_per_token_loss": True},
-        model_overrides={"position_embedding_type": "none"},
+        mtp=1,
+        config_overrides={"calculate_per_token_loss": True},
     )
     (chunk,) = model.chunks
     length = tiny.SEQUENCE
@@ -160,15 +159,7 @@ def reproduce() -> None:
         return output, lambda output: ((output * mask).sum(), mask.sum().int(), {})
 
     chunk.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter([None]),
-        model=chunk,
-        num_microbatches=1,
-        seq_length=length,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    model.schedule(iter([None]), 1, forward_step, micro_batch_size=1)
     (layer,) = chunk.module.mtp.layers
     if not layer.eh_proj.weight.main_grad.any():
         raise RuntimeError("an MTP layer learns nothing of a token that another rank counts")

@@ -60,17 +60,17 @@ def reproduce() -> None:
         overlap_grad_reduce=False,
         distributed_optimizer=False,
         exact_attention=True,
-        config_overrides={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5},
-        model_overrides={"position_embedding_type": "none"},
+        mtp=1,
+        config_overrides={"mtp_loss_scaling_factor": 0.5},
     )
     (chunk,) = model.chunks
-    tokens = next(tiny.microbatches(0)).cuda()
+    tokens, places, _ = tiny.inputs(0)
     counts = torch.zeros_like(tokens, dtype=torch.float32)
     counts[:, 1 : tiny.SEQUENCE // 4] = 1  # the first rank's first piece
     chunk.zero_grad_buffer()
     chunk(
         own_positions(tokens),
-        own_positions(torch.arange(tiny.SEQUENCE, device="cuda").expand_as(tokens)),
+        own_positions(places),
         None,
         labels=own_positions(tokens.roll(-1, 1)),
         loss_mask=own_positions(counts),

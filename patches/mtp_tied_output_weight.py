@@ -63,8 +63,7 @@ def reproduce() -> None:
         tied=True,
         distributed_optimizer=False,
         overlap_grad_reduce=False,
-        config_overrides={"mtp_num_layers": 1},
-        model_overrides={"position_embedding_type": "none"},
+        mtp=1,
     )
     (chunk,) = model.chunks
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)

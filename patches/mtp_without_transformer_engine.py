@@ -41,10 +41,7 @@ def reproduce() -> None:
     """Build a small model with an MTP layer."""
     from megatron_idempotent.proof.cpu import tiny
 
-    tiny.build(
-        config_overrides={"mtp_num_layers": 1},
-        model_overrides={"position_embedding_type": "none"},
-    )
+    tiny.build(mtp=1)
 
 
 PATCH = Patch(

@@ -74,7 +74,6 @@ def reproduce() -> None:
 
 def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
     """Run two microbatches, and ask the machine before and after them as NeMo-RL does."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     from megatron_idempotent.proof.cpu import tiny
@@ -82,15 +81,7 @@ def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
     machine = get_rerun_state_machine()
     data = tiny.microbatches(0)
     while machine.should_run_forward_backward(data):
-        losses_reduced = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=data,
-            model=model.chunks,
-            num_microbatches=2,
-            seq_length=tiny.SEQUENCE,
-            micro_batch_size=tiny.BATCH,
-            forward_only=False,
-        )
+        losses_reduced = model.schedule(data, 2, forward_step)
     return losses_reduced
 
 

@@ -70,11 +70,9 @@ def reproduce() -> None:
     )
     half = tiny.SEQUENCE // 2
     stage.set_input_tensor(torch.randn(half, tiny.BATCH, tiny.HIDDEN, device="cuda"))
-    tokens = next(tiny.microbatches(0))
+    tokens, places, hidden = tiny.inputs(0)
     padding = torch.zeros_like(tokens, dtype=torch.bool)
     padding[:, half:] = True
-    places = torch.arange(tiny.SEQUENCE, device="cuda").expand_as(tokens)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
     (stage(tokens, places, hidden, padding_mask=padding) * 0.0).sum().backward()
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     if bool(stage.decoder.layers[0].mlp.router.weight.grad.any()) != first:

@@ -369,8 +369,8 @@ class Patch(Hazard):
     """True if the patch only looks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on too."""
 
     def __init__(self, summary: str | None = None, *targets: Target, **fields: Any) -> None:
-        given = {} if summary is None else {"summary": summary}
-        super().__init__(**given, **{"targets": targets} | fields)
+        given: dict[str, Any] = {} if summary is None else {"summary": summary}
+        super().__init__(**{**given, "targets": targets, **fields})
 
     def __post_init__(self) -> None:
         super().__post_init__()

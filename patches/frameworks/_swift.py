@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import _standins
-from ._workers import Windows, methods
+from ._workers import MICROBATCHES, Windows, methods
 
 _ABSENT = ("mcore_bridge", "modelscope", "transformers")
-MICROBATCHES = 4
 
 
 def trainer(method: str, options: Sequence[str]) -> Any:
@@ -62,7 +61,7 @@ class Swift(Windows):
             opt_param_scheduler=SimpleNamespace(step=lambda increment: None),
             enable_routing_replay=False,
             eval_metrics=None,
-            forward_step=self._forward_step,
+            forward_step=self.forward_step,
             call_event=lambda _: None,
             on_log=lambda **_: None,
             _aggregated_metrics=lambda *_: None,
@@ -79,9 +78,4 @@ class Swift(Windows):
         self.trainer.evaluate(self._data(seed))
 
     def _data(self, seed: int) -> Any:
-        return self.reading(self.batches(seed, MICROBATCHES))
-
-    def _forward_step(self, data: Any, model: Any) -> tuple[Any, Any]:
-        row = next(data)
-        logits_BTV = model(row["tokens"], row["positions"], row["mask"])
-        return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})
+        return self.reading(self.batches(seed))
