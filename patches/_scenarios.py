@@ -30,6 +30,20 @@ def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]],
         hook.remove()
 
 
+def interrupt_window(model: Any, *, at: int, forward_only: bool = False) -> None:
+    """Run a window of a bench with two microbatches, and interrupt it before one's forward."""
+
+    def fail(index: int, loss: Any) -> None:
+        if index == at:
+            raise Broken("a microbatch that cannot be read")
+
+    model.on_microbatch = fail
+    try:
+        model.forward_backward(2, data_seed=0, forward_only=forward_only)
+    except Broken:
+        model.on_microbatch = None
+
+
 def expect_gradients(model: Any, expected: Any) -> None:
     """Run one more window, and hold its gradients to `expected`, bit for bit."""
     import torch
@@ -37,6 +51,24 @@ def expect_gradients(model: Any, expected: Any) -> None:
     model.forward_backward(1, data_seed=0)
     if not torch.equal(model.gradients(), expected):
         raise RuntimeError(_SPOILT)
+
+
+#: Fields of the config for routers that learn a bias from the tokens that they count.
+EXPERT_BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+}
+
+
+def gathered(tensor: Any, group: Any = None) -> list[Any]:
+    """Return the tensors of all of a group's ranks, which take part; by default those of all."""
+    import torch
+
+    found = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(found, tensor.detach().contiguous(), group=group)
+    return found
 
 
 def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:

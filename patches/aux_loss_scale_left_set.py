@@ -40,11 +40,9 @@ _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_varia
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule, then put the scalers' values back if the model has auxiliary losses."""
-    from megatron.core.utils import get_model_config
-
     model = kwargs["model"]
     original = schedules.around(original, model)
-    config = get_model_config(schedules.chunks(model)[0])
+    config = schedules.config_of(model)
     if all(getattr(config, name, None) is None for name in _AUXILIARY):
         return original(*args, **kwargs)
     saved = []

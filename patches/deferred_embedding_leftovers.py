@@ -36,13 +36,11 @@ from . import _deferred_embedding
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule; if it is forward-only or raises, drops what it added to the lists."""
-    from megatron.core.utils import get_model_config
-
     model, forward_only = kwargs["model"], kwargs.get("forward_only", False)
     kept = schedules.buffers(model)
     if kept is None:
         return original(*args, **kwargs)
-    config = get_model_config(schedules.chunks(model)[0])
+    config = schedules.config_of(model)
     if config.finalize_model_grads_func is not None and not forward_only:
         for items in kept:
             items.clear()

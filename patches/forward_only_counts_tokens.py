@@ -29,16 +29,17 @@ from megatron_idempotent.megatron import schedules
 from megatron_idempotent.megatron.targets import schedule_targets
 from megatron_idempotent.patching import Original, Patch
 
+from . import _scenarios
+
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule; after a forward-only one with gradients enabled, puts the counts back."""
     import torch
-    from megatron.core.utils import get_model_config
 
     chunks = schedules.chunks(kwargs["model"])
     if (
         not kwargs.get("forward_only", False)
-        or not getattr(get_model_config(chunks[0]), "moe_router_enable_expert_bias", False)
+        or not getattr(schedules.config_of(chunks), "moe_router_enable_expert_bias", False)
         or not torch.is_grad_enabled()
     ):
         return original(*args, **kwargs)
@@ -60,13 +61,7 @@ def reproduce() -> None:
     """Run a forward-only window in eval mode, with gradients enabled."""
     from megatron_idempotent.proof.cpu import tiny
 
-    bias = {
-        "moe_router_enable_expert_bias": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-    }
-    model = tiny.build(experts=4, config_overrides=bias)
+    model = tiny.build(experts=4, config_overrides=_scenarios.EXPERT_BIAS)
     (chunk,) = model.chunks
     chunk.eval()
     model.schedule(tiny.microbatches(0), 2, forward_only=True)

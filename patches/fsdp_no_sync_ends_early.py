@@ -65,7 +65,7 @@ def neighbour() -> object:
             chunk.zero_grad_buffer()
         model.forward_backward(2, data_seed=data_seed)
         model.step()
-        found.append(model.parameters().numpy().tobytes())
+        found.append(model.bits())
     return found
 
 

@@ -29,6 +29,8 @@ from typing import Any
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Original, Patch, arguments
 
+from . import _scenarios
+
 
 def seed(original: Original, *args: Any, **kwargs: Any) -> None:
     """Forget a tracker that was made for inference, then seed for training."""
@@ -55,10 +57,8 @@ def reproduce() -> None:
     random.model_parallel_cuda_manual_seed(1)
     with random.get_cuda_rng_tracker().fork():
         drawn = torch.rand(8, device=torch.cuda.current_device())
-    ranks = [torch.empty_like(drawn) for _ in range(2)]
     group = parallel_state.get_tensor_model_parallel_group()
-    torch.distributed.all_gather(ranks, drawn, group=group)
-    if torch.equal(*ranks):
+    if torch.equal(*_scenarios.gathered(drawn, group)):
         raise RuntimeError("tensor-parallel ranks 0 and 1 draw the same dropout")
 
 

@@ -34,9 +34,7 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run the interleaved schedule; if a forward-only window raises, puts both functions back."""
     if not kwargs.get("forward_only", False):
         return original(*args, **kwargs)
-    from megatron.core.utils import get_model_config
-
-    config = get_model_config(schedules.chunks(kwargs["model"])[0])
+    config = schedules.config_of(kwargs["model"])
     before = config.grad_sync_func, config.param_sync_func
     try:
         return original(*args, **kwargs)

@@ -62,10 +62,9 @@ def build(
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule, then detach what the dispatchers of its MoE layers keep."""
     import torch
-    from megatron.core.utils import get_model_config
 
     chunks = schedules.chunks(kwargs["model"])
-    if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
+    if not getattr(schedules.config_of(chunks), "num_moe_experts", None):
         return original(*args, **kwargs)
     try:
         return original(*args, **kwargs)

@@ -33,6 +33,8 @@ from megatron_idempotent.megatron.moe import forget_tokens
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Original, Patch
 
+from . import _scenarios
+
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
     """Throw the tokens away with their gradients."""
@@ -54,23 +56,9 @@ def reproduce() -> None:
     model = tiny.build(
         experts=4,
         overlap_grad_reduce=False,
-        config_overrides={
-            "moe_router_enable_expert_bias": True,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-        },
+        config_overrides=_scenarios.EXPERT_BIAS,
     )
-
-    def fail(index: int, loss: Any) -> None:
-        if index == 1:
-            raise ValueError("interrupted")
-
-    model.on_microbatch = fail
-    try:
-        model.forward_backward(2, data_seed=0)
-    except ValueError:
-        model.on_microbatch = None
+    _scenarios.interrupt_window(model, at=1)
     (chunk,) = model.chunks
     chunk.zero_grad_buffer()
     counts = [

@@ -82,7 +82,7 @@ def neighbour() -> object:
         model.forward_backward(1, data_seed=data_seed, zero_first=False)
         chunk.finish_grad_sync()
         model.step()
-        found.append(model.parameters().numpy().tobytes())
+        found.append(model.bits())
     return found
 
 

@@ -176,7 +176,7 @@ def neighbour() -> object:
                 raise RuntimeError(f"step {data_seed} returned {success}")
             _offloaded(chunk)
             _offloaded_one_by_one(chunk)
-        found.append(model.parameters().numpy().tobytes())
+        found.append(model.bits())
     return found
 
 

@@ -51,9 +51,7 @@ _running = {"forward_only": False}
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule, note whether it is forward-only, and drop what it leaves if it raises."""
-    from megatron.core.utils import get_model_config
-
-    config = get_model_config(schedules.chunks(kwargs["model"])[0])
+    config = schedules.config_of(kwargs["model"])
     if not getattr(config, "fine_grained_activation_offloading", False):
         return original(*args, **kwargs)
     outer = _running["forward_only"]

@@ -33,6 +33,8 @@ from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import STAGE_OFFSET
 from megatron_idempotent.patching import Original, Patch, a_body_has
 
+from . import _scenarios
+
 
 def seed_all_stages(original: Original, seed: int, *args: Any, **kwargs: Any) -> Any:
     """Seed; if all pipeline stages have the same states then, seeds again with an offset."""
@@ -94,11 +96,8 @@ def reproduce() -> None:
     random.model_parallel_cuda_manual_seed(42)
     with random.get_cuda_rng_tracker().fork():
         drawn = torch.rand(8, device=torch.cuda.current_device())
-    stages = [torch.empty_like(drawn) for _ in range(2)]
-    torch.distributed.all_gather(
-        stages, drawn, group=parallel_state.get_pipeline_model_parallel_group()
-    )
-    if torch.equal(stages[0], stages[1]):
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if torch.equal(*_scenarios.gathered(drawn, group)):
         raise RuntimeError("pipeline stages 0 and 1 draw the same weights")
 
 

@@ -37,10 +37,8 @@ from megatron_idempotent.patching import Original, Patch
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule, then empties the replay lists of its routers."""
-    from megatron.core.utils import get_model_config
-
     chunks = schedules.chunks(kwargs["model"])
-    if not getattr(get_model_config(chunks[0]), "moe_enable_routing_replay", False):
+    if not getattr(schedules.config_of(chunks), "moe_enable_routing_replay", False):
         return original(*args, **kwargs)
     try:
         return original(*args, **kwargs)

@@ -33,21 +33,19 @@ from megatron_idempotent.megatron.targets import schedule_targets, step_targets,
 from megatron_idempotent.megatron.training import stopping
 from megatron_idempotent.patching import Original, Patch
 
+from . import _scenarios
+
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule; if it raises, stops the timers that it started."""
-    from megatron.core.utils import get_model_config
-
     original = schedules.around(original, kwargs["model"])
-    timers = get_model_config(schedules.chunks(kwargs["model"])[0]).timers
+    timers = schedules.config_of(kwargs["model"]).timers
     return stopping(timers, original, *args, **kwargs)
 
 
 def finalize(original: Original, model: list[Any], *args: Any, **kwargs: Any) -> Any:
     """Run `finalize_model_grads`; if it raises, stops the timers that it started."""
-    from megatron.core.utils import get_model_config
-
-    return stopping(get_model_config(model[0]).timers, original, model, *args, **kwargs)
+    return stopping(schedules.config_of(model).timers, original, model, *args, **kwargs)
 
 
 def step(original: Original, self: Any) -> Any:
@@ -62,19 +60,9 @@ def reproduce() -> None:
 
     from megatron_idempotent.proof.cpu import tiny
 
-    from ._scenarios import Broken
-
     model = tiny.build(overlap_grad_reduce=False)
     model.config.timers = Timers(2, "minmax")
-
-    def broken(index: int, loss: Any) -> None:
-        raise Broken("a microbatch that cannot be read")
-
-    model.on_microbatch = broken
-    try:
-        model.forward_backward(2, data_seed=0, forward_only=True)
-    except Broken:
-        model.on_microbatch = None
+    _scenarios.interrupt_window(model, at=0, forward_only=True)
     model.forward_backward(2, data_seed=0, forward_only=True)
 
 

@@ -97,7 +97,7 @@ class Windows:
         for chunk in self.bench.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        return self.losses, self.bench.parameters().numpy().tobytes()
+        return self.losses, self.bench.bits()
 
     def expect_no_gradients(self) -> None:
         """Raise if the gradients of a window are still there."""

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_idempotent.patches._scenarios import gathered
+
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Original, Patch, arguments
 
@@ -62,7 +64,7 @@ def reproduce() -> None:
     dist_checkpointing.save({"weight_magnitude": state["weight_magnitude"]}, folder[0])
     found = dist_checkpointing.load_plain_tensors(folder[0])["weight_magnitude"]
     group = parallel_state.get_tensor_model_parallel_group()
-    halves = [each.chunk(2) for each in _peft.gathered(adapter.weight_magnitude, group)]
+    halves = [each.chunk(2) for each in gathered(adapter.weight_magnitude, group)]
     right = torch.cat([part for half in zip(*halves, strict=True) for part in half])
     if not torch.equal(found, right):
         raise RuntimeError("the magnitudes of gate and up are mixed in the checkpoint")

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_idempotent.patches._scenarios import gathered
+
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Original, Patch
 
@@ -56,8 +58,7 @@ def reproduce() -> None:
     group = parallel_state.get_tensor_model_parallel_group()
     adapter = bench.chunks[0].module.decoder.layers[0].mlp.router.adapter
     inner, outer = (
-        torch.cat(_peft.gathered(each.weight, group))
-        for each in (adapter.linear_in, adapter.linear_out)
+        torch.cat(gathered(each.weight, group)) for each in (adapter.linear_in, adapter.linear_out)
     )
     generator = torch.Generator().manual_seed(group.rank())
     x = torch.randn(4, 2, inner.shape[1], generator=generator)

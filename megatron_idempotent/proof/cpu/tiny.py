@@ -154,6 +154,11 @@ class Tiny:
         """
         return parameters_of(self.chunks)
 
+    def bits(self) -> bytes:
+        """Return the bytes of `parameters()`, which tell any difference."""
+        bits: bytes = self.parameters().numpy().tobytes()
+        return bits
+
     def _forward_step(self, losses: list[float]) -> Callable[..., Any]:
         part, positions_BT, hidden, packed = self._inputs()
         count = itertools.count()
