@@ -85,6 +85,24 @@ def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
     return int(loss_BT.numel())
 
 
+def of_context_rank(chunk: Any, tokens_BT: Any, mask_BT: Any) -> Any:
+    """Return the losses of this context-parallel rank's part of whole rows, with MTP layers.
+
+    `mask_BT` is that part's own.
+    """
+    import torch
+
+    from megatron_idempotent.step import own_positions
+
+    return chunk(
+        own_positions(tokens_BT),
+        own_positions(torch.arange(tokens_BT.shape[1], device="cuda").expand_as(tokens_BT)),
+        None,
+        labels=own_positions(tokens_BT.roll(-1, 1)),
+        loss_mask=mask_BT,
+    )
+
+
 def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
     """Raise if MoE's losses weigh otherwise with `calculate_per_token_loss` than without."""
     import torch

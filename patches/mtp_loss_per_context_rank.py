@@ -38,6 +38,8 @@ from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Original, Patch, no_body_has
 from megatron_idempotent.patching.record import arguments
 
+from . import _scenarios
+
 _COUNTED = "original_num_tokens = loss_mask.sum()"
 _SHIFTED = (
     "(loss_mask, num_tokens) = roll_tensor(loss_mask, shifts=-1, dims=-1, cp_group=cp_group, "
@@ -149,13 +151,7 @@ def reproduce() -> None:
 
     def forward_step(data: Any, chunk: Any) -> Any:
         next(data)
-        output = chunk(
-            own_positions(tokens),
-            own_positions(torch.arange(length, device="cuda")[None]),
-            None,
-            labels=own_positions(tokens.roll(-1, 1)),
-            loss_mask=mask,
-        )
+        output = _scenarios.of_context_rank(chunk, tokens, mask)
         return output, lambda output: ((output * mask).sum(), mask.sum().int(), {})
 
     chunk.zero_grad_buffer()

@@ -31,6 +31,8 @@ from typing import Any
 from megatron_idempotent.megatron.targets import address, target
 from megatron_idempotent.patching import Original, Patch
 
+from . import _scenarios
+
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Shift, and return a number of tokens that every rank can divide by.
@@ -64,17 +66,11 @@ def reproduce() -> None:
         config_overrides={"mtp_loss_scaling_factor": 0.5},
     )
     (chunk,) = model.chunks
-    tokens, places, _ = tiny.inputs(0)
+    tokens = next(tiny.microbatches(0))
     counts = torch.zeros_like(tokens, dtype=torch.float32)
     counts[:, 1 : tiny.SEQUENCE // 4] = 1  # the first rank's first piece
     chunk.zero_grad_buffer()
-    chunk(
-        own_positions(tokens),
-        own_positions(places),
-        None,
-        labels=own_positions(tokens.roll(-1, 1)),
-        loss_mask=own_positions(counts),
-    ).mean().backward()
+    _scenarios.of_context_rank(chunk, tokens, own_positions(counts)).mean().backward()
     gradient = chunk.module.mtp.layers[0].eh_proj.weight.main_grad
     if not gradient.isfinite().all():
         raise RuntimeError("an MTP gradient is NaN where no token of a rank counts")

@@ -175,13 +175,12 @@ def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, grou
     fewer.
     """
     dtype = partial.origin.dtype
-    if owner_N.dim() == 1:
-        parts_RN4 = all_gathered(partial.packed(), group)
-        own_RN = owner_N == torch.arange(len(parts_RN4), device=owner_N.device)[:, None]
-        return with_target(*_together(parts_RN4, own_RN, temperature), dtype)
     parts_RNX = all_gathered(partial.packed(), group)
-    own_RNK = owner_N == torch.arange(len(parts_RNX), device=owner_N.device)[:, None, None]
-    found = _together(parts_RNX, own_RNK, temperature)
+    rank_R = torch.arange(len(parts_RNX), device=owner_N.device)
+    own_RN = owner_N == rank_R.view(-1, *(1 for _ in owner_N.shape))  # [R, N, K] for K targets
+    found = _together(parts_RNX, own_RN, temperature)
+    if owner_N.dim() == 1:
+        return with_target(*found, dtype)
     return with_targets(*found, owner_N >= 0, temperature, dtype)
 
 

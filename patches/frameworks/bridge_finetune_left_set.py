@@ -46,14 +46,9 @@ def reproduce() -> None:
     import tempfile
     from pathlib import Path
 
-    from megatron_idempotent.proof.cpu import tiny
-
     from ._bridge import Checkpoints
 
-    model = tiny.build()
-    run = Checkpoints(model.chunks, model.optimizer, None, model.config)
-    model.forward_backward(1, data_seed=0)
-    model.step()
+    run = Checkpoints.after_a_step()
     with tempfile.TemporaryDirectory() as folder:
         own, pretrained = (str(Path(folder, name)) for name in ("own", "pretrained"))
         run.save(pretrained)

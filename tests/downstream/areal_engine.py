@@ -9,8 +9,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from . import _standins
-from ._workers import MICROBATCHES, Windows, methods
+from megatron_idempotent.patches.frameworks import _standins
+from megatron_idempotent.patches.frameworks._workers import MICROBATCHES, Windows, methods
 
 MODULE = "areal.engine.megatron_engine"
 _ABSENT = (
