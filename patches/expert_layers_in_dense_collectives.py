@@ -46,12 +46,7 @@ def reproduce() -> None:
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
-        tp=2,
-        etp=1,
-        experts=2,
-        sequence_parallel=False,
-        distributed_optimizer=False,
-        overlap_grad_reduce=False,
+        tp=2, etp=1, experts=2, distributed_optimizer=False, overlap_grad_reduce=False
     )
     (chunk,) = model.chunks
     layer = chunk.module.decoder.layers[0].mlp.experts.local_experts[0].linear_fc2

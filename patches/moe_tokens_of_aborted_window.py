@@ -54,9 +54,7 @@ def reproduce() -> None:
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
-        experts=4,
-        overlap_grad_reduce=False,
-        config_overrides=_scenarios.EXPERT_BIAS,
+        experts=4, overlap_grad_reduce=False, config_overrides=_scenarios.EXPERT_BIAS
     )
     _scenarios.interrupt_window(model, at=1)
     (chunk,) = model.chunks

@@ -137,7 +137,6 @@ def reproduce() -> None:
         cp=2,
         overlap_grad_reduce=False,
         distributed_optimizer=False,
-        exact_attention=True,
         mtp=1,
         config_overrides={"calculate_per_token_loss": True},
     )

@@ -61,7 +61,6 @@ def reproduce() -> None:
         cp=2,
         overlap_grad_reduce=False,
         distributed_optimizer=False,
-        exact_attention=True,
         mtp=1,
         config_overrides={"mtp_loss_scaling_factor": 0.5},
     )

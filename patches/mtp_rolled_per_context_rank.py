@@ -63,7 +63,7 @@ def reproduce() -> None:
     from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.step import own_positions
 
-    tiny.build(cp=2, overlap_grad_reduce=False, distributed_optimizer=False, exact_attention=True)
+    tiny.build(cp=2, overlap_grad_reduce=False, distributed_optimizer=False)
     row = torch.arange(1, 9, device="cuda")[None]
     found, _ = roll_tensor(own_positions(row), shifts=-1, dims=-1)
     right = own_positions(torch.tensor([[2, 3, 4, 5, 6, 7, 8, 0]], device="cuda"))

@@ -59,11 +59,7 @@ def reproduce() -> None:
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
-        pp=2,
-        tied=True,
-        distributed_optimizer=False,
-        overlap_grad_reduce=False,
-        mtp=1,
+        pp=2, tied=True, distributed_optimizer=False, overlap_grad_reduce=False, mtp=1
     )
     (chunk,) = model.chunks
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -50,7 +50,6 @@ from .sources import (
     ProductParts,
     Products,
     Source,
-    SummedWeightGradient,
     WeightGradient,
     as_matrices,
     flat_indices,
@@ -322,13 +321,10 @@ def _partial_by_tokens(
     hidden_NH: Tensor, weight_VH: Tensor, asked: TokenBatch, parts: ProductParts
 ) -> Partial:
     """Compute statistics of this rank's columns, with one product for each block of tokens."""
-    columns, product = asked.columns, Product()
-    weight_HV = weight_VH[: columns.real].t()
     found = []
-    for tokens in parts.of_tokens(len(hidden_NH), columns.real, hidden_NH.dtype):
-        logits_nV = product(hidden_NH[tokens], weight_HV)
+    for tokens, logits_nV in Products(hidden_NH, weight_VH, asked.columns, parts).parts():
         temperature = temperature_of(asked.temperature, tokens)
-        arguments = (asked.local[tokens], None, temperature, columns, asked.wanted)
+        arguments = (asked.local[tokens], None, temperature, asked.columns, asked.wanted)
         found.append(local_statistics(logits_nV, *arguments))
     return found[0] if len(found) == 1 else Partial(*map(torch.cat, zip(*found, strict=True)))
 
@@ -379,20 +375,21 @@ def _gradients_by_tokens(
         made = torch.empty_like if every and columns.real else torch.zeros_like
         summed = slopes.factor.dtype if parts.reduce else dtype
         d_hidden_NH = made(hidden_NH, dtype=summed)
-    d_weight = SummedWeightGradient(weight, of_weight, parts.fused, columns.real, len(blocks))
+    rows, number = slice(columns.real), len(blocks)
+    d_weight = WeightGradient(weight, of_weight, parts.fused, written=rows.stop, parts=number)
     product = Product()
     for block in blocks if columns.real else ():
         chosen: Any = block if every else token_L[block]
         hidden_nH, some = hidden_NH[chosen], slopes.of(chosen)
         logits_nV = product(hidden_nH, real_VH.t())
-        temperature, rows = temperature_of(asked.temperature, chosen), [logits_nV]
-        on_gpu.write_gradient(rows, rows, None, None, some, temperature, columns)
+        temperature, in_place = temperature_of(asked.temperature, chosen), [logits_nV]
+        on_gpu.write_gradient(in_place, in_place, None, None, some, temperature, columns)
         if isinstance(chosen, slice) and d_hidden_NH is not None:
             product_into(d_hidden_NH[chosen], logits_nV, real_VH)
         elif d_hidden_NH is not None:
             d_hidden_nH = d_hidden_NH.new_empty(hidden_nH.shape)
             d_hidden_NH[chosen] = product_into(d_hidden_nH, logits_nV, real_VH)
-        d_weight.add(logits_nV, hidden_nH)
+        d_weight.add(rows, logits_nV, hidden_nH)
     return of_all_ranks(d_hidden_NH, parts, columns), d_weight.done()
 
 
