@@ -36,12 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.megatron.optimizers import OURS, SCALED, LossScale, parts
 from megatron_idempotent.megatron.targets import step_targets, target
-from megatron_idempotent.patching import (
-    Original,
-    Patch,
-    a_body_has,
-    arguments,
-)
+from megatron_idempotent.patching import Original, Patch, a_body_has, arguments
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,11 +29,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.ddp import (
-    bucket_groups,
-    no_sync,
-    zero_grad_buffer,
-)
+from megatron_idempotent.megatron.ddp import bucket_groups, no_sync, zero_grad_buffer
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 

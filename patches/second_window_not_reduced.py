@@ -35,9 +35,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
-from megatron_idempotent.megatron.ddp import (
-    bucket_groups,
-)
+from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Original, Patch
 

@@ -7,14 +7,7 @@ import re
 
 import pytest
 from layouts import some_of
-from ranks import (
-    VIRTUAL,
-    built,
-    fails,
-    on_microbatch,
-    on_ranks,
-    same,
-)
+from ranks import VIRTUAL, built, fails, on_microbatch, on_ranks, same
 
 import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny
