@@ -24,17 +24,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
-_MODULE = "megatron.training.checkpointing"
 
-
-def read_metadata(
-    original: Callable[..., tuple[int, bool]], *args: Any, **kwargs: Any
-) -> tuple[int, bool]:
+def read_metadata(original: Original, *args: Any, **kwargs: Any) -> tuple[int, bool]:
     """Read the tracker file, and say `args.ckpt_step` where there is one."""
     import os
 
@@ -77,8 +73,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a load with ckpt_step takes the optimizer's state of the latest checkpoint",
-    targets=(Target(f"{_MODULE}:read_metadata", read_metadata, "tracker_filename"),),
+    "a load with ckpt_step takes the optimizer's state of the latest checkpoint",
+    target("checkpointing.read_metadata", read_metadata, "tracker_filename"),
     ranks=1,
     given=("reshardable-load-wants-step",),
     stock_error=r"RuntimeError: went back to iteration 1, and the optimizer's state is 2's",

@@ -41,7 +41,8 @@ from types import MethodType
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 _NEEDED = ("model", "data_iterator", "num_microbatches", "seq_length", "forward_only")
 _NUMBERS = ("num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length")
@@ -50,7 +51,7 @@ _NUMBERS = ("num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_l
 _captured: dict[str, tuple[list[Callable[[], Any]], list[Any]]] = {}
 
 
-def replay(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def replay(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run or replay a window, and drop a graph that was captured from other arguments."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
@@ -213,9 +214,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a full-iteration CUDA graph is replayed for another model or number of microbatches",
+    "a full-iteration CUDA graph is replayed for another model or number of microbatches",
+    target("core.full_cuda_graph:FullCudaGraphWrapper.__call__", replay),
     since="0.14",
-    targets=(Target("megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__", replay),),
     ranks=1,
     stock_error=r"RuntimeError: a window of 3 .* returned 2 losses, and left no gradient",
 )

@@ -29,10 +29,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments
 
 
-def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Load, and look at which names are missing where upstream loads with `strict=False`."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
@@ -118,14 +119,12 @@ def neighbour() -> object:
 
 
 PATCH = Patch(
-    summary="a load with strict=True leaves weights random that the checkpoint lacks",
-    targets=(
-        Target(
-            "megatron.training.checkpointing:load_checkpoint",
-            load_checkpoint,
-            "module.load_state_dict(state_dict, strict=strict)",
-            "load_return = module.load_state_dict(state_dict, strict=False)",
-        ),
+    "a load with strict=True leaves weights random that the checkpoint lacks",
+    target(
+        "checkpointing.load_checkpoint",
+        load_checkpoint,
+        "module.load_state_dict(state_dict, strict=strict)",
+        "load_return = module.load_state_dict(state_dict, strict=False)",
     ),
     ranks=1,
     stock_error=r"RuntimeError: a checkpoint without the embedding was loaded",

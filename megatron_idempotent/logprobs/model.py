@@ -175,7 +175,6 @@ def model_logprobs(
     vocab_size: int | None = None,
     workspace_bytes: int | None = None,
     sampling: Sampling | None = None,
-    compiled: bool = False,
     triton: bool | None = None,
     **forward: Any,
 ) -> TokenStats | Tensor:
@@ -195,7 +194,7 @@ def model_logprobs(
         targets: [B, S] of int64 or int32, each position's target, or [B, S, K] for K of them, such
             as a teacher's tokens. With context parallelism those of this rank's positions.
         temperature, entropy, token_mask, ignore_index, vocab_size, workspace_bytes, sampling,
-            compiled, triton: as of `token_logprobs`; values for each token are [B, S].
+            triton: as of `token_logprobs`; values for each token are [B, S].
         forward: other arguments of `model.forward`. MTP heads have their loss in the forward that
             is given `labels` [B, S], and `loss_mask`.
 
@@ -223,7 +222,6 @@ def model_logprobs(
         vocab_size=vocab_size,
         workspace_bytes=workspace_bytes,
         sampling=sampling,
-        compiled=compiled,
         triton=triton,
     )
     found: list[TokenStats] = []

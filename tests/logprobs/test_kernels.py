@@ -223,24 +223,20 @@ def test_the_argument_comes_before_the_environment_and_that_before_the_device(mo
     pytest.importorskip("triton")
     from megatron_idempotent.logprobs.api import backend_of
 
-    def found(**how: Any) -> str:
-        how = {"compiled": False, "triton": None, **how}
-        return backend_of(torch.device("cpu"), torch.float32, **how)
+    def found(triton: bool | None) -> str:
+        return backend_of(torch.device("cpu"), torch.float32, triton)
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for environment, usual in (("", "eager"), ("0", "eager"), ("1", "triton")):
         monkeypatch.setenv("MEGATRON_IDEMPOTENT_TRITON", environment)
-        given = [found(triton=triton) for triton in (None, False, True)]
+        given = [found(triton) for triton in (None, False, True)]
         assert given == [usual, "eager", "triton"]
-        assert found(compiled=True) == found(compiled=True, triton=False) == "compiled"
-    with pytest.raises(ValueError, match="compiled=True and triton=True: pass one of them"):
-        found(compiled=True, triton=True)
     monkeypatch.setenv("MEGATRON_IDEMPOTENT_TRITON", "yes")
     with pytest.raises(ValueError, match="TRITON is 'yes' in the environment; allowed: 1, 0 or un"):
-        found()
+        found(None)
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="cpu is no GPU: set TRITON_INTERPRET=1"):
-        found(triton=True)
+        found(True)
 
 
 def zeros_and_padding(ownership: str) -> None:
