@@ -34,6 +34,7 @@ RATIOS = {
     "distillation": r", (time|memory)$",
     "weight_export": r", bandwidth_to_save_file, |, memory, ",
     "weight_sync": r"^pause/sync$",
+    "weight_deltas": r"(changed|of_the_model|of_the_bound)$",
     "weight_transports": r", of_a_copy$",
     "workers": r"÷ empty call$",
     "async_against_sync": r"÷ sync$",

@@ -29,6 +29,7 @@ REMEDIES = {
     "cloudpickle": "pip install 'megatron-idempotent[notebook]'",
     "aiohttp": "pip install 'megatron-idempotent[http]'",
     "pydantic": "pip install 'megatron-idempotent[controller]', which brings 2.11 or newer",
+    **dict.fromkeys(("fsspec", "zstandard"), "pip install 'megatron-idempotent[bucket]'"),
     "ray": "pip install 'megatron-idempotent[ray]'",
     "transfer_queue": "pip install 'megatron-idempotent[transferqueue]'",
     "wandb": "pip install 'megatron-idempotent[wandb]'",

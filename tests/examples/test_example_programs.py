@@ -90,6 +90,21 @@ def test_staged_weights_draw_no_token_before_the_switch(program, capsys):
         assert (float(each[3]) < bound) == (each[2] == "1"), each[0]
 
 
+def test_an_engine_that_shares_a_url_with_its_trainer_has_its_bits(program, capsys, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("zstandard")
+    program("weight_bucket").main(str(tmp_path))
+    lines = capsys.readouterr().out.split("\n")
+    sent = [re.fullmatch(r"version \d: (\d+) of (\d+) bytes sent", line) for line in lines[:6]]
+    shares = [int(each[1]) / int(each[2]) for each in sent]
+    # Anchors have everything; of float32, Adam changes nearly every element, but not every byte.
+    assert [share == 1 for share in shares] == [True, False, False, False, True, False]
+    (trainers,) = (line.split()[-1] for line in lines if line.startswith("the trainer's bits: "))
+    (engines,) = (line.split()[-1] for line in lines if line.startswith("the engine's bits: "))
+    assert trainers == engines
+    assert any(re.match(r"engine: version 6 from \d updates .*", line) for line in lines)
+
+
 def test_the_test_of_a_train_of_ones_own_passes(program, megatron_ranks):
     # `pytest examples/test_your_train.py` runs it; tests/proof/cpu has the plugin by itself.
     test = program("test_your_train").test_several_calls_have_the_bits_of_one

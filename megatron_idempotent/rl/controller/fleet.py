@@ -50,7 +50,7 @@ class Fleet:
         requests: MakeRequests,
         score: Score,
         settings: SyncSettings | None = None,
-        changed_only: bool = False,
+        deltas: bool = False,
         sample_attempts: int = 2,
         fewest_samples: int = 2,
         kv_scales: KvScales | None = None,
@@ -63,7 +63,7 @@ class Fleet:
             requests: makes a group's requests; its result may depend on its arguments alone.
             score: gives each sample its reward; if it raises, the group is tried again.
             settings: limits of a publish, such as its timeouts.
-            changed_only: True to send only the weights that changed since the last publish.
+            deltas: True to send only the elements that changed since the last publish.
             sample_attempts: attempts at a sample before it is left out of its group.
             fewest_samples: a group with fewer samples is tried again as a whole.
             kv_scales: makes a version's scales, for engines whose cache is in FP8.
@@ -73,7 +73,7 @@ class Fleet:
         self._source = source
         self._requests = requests
         self._score = score
-        self._changed_only = changed_only
+        self._deltas = deltas
         self._sample_attempts = sample_attempts
         self._fewest_samples = fewest_samples
         self._kv_scales = kv_scales
@@ -164,7 +164,7 @@ class Fleet:
             report = await self._sync.update(
                 self._source,
                 self._engine_version,
-                changed_only=self._changed_only,
+                deltas=self._deltas,
                 kv_scales=kv_scales,
                 timer=self._timer,
             )
@@ -186,6 +186,7 @@ class Fleet:
             "pause_s": report.pause_s,
             "stage_s": report.stage_s,
             "bytes_sent": float(report.bytes_sent),
+            "changed": report.elements_changed / max(1, report.elements),
             "engines": float(len(report.named("committed"))),
             "engines_behind": float(len(report.named("behind"))),
             "engines_quarantined": float(len(report.named("quarantined"))),

@@ -96,6 +96,10 @@ class EngineHealth:
     """The reason why the engine is DIRTY or DEAD."""
     running: int = 0
     """The number of requests that the engine has taken and not answered."""
+    wants_all: bool = False
+    """True if the next update has to bring every tensor."""
+    decode_s: float = 0.0
+    """Seconds in which the engine checked and decoded the deltas of the last update."""
 
 
 class RolloutEngine(Protocol):

@@ -170,11 +170,14 @@ class TransformersEngine:
             return EngineHealth(status="DEAD", version=None, detail="closed")
         if version is None:
             return EngineHealth(status="DIRTY", version=None, detail=self._trouble, running=running)
-        if self._serving.shut:
-            return EngineHealth(
-                status="PAUSED", version=version, detail=self._trouble, running=running
-            )
-        return EngineHealth(status="SERVING", version=version, running=running)
+        shut = self._serving.shut
+        return EngineHealth(
+            status="PAUSED" if shut else "SERVING",
+            version=version,
+            detail=self._trouble if shut else "",
+            running=running,
+            decode_s=self._updates.decode_s,
+        )
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron_idempotent.rl.weights import (
     UpdateRefused,
     WeightUpdate,
 )
+from megatron_idempotent.rl.weights.records import DELTA
 from megatron_idempotent.rl.weights.staging import SideStream, used_here
 
 from .protocol import EngineError, refuse_kv_scales, refuse_out_of_turn
@@ -65,6 +66,12 @@ class ServedWeights:
     def expected(self) -> tuple[TensorInfo, ...]:
         """Every tensor of an update, by its name in a checkpoint."""
         return tuple(place.info for place in self._places.values())
+
+    def served(self, name: str) -> torch.Tensor:
+        """Return a tensor as it is served, by its name in a checkpoint; a view."""
+        place = self._places[name]
+        whole = self._tensors[place.whole].data
+        return whole if place.part is None else whole[place.part]
 
     @torch.no_grad()
     def assemble(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -158,17 +165,14 @@ class Incoming(Staging):
     later one.
     """
 
-    def __init__(
-        self, update: WeightUpdate, *, expected: Iterable[TensorInfo], device: torch.device
-    ) -> None:
+    def __init__(self, update: WeightUpdate, *, weights: ServedWeights) -> None:
         """
         Args:
             update: the update that is staged.
-            expected: every tensor of the model, by the names that the update has.
-            device: the device that tensors are kept on.
+            weights: what is served; tensors are kept on its device.
         """
-        expected = tuple(expected)
-        super().__init__(update, expected=expected)
+        expected, device = weights.expected, weights.device
+        super().__init__(update, expected=expected, served=weights.served)
         self._dtypes = {info.name: info.dtype for info in expected}
         self._device = device
         self.side = SideStream(device)
@@ -181,7 +185,9 @@ class Incoming(Staging):
         """
         with self.side.complete():
             copies = {
-                name: tensor.detach().to(self._device, copy=True).contiguous()
+                name: tensor.detach()
+                .to("cpu" if name.endswith(DELTA) else self._device, copy=True)
+                .contiguous()
                 for name, tensor in bucket.tensors.items()
             }
             super().add(dataclasses.replace(bucket, tensors=copies))
@@ -229,6 +235,8 @@ class WeightVersions:
         self._last = version
         self._freed = ""
         self._torn_by = ""
+        self.decode_s = 0.0
+        """Seconds in which deltas of the last update were decoded."""
         self._arriving: tuple[WeightUpdate, asyncio.Task[None]] | None = None
         self._staged: tuple[WeightUpdate, dict[str, torch.Tensor]] | None = None
         self._committed: WeightUpdate | None = None
@@ -339,7 +347,7 @@ class WeightVersions:
             await asyncio.wait({task})
 
     async def _receive(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        incoming = Incoming(update, expected=self._weights.expected, device=self._weights.device)
+        incoming = Incoming(update, weights=self._weights)
         try:
             async for bucket in buckets:
                 await asyncio.to_thread(incoming.add, bucket)
@@ -349,6 +357,7 @@ class WeightVersions:
                 with contextlib.suppress(Exception):  # the update's own error is the one to see
                     await close()
         self._staged = (update, await asyncio.to_thread(self._assembled, incoming))
+        self.decode_s = incoming.decode_s
 
     def _assembled(self, incoming: Incoming) -> dict[str, torch.Tensor]:
         with incoming.side.complete():

@@ -172,6 +172,7 @@ class VllmEngine(VllmUpdates):
             status="PAUSED" if await self._control.is_paused() else "SERVING",
             version=state.version,
             running=running,
+            decode_s=state.decode_s,
         )
 
     async def sleep(self) -> None:

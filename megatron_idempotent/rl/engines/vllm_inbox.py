@@ -43,6 +43,7 @@ class IncomingUpdate:
         rank: int,
         expected: Iterable[TensorInfo],
         silence_s: float,
+        served: Callable[[str], torch.Tensor] | None = None,
     ) -> None:
         """
         Args:
@@ -51,12 +52,13 @@ class IncomingUpdate:
             rank: this worker's rank, from 0.
             expected: every tensor of the model, by its Hugging Face name.
             silence_s: seconds without an announced bucket after which the update is given up.
+            served: returns a tensor as it is served; None for a worker that keeps no copy.
         """
         self.update = update
-        self.received = 0
+        self.received, self.decode_s = 0, 0.0
         self.error: Exception | None = None
         self.tensors: Mapping[str, torch.Tensor] | None = None
-        self._staging: Staging | None = Staging(update, expected=expected)
+        self._staging: Staging | None = Staging(update, expected=expected, served=served)
         self._announced: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._silence_s = silence_s
         # The model's: a thread that nobody tells of it has the first one.
@@ -85,6 +87,7 @@ class IncomingUpdate:
                 f"update {self.update.id}: {self.received} of {buckets} buckets arrived; send "
                 "the update again"
             )
+        self.decode_s = self._staging.decode_s
         try:
             self.tensors = self._staging.complete()
         except UpdateDamaged as error:
@@ -172,6 +175,7 @@ class Inbox:
         self._torn = ""
         self._half = ""
         self._updating = False
+        self._decode_s = 0.0
         # What `to_load` gave: weights of an update or, without one, those that were served before.
         self._loaded: tuple[WeightUpdate | None, Weights] | None = None
 
@@ -260,6 +264,7 @@ class Inbox:
             "dirty": self.dirty,
             "half": self._half,
             "updating": self._updating,
+            "decode_s": self._decode_s,
         }
 
     def _base(self) -> Weights:
@@ -288,6 +293,7 @@ class Inbox:
                 arrival.announce(command["announced"])
             elif what == "complete":
                 arrival.complete(int(command["buckets"]))
+                self._decode_s = arrival.decode_s
             else:
                 self.forget()
         elif what != "state":
@@ -303,8 +309,7 @@ class Inbox:
             serving=None if self.dirty else serving,
             staging=arrival.update.id if arrival is not None and arrival.busy else "",
         )
-        if update.base_version is not None:
-            self._base()
+        base = None if update.base_version is None else self._base()
         if update.kv_scales is not None:
             self._check_scales(update.kv_scales)
         self._keep = bool(command["keep"])
@@ -314,6 +319,7 @@ class Inbox:
             rank=self._rank,
             expected=self._expected(),
             silence_s=float(command["silence_s"]),
+            served=None if base is None else base.__getitem__,
         )
 
 

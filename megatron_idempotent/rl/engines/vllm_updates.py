@@ -59,6 +59,8 @@ class WorkersState:
     """True if workers have committed different versions."""
     updating: bool
     """True if a commit was begun in some worker, and neither ended nor failed."""
+    decode_s: float = 0.0
+    """Seconds in which the slowest worker decoded the deltas of the last update."""
 
     @classmethod
     def of(
@@ -97,6 +99,7 @@ class WorkersState:
             half=next((answer["half"] for answer in answers if answer["half"]), ""),
             disagree=len(versions) > 1,
             updating=any(answer["updating"] for answer in answers),
+            decode_s=max(float(answer.get("decode_s", 0.0)) for answer in answers),
         )
 
 

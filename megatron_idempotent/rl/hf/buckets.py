@@ -61,6 +61,7 @@ class BucketStream(Iterator[Bucket]):
         sources: Sequence[int] | None = None,
         bucket_bytes: int,
         convert: Convert | None = None,
+        checksums: dict[str, int] | None = None,
         keeps: bool,
     ) -> None:
         """
@@ -72,6 +73,7 @@ class BucketStream(Iterator[Bucket]):
             bucket_bytes: the most bytes of units in a bucket, which has at least one.
             convert: makes all units' tensors from the fetched ones, in turn, on rank 0; None if
                 they are the same.
+            checksums: is given those of the buckets; None for nothing.
             keeps: True on rank 0, which keeps the tensors.
         """
         sources = range(len(units)) if sources is None else sources
@@ -83,7 +85,7 @@ class BucketStream(Iterator[Bucket]):
         sizes = [sum(info.nbytes for info in infos) for infos in units]
         self._ranges = split(sizes, bucket_bytes)
         self._units, self._sources = units, sources
-        self._index = 0
+        self._index, self._checksums = 0, checksums
         self._converted = convert(self._feed.one_by_one()) if convert and keeps else None
 
     def __next__(self) -> Bucket:
@@ -99,6 +101,8 @@ class BucketStream(Iterator[Bucket]):
                 if members.stop == len(self._units):
                     next(self._converted, None)  # which checks what it can only at the end
             bucket = Bucket.of(self._index, tensors)
+            if self._checksums is not None:
+                self._checksums.update(bucket.checksums)
         except BaseException:
             self.close()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from megatron_idempotent.fp8.blockwise import BLOCK, E4M3
 from megatron_idempotent.fp8.export import Fp8Export
-from megatron_idempotent.rl.weights.records import TensorInfo, listed
+from megatron_idempotent.rl.weights.deltas import EncodedDelta, Part, merged
+from megatron_idempotent.rl.weights.last_sent import LastSent
+from megatron_idempotent.rl.weights.records import DELTA, TensorInfo, checksum, listed
 from megatron_idempotent.window.params import finish_gathers
 
-from .buckets import BucketStream
+from .buckets import BucketStream, Fetch
 from .config import Architecture, CheckpointMismatch, FailedElsewhere
 from .load import placed_slots
 from .names import Placed, SlotPart, hf_shapes
@@ -190,6 +192,20 @@ class Shipping:
         flight.land()
         return tensors
 
+    def mine(self, member: int) -> Iterator[tuple[TensorPart, torch.Tensor]]:
+        """Yield this rank's parts of a tensor, in the type that is sent; each may be a view."""
+        info = self._infos[member]
+        for part in self._plan.parts[member]:
+            if part.rank == self._rank:
+                held = self._held(info, part)
+                rows = held.consecutive()
+                if rows is None or rows.dtype != info.dtype:
+                    shape = list(info.shape)
+                    shape[part.dim] = part.size
+                    rows = held.placed.parameter.new_empty(shape, dtype=info.dtype)
+                    held.copy(rows)
+                yield part, rows
+
     def _send(self, info: TensorInfo, part: TensorPart, flight: _Flight) -> None:
         held = self._held(info, part)
         rows = held.consecutive()
@@ -209,8 +225,100 @@ class Shipping:
         else:
             flight.add(dist.irecv, flight.room(info, part, self._device), part.rank, into=rows)
 
+    def bring(
+        self,
+        parts: Sequence[tuple[int, TensorPart]],
+        found: Mapping[tuple[int, TensorPart], EncodedDelta],
+    ) -> Sequence[EncodedDelta | None]:
+        """Bring the parts' deltas to rank 0, in order; None for parts that have not changed.
+
+        All ranks enter, with the same parts; others than rank 0 get None alone.
+        """
+        sent = [
+            found[each].data if each in found and found[each].changed else None for each in parts
+        ]
+        sizes = torch.tensor([0 if each is None else each.numel() for each in sent])
+        if dist.is_initialized() and dist.get_world_size(self._group) > 1:
+            on_device = sizes.to(self._device)
+            dist.all_reduce(on_device, group=self._group)
+            sizes = on_device.cpu()
+        flight = _Flight(0, self._group)
+        came: list[torch.Tensor | None] = []
+        for (_, part), size, data in zip(parts, sizes.tolist(), sent, strict=True):
+            if self.keeps and size and part.rank != self._rank:
+                data = torch.empty(size, dtype=torch.uint8, device=self._device)
+                flight.add(dist.irecv, data, part.rank)
+            elif not self.keeps and data is not None:
+                flight.add(dist.isend, data.to(self._device), 0)
+            came.append(data)
+        flight.land()
+        return [
+            None if each is None or not self.keeps else EncodedDelta(each.cpu()) for each in came
+        ]
+
     def _held(self, info: TensorInfo, part: TensorPart) -> OwnedSlice:
         return self._plan.held[(info.name, part.dim, part.start, part.size)]
+
+
+class Changes:
+    """Fetches what has changed since the last export, found on the ranks that have it.
+
+    Each rank keeps a copy, in host memory, of the parts that it sends. Of tensors with parts that
+    split a word of 8 bytes, rank 0 gets everything, and leaves out those that have not changed.
+    """
+
+    def __init__(self, whole: Shipping, plan: Plan, infos: tuple[TensorInfo, ...]) -> None:
+        self.checksums: dict[str, int] = {}
+        """Rank 0's checksums of the tensors as they were last sent."""
+        self._whole, self._plan, self._infos = whole, plan, infos
+        self._last = LastSent()
+        self._split = [
+            not all(
+                Part(info.shape, *part[:3]).has_whole_words(info.dtype.itemsize) for part in parts
+            )
+            for info, parts in zip(infos, plan.parts, strict=True)
+        ]
+
+    def everything(self, members: range) -> Mapping[str, torch.Tensor]:
+        """Fetch tensors whole; see `Shipping`."""
+        for member in members:
+            for part, rows in () if self._split[member] else self._whole.mine(member):
+                self._last.keep((member, part), rows)
+        return self._whole(members)
+
+    def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
+        """Return the deltas of tensors that have changed, on rank 0; nothing on others."""
+        parts = [
+            (member, part)
+            for member in members
+            if not self._split[member]
+            for part in self._plan.parts[member]
+        ]
+        found = {
+            (member, part): self._last.delta(
+                (member, part), rows, before=0, part=Part(self._infos[member].shape, *part[:3])
+            )
+            for member in members
+            if not self._split[member]
+            for part, rows in self._whole.mine(member)
+        }
+        deltas: dict[int, list[EncodedDelta]] = {}
+        for (member, _), delta in zip(parts, self._whole.bring(parts, found), strict=True):
+            if delta is not None:
+                deltas.setdefault(member, []).append(delta)
+        tensors: dict[str, torch.Tensor] = {}
+        for member in members:
+            name = self._infos[member].name
+            if self._split[member]:
+                for tensor in self._whole(range(member, member + 1)).values():
+                    if checksum(tensor) != self.checksums[name]:
+                        self.checksums[name] = checksum(tensor)
+                        tensors[name] = tensor
+            elif member in deltas:
+                delta = merged(deltas[member], before=self.checksums[name])
+                self.checksums[name] = delta.after
+                tensors[name + DELTA] = delta.data
+        return tensors
 
 
 class _Flight:
@@ -284,6 +392,7 @@ class MegatronWeights:
         dtype: torch.dtype | None = None,
         fp8: Fp8Export | None = None,
         group: dist.ProcessGroup | None = None,
+        deltas: bool = False,
     ) -> None:
         """Begin with a collective of all ranks of the group.
 
@@ -298,6 +407,9 @@ class MegatronWeights:
             group: ranks that have the whole model between them, the first of which is rank 0 here;
                 None for the default group. With a group for each replica, each may have an engine
                 of its own.
+            deltas: True to find what has changed since the last export where it is, so that what
+                goes to rank 0 scales with it. Ranks keep a copy of what they send, in host memory.
+                Without effect with `fp8`, which needs whole tensors.
 
         Raises:
             CheckpointMismatch: chunks that are not of that architecture, or not all of it.
@@ -319,22 +431,40 @@ class MegatronWeights:
         self._outputs = [_outputs(info, fp8) for info in infos]
         device = placed[0].parameter.device if placed else torch.device("cpu")
         self._fetch = Shipping(plan, infos, device, group)
+        self._group, self._device = group, device
+        self._changes = Changes(self._fetch, plan, infos) if deltas and fp8 is None else None
 
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Return all tensors in the order in which they are sent; move no data."""
         return tuple(info for infos in self._outputs for info in infos)
 
-    def buckets(self, *, bucket_bytes: int) -> BucketStream:
+    @property
+    def finds_changes(self) -> bool:
+        """See `ChangesSource`."""
+        return self._changes is not None
+
+    def buckets(self, *, bucket_bytes: int, whole: bool = True) -> BucketStream:
         """Return a stream of the weights, read as they are while it is taken.
 
-        All ranks call it, and take all buckets or close the stream.
+        All ranks call it, and take all buckets or close the stream. With deltas rank 0's `whole`
+        holds for all; False gives what has changed since the last stream, see `ChangesSource`, and
+        needs one with True before it.
 
         Errors: `ValueError` for a size that is no positive int.
         """
         finish_gathers(self._chunks)
+        fetch: Fetch = self._fetch
+        if self._changes is not None:
+            whole = whole or not self._changes.checksums  # rank 0's: nothing was sent yet
+            if dist.is_initialized() and dist.get_world_size(self._group) > 1:
+                told = torch.tensor([whole], dtype=torch.int64, device=self._device)
+                dist.broadcast(told, group=self._group, group_src=0)
+                whole = bool(told)
+            fetch = self._changes.everything if whole else self._changes
         return BucketStream(
             self._outputs,
-            self._fetch,
+            fetch,
+            checksums=None if self._changes is None or not whole else self._changes.checksums,
             bucket_bytes=bucket_bytes,
             convert=None if self._fp8 is None else self._fp8.weights,
             keeps=self._fetch.keeps,

@@ -1,3 +1,6 @@
+from .bucket import BucketFollower as BucketFollower
+from .bucket import BucketPublisher as BucketPublisher
+from .bucket import CatchUp as CatchUp
 from .records import EngineOutcome as EngineOutcome
 from .records import Outcome as Outcome
 from .records import Phase as Phase

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_idempotent.rl.weights import Bucket
-from megatron_idempotent.rl.weights.records import end_export
+from megatron_idempotent.rl.weights.records import changed_elements, end_export
 
 from .records import SyncError
+
+if TYPE_CHECKING:
+    from megatron_idempotent.rl.weights.last_sent import LastSent
 
 Made = TypeVar("Made")
 
@@ -160,41 +164,45 @@ def _export_thread() -> ThreadPoolExecutor:
     )
 
 
-class ChangedTensors:
-    """Passes the buckets of one update on: counts them, and drops tensors that the engines have.
+class Outgoing:
+    """Passes the buckets of one update on, and counts them.
+
+    Given a copy of what was sent last, it makes deltas of tensors that changed, and leaves others
+    out; a source may have done that itself.
 
     Example: `for bucket in passing.buckets(): …` and then `passing.bytes_sent`.
     """
 
-    def __init__(self, buckets: Iterator[Bucket], known: Mapping[str, int]) -> None:
+    def __init__(self, buckets: Iterator[Bucket], last: LastSent | None, *, whole: bool) -> None:
         """
         Args:
             buckets: all buckets of the update, as the export makes them.
-            known: the checksums of tensors that need not be sent again.
+            last: a copy of what was sent last, which is brought to what is sent now; None to pass
+                on what comes.
+            whole: True to send every tensor whole.
         """
-        self.bytes_sent = self.tensors_sent = self.tensors_unchanged = 0
-        self.checksums: dict[str, int] = {}
-        self._buckets = buckets
-        self._known = known
+        self.bytes_sent = self.tensors_sent = self.elements_changed = 0
+        self.encode_s = 0.0
+        self.size = (0, 0)
+        """Elements and bytes of the tensors that came, other than as deltas."""
+        self._buckets, self._last, self._whole = buckets, last, whole
 
     def buckets(self) -> Generator[Bucket, None, None]:
         """Yield the buckets, once. Closing the generator closes the source."""
         try:
             for bucket in self._buckets:
-                self.checksums.update(bucket.checksums)
-                changed = {
-                    name: tensor
-                    for name, tensor in bucket.tensors.items()
-                    if self._known.get(name) != bucket.checksums[name]
-                }
-                sent = Bucket(
-                    index=bucket.index,
-                    tensors=changed,
-                    checksums={name: bucket.checksums[name] for name in changed},
-                )
+                sent = bucket
+                if self._whole or self._last is not None:
+                    elements = sum(each.numel() for each in bucket.tensors.values())
+                    self.size = self.size[0] + elements, self.size[1] + bucket.nbytes
+                if self._last is not None:
+                    started = time.perf_counter()
+                    sent = self._last.changed(bucket, whole=self._whole)
+                    self.encode_s += time.perf_counter() - started
                 self.bytes_sent += sent.nbytes
-                self.tensors_sent += len(changed)
-                self.tensors_unchanged += len(bucket.tensors) - len(changed)
+                self.tensors_sent += len(sent.tensors)
+                for name, tensor in sent.tensors.items():
+                    self.elements_changed += changed_elements(name, tensor)
                 yield sent
         finally:
             end_export(self._buckets)

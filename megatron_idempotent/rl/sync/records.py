@@ -123,8 +123,16 @@ class SyncReport:
     """The number of bytes that were sent to each engine that took all buckets."""
     tensors_sent: int
     """The number of tensors that were sent."""
-    tensors_unchanged: int
-    """The number of tensors that were not sent because the engines have them already."""
+    elements_changed: int
+    """The number of elements that were sent; those of deltas are the ones that had changed."""
+    elements: int
+    """The number of elements of the model."""
+    bytes_whole: int
+    """The number of bytes of the model, as it is sent whole."""
+    encode_s: float
+    """Seconds in which rank 0 made deltas, or joined those of other ranks; it is in `stage_s`."""
+    decode_s: float
+    """Seconds in which the slowest engine checked and decoded deltas; it is in `stage_s`."""
     stage_s: float
     """Seconds from the first bucket until the last engine has all; engines serve meanwhile."""
     pause_s: float

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megatron_idempotent.rl.engines import (
     ColocatedEngine,
@@ -20,8 +20,9 @@ from megatron_idempotent.rl.engines import (
     RolloutEngine,
 )
 from megatron_idempotent.rl.weights import Bucket, WeightSource, WeightUpdate
+from megatron_idempotent.rl.weights.records import ChangesSource
 
-from .fan_out import ChangedTensors, FanOut, Reader
+from .fan_out import FanOut, Outgoing, Reader
 from .records import (
     EngineOutcome,
     Outcome,
@@ -33,6 +34,9 @@ from .records import (
     SyncReport,
     SyncSettings,
 )
+
+if TYPE_CHECKING:
+    from megatron_idempotent.rl.weights.last_sent import LastSent
 
 _Answer = TypeVar("_Answer")
 
@@ -76,8 +80,13 @@ class WeightSync:
         self._engines = tuple(engines)
         self._settings = settings or SyncSettings()
         self._stamp = stamp
-        # Of the last update that all engines took; none while one is under way.
-        self._sent: tuple[int | None, Mapping[str, int]] = (None, {})
+        # The version that deltas build on; None while an update is under way.
+        self._sent: int | None = None
+        self._last: LastSent | None = None
+        # Elements and bytes of the model.
+        self._size = (0, 0)
+        # After deltas that some engine did not take, so many updates are sent whole.
+        self._whole_updates = self._refused = 0
         # Those of the last update that engines took: one that was started again has others.
         self._kv_scales: Mapping[str, float] | None = None
         self._run = uuid.uuid4().hex[:8]
@@ -97,7 +106,7 @@ class WeightSync:
         source: WeightSource,
         version: int,
         *,
-        changed_only: bool = False,
+        deltas: bool = False,
         kv_scales: Mapping[str, float] | None = None,
         timer: PhaseTimer | None = None,
     ) -> SyncReport:
@@ -109,8 +118,9 @@ class WeightSync:
         Args:
             source: the weights; they must not change before this returns.
             version: the weights' version, above that of every engine.
-            changed_only: True sends only tensors whose bytes differ from those of the last update
-                that all engines took; everything if there is no such update.
+            deltas: True sends only the elements whose bits differ from those of the last update,
+                if all engines took it; else everything. Unless the source finds them, rank 0 keeps
+                a copy of the weights in host memory.
             kv_scales: scales of a key-value cache in FP8, which take effect with the weights; see
                 `WeightUpdate.kv_scales`. None for those of the last update that had any.
             timer: measures each phase; one that raises is not used again in this update.
@@ -134,7 +144,7 @@ class WeightSync:
         try:
             kv_scales = self._kv_scales if kv_scales is None else dict(kv_scales)
             update = WeightUpdate(id=f"{self._run}/{version}", version=version, kv_scales=kv_scales)
-            report = await self._bring(update, source, changed_only, Phases(timer))
+            report = await self._bring(update, source, deltas, Phases(timer))
         finally:
             self._running = None
         if not report.named("committed"):
@@ -157,18 +167,19 @@ class WeightSync:
         return await self._ask_all()
 
     async def _bring(
-        self, update: WeightUpdate, source: WeightSource, changed_only: bool, phases: Phases
+        self, update: WeightUpdate, source: WeightSource, deltas: bool, phases: Phases
     ) -> SyncReport:
         clock = asyncio.get_running_loop().time
         started = clock()
         healths = await self._ask_all()
         alive = [each for each in self._engines if healths[each.name].status != "DEAD"]
-        (base, known), self._sent = self._sent, (None, {})
-        if not changed_only or any(health.version != base for health in healths.values()):
+        base, self._sent = self._sent, None
+        self._whole_updates -= 1
+        differ = any(each.version != base or each.wants_all for each in healths.values())
+        if not deltas or differ or self._whole_updates >= 0:
             base = None
         update = dataclasses.replace(update, base_version=base)
-        buckets = source.buckets(bucket_bytes=self._settings.bucket_bytes)
-        passing = ChangedTensors(buckets, {} if base is None else known)
+        passing = self._outgoing(source, deltas=deltas, whole=base is None)
         one = UpdateAttempt(alive, update, self._settings, phases)
         try:
             await one.stage(passing.buckets())
@@ -188,20 +199,44 @@ class WeightSync:
                 for name, found in outcomes.items()
                 if found.outcome == "quarantined"
             }
+        if passing.size[0] or base is None:  # a source that finds changes leaves tensors out
+            self._size = passing.size
         report = SyncReport(
             version=update.version,
             engines=outcomes,
             bytes_sent=passing.bytes_sent,
             tensors_sent=passing.tensors_sent,
-            tensors_unchanged=passing.tensors_unchanged,
+            elements_changed=passing.elements_changed,
+            elements=self._size[0],
+            bytes_whole=self._size[1],
+            encode_s=passing.encode_s,
+            decode_s=one.decode_s if base is not None else 0.0,
             stage_s=staged_at - started,
             pause_s=one.pause_s,
             total_s=clock() - started,
         )
-        self._sent = (update.version, passing.checksums)
+        if deltas:
+            self._sent = update.version
+        if base is not None and len(report.named("committed")) < len(outcomes):
+            # Not at once again: an engine may take no deltas at all.
+            self._refused += 1
+            self._whole_updates = 2**self._refused
         if one.stamp_error is not None:
             raise one.stamp_error
         return report
+
+    def _outgoing(self, source: WeightSource, *, deltas: bool, whole: bool) -> Outgoing:
+        """Begin the export: of changed elements, if the source finds them by itself."""
+        bucket_bytes = self._settings.bucket_bytes
+        if deltas and getattr(source, "finds_changes", False):
+            found = cast("ChangesSource", source).buckets(bucket_bytes=bucket_bytes, whole=whole)
+            return Outgoing(found, None, whole=whole)
+        if deltas and self._last is None:
+            from megatron_idempotent.rl.weights.last_sent import LastSent
+
+            self._last = LastSent()
+        last = self._last if deltas else None
+        return Outgoing(source.buckets(bucket_bytes=bucket_bytes), last, whole=whole)
 
     async def _ask_all(self) -> dict[str, EngineHealth]:
         healths = await asyncio.gather(*(ask(each, self._settings) for each in self._engines))
@@ -231,7 +266,7 @@ class UpdateAttempt:
         phases: Phases,
     ) -> None:
         self.outcomes: dict[str, EngineOutcome] = {}
-        self.pause_s = 0.0
+        self.pause_s = self.decode_s = 0.0
         self.stamp_error: Exception | None = None
         self._engines = list(engines)
         self._failed: list[tuple[RolloutEngine, str, bool]] = []
@@ -365,12 +400,14 @@ class UpdateAttempt:
 
     async def _commit(self, engine: RolloutEngine) -> str:
         """Commit, and verify that by the engine's own health; return the error, or ""."""
+
+        def done(health: EngineHealth) -> bool:
+            self.decode_s = max(self.decode_s, health.decode_s)
+            return (health.status, health.version) == ("PAUSED", self._update.version)
+
+        settings = self._settings
         return await attempts(
-            engine,
-            "commit",
-            lambda: engine.commit(self._update.id),
-            lambda health: (health.status, health.version) == ("PAUSED", self._update.version),
-            self._settings,
+            engine, "commit", lambda: engine.commit(self._update.id), done, settings
         )
 
 

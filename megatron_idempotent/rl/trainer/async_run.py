@@ -211,7 +211,7 @@ async def _controller(
         ),
         score=scorer,
         settings=sync_settings(config),
-        changed_only=config.sync.changed_only,
+        deltas=config.sync.deltas,
     )
     stack.push_async_callback(fleet.close)
     positions = training_positions(config, prompts, tokenizer)

@@ -191,20 +191,23 @@ class RolloutConfig:
 class SyncConfig:
     """Sets how new weights get to the engines. Example: `SyncConfig(transport="shared_memory")`."""
 
-    transport: Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc"] = "shared_memory"
+    transport: Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc", "bucket"] = (
+        "shared_memory"
+    )
     """Transport of weights to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU). transformers
     reads them from memory."""
     directory: str = ""
-    """Folder for weights that go through files, which servers must see too; empty for `sync/` in
-    the output directory."""
+    """Folder for weights that go through files, which servers must see too, or for `bucket` a URL,
+    such as `s3://weights/run`; empty for `sync/` in the output directory."""
     address: str = ""
     """Address at which servers reach this machine, for `gloo` and `nccl`; empty for 127.0.0.1."""
     workers: int = Field(default=1, ge=1)
     """Workers of each vLLM server (its tensor-parallel size), for `gloo` and `nccl`."""
     bucket_mb: int = Field(default=256, ge=1)
     """Largest bucket of weights that is sent at once, in MiB; up to two are in memory."""
-    changed_only: bool = False
-    """True to send only the tensors whose bytes have changed since the last publish."""
+    deltas: bool = False
+    """True to send only the elements whose bits have changed since the last publish, if all engines
+    have it. Ranks keep a copy in host memory of the weights that they send."""
 
 
 @settings(ConfigError, "loss.")

@@ -24,6 +24,7 @@ from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
 from megatron_idempotent.rl.sync import SyncSettings, follow
 from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightSource
 from megatron_idempotent.rl.weights.transports import (
+    BucketSender,
     CudaIpcSender,
     DiskSender,
     ProcessGroupSender,
@@ -71,7 +72,7 @@ class Engines:
                 requests=groups,
                 score=groups,
                 settings=self._settings,
-                changed_only=config.sync.changed_only,
+                deltas=config.sync.deltas,
             )
 
     def publish(self, version: int) -> None:
@@ -201,7 +202,7 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
         engines = server_engines(config, out)
     return Engines(
         engines,
-        policy.source() if shared else _own_weights(policy),
+        policy.source(deltas=config.sync.deltas) if shared else _own_weights(policy),
         config,
         shared=shared,
     )
@@ -213,8 +214,10 @@ def _own_weights(policy: MegatronPolicy) -> WeightSource:
     They come from the ranks of its replica or, if experts are spread over replicas, from all ranks.
     """
     group = None if policy.config.parallel.ep > 1 else policy.replica.group
-    weights = policy.source(group)
-    return weights if get_world_size(group) == 1 else SpreadWeights(weights, group)
+    # Where tensors are spread, each rank finds what has changed in those that it gets.
+    alone = get_world_size(group) == 1
+    weights = policy.source(group, deltas=alone and policy.config.sync.deltas)
+    return weights if alone else SpreadWeights(weights, group)
 
 
 def _transformers(config: Config, checkpoint: Path, *, name: str) -> RolloutEngine:
@@ -239,6 +242,8 @@ def server_engines(config: Config, out: Path) -> Sequence[RolloutEngine]:
 
 def _sender(config: Config, directory: Path) -> Sender:
     sync = config.sync
+    if sync.transport == "bucket":
+        return BucketSender(sync.directory or str(directory))
     if sync.transport == "disk":
         return DiskSender(directory)
     if sync.transport == "shared_memory":

@@ -71,7 +71,7 @@ _FREE = {
     "run": "rollouts out checkpoint_every keep_checkpoints timeout_s",
     "task": "data",  # its content counts, not its path
     "rollout": "engine_url request_timeout_s",
-    "sync": "transport directory address workers bucket_mb changed_only",
+    "sync": "transport directory address workers bucket_mb deltas",
     "optimizer": "chunks_per_step",
     "controller": "cluster engines ray_address plane step_attempts group_attempts restarts "
     "group_timeout_s call_timeout_s stall_s drain_s loggers timeline",

@@ -106,13 +106,13 @@ class MegatronPolicy:
         with self.step.reading() as chunks:
             yield tuple(chunk.module for chunk in chunks)
 
-    def source(self, group: Any = None) -> WeightSource:
+    def source(self, group: Any = None, *, deltas: bool = False) -> WeightSource:
         """Return a source of the weights under Hugging Face names; read it within `weights()`.
 
         The first rank of the group alone gets tensors; the group's ranks have the whole model
-        between them. None is all ranks.
+        between them. None is all ranks. With `deltas` it finds what has changed.
         """
-        return MegatronWeights(self.stock.chunks, self.architecture, group=group)
+        return MegatronWeights(self.stock.chunks, self.architecture, group=group, deltas=deltas)
 
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint, with its files' hashes in SHA256SUMS.

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+
+DELTA = ":delta"
+"""The end of the name under which a tensor's delta is sent, as uint8 [bytes]."""
 
 
 class WeightsError(ValueError):
@@ -35,12 +40,11 @@ def listed(texts: Sequence[str], separator: str = "; ") -> str:
     return separator.join([*texts[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
-# Odd constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers: torch has no
+# Odd constants of SplitMix64 (Steele, Lea and Flood 2014). On devices they are signed: torch has no
 # arithmetic on uint64, and int64 wraps around the same way.
-_PLACE = 0x9E3779B97F4A7C15 - 2**64
-_MIX = 0xBF58476D1CE4E5B9 - 2**64
+_PLACE, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 #: Words of 8 bytes that are mixed at once: half a MB, so that the passes stay in the cache.
-_WORDS = 1 << 16
+WORDS = 1 << 16
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -54,30 +58,75 @@ def checksum(tensor: torch.Tensor) -> int:
     Args:
         tensor: any shape and type. One that is not contiguous is copied first.
     """
-    import torch  # here: who sends no tensor, such as a simulation, needs none
+    nbytes = total = tensor.numel() * tensor.dtype.itemsize
+    for start, words_W in word_blocks(tensor):
+        total += checksum_share(words_W, start, nbytes)
+    return total % 2**64
+
+
+def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
+    """Yield a tensor's words of 8 bytes in blocks of half a MB, each with the number of its first.
+
+    Those on the host are NumPy's uint64 [W], others torch's int64 [W]. If the last word has fewer
+    bytes, it comes by itself, on the host, with zeros after them.
+    """
+    import numpy as np  # here: who sends no tensor, such as a simulation, needs neither
+    import torch
 
     bytes_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    total = torch.full((), bytes_N.numel(), dtype=torch.int64, device=bytes_N.device)
-    if bytes_N.storage_offset() % 8:
-        bytes_N = bytes_N.clone()  # a view in words must start at one
     whole = bytes_N.numel() // 8
-    words_W = bytes_N[: whole * 8].view(torch.int64)
-    places_W = torch.arange(min(_WORDS, whole + 1), device=bytes_N.device) * _PLACE
-    for block, start in enumerate(range(0, whole, _WORDS)):
-        # The odd factor tells blocks apart: within them places repeat.
-        total += _mixed(words_W[start : start + _WORDS], places_W).sum() * (2 * block + 1)
+    words_W: Any
+    if bytes_N.is_cpu:
+        words_W = bytes_N[: whole * 8].numpy().view(np.uint64)
+    else:
+        if bytes_N.storage_offset() % 8:
+            bytes_N = bytes_N.clone()  # a view in words must start at one
+        words_W = bytes_N[: whole * 8].view(torch.int64)
+    for start in range(0, whole, WORDS):
+        yield start, words_W[start : start + WORDS]
     if whole * 8 < bytes_N.numel():
-        rest = torch.zeros(8, dtype=torch.uint8, device=bytes_N.device)
-        rest[: bytes_N.numel() - whole * 8] = bytes_N[whole * 8 :]
-        total += _mixed(rest.view(torch.int64), places_W).sum() * -1
-    return int(total) % 2**64
+        rest = bytes_N[whole * 8 :].cpu().numpy().tobytes().ljust(8, b"\0")
+        yield whole, np.frombuffer(rest, np.uint64)
 
 
-def _mixed(words_W: torch.Tensor, places_W: torch.Tensor) -> torch.Tensor:
-    mixed_W = words_W ^ places_W[: len(words_W)]
-    # torch's shifts repeat the sign: without the masks a word and its complement would be one.
-    mixed_W.bitwise_xor_((mixed_W >> 32).bitwise_and_(2**32 - 1)).mul_(_MIX)
-    return mixed_W.bitwise_xor_((mixed_W >> 29).bitwise_and_(2**35 - 1))
+def checksum_share(words_W: Any, start: int, nbytes: int, at_W: Any = None) -> int:
+    """Return what some words add to a tensor's checksum, modulo 2**64: it is a sum over words.
+
+    Args:
+        words_W: words of the block that begins at the word `start`, as `word_blocks` gives them.
+        start: the number of the block's first word.
+        nbytes: the number of bytes of the tensor.
+        at_W: the words' places in the block, NumPy's int64 [W]; None for all from the first.
+    """
+    import torch
+
+    device = words_W.device if isinstance(words_W, torch.Tensor) else None
+    places_W = _places(device)
+    places_W = places_W[: len(words_W)] if at_W is None else places_W[at_W]
+    # The odd factor tells blocks apart: within them places repeat.
+    factor = 2 * (start // WORDS) + 1
+    if start * 8 + 8 > nbytes:
+        factor = -1
+    mixed_W = words_W ^ places_W
+    if device is None:
+        mixed_W ^= mixed_W >> 32
+        mixed_W *= mixed_W.dtype.type(_MIX)
+        mixed_W ^= mixed_W >> 29
+    else:
+        # torch's shifts repeat the sign: without the masks a word and its complement would be one.
+        mixed_W.bitwise_xor_((mixed_W >> 32).bitwise_and_(2**32 - 1)).mul_(_MIX - 2**64)
+        mixed_W.bitwise_xor_((mixed_W >> 29).bitwise_and_(2**35 - 1))
+    return int(mixed_W.sum()) * factor
+
+
+@functools.cache
+def _places(device: torch.device | None) -> Any:
+    import numpy as np
+    import torch
+
+    places_W = np.arange(WORDS, dtype=np.uint64) * np.uint64(_PLACE)
+    on_host = torch.from_numpy(places_W.view(np.int64))
+    return places_W if device is None else on_host.to(device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,6 +262,15 @@ class Bucket:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
+def changed_elements(name: str, tensor: torch.Tensor) -> int:
+    """Return how many elements a sent tensor, or a delta, brings: all of a tensor."""
+    if not name.endswith(DELTA):
+        return tensor.numel()
+    from .deltas import EncodedDelta
+
+    return EncodedDelta(tensor.cpu()).changed
+
+
 class WeightSource(Protocol):
     """Gives a trainer's weights under Hugging Face names. Every method is collective: all enter.
 
@@ -232,6 +290,20 @@ class WeightSource(Protocol):
         Only rank 0 of the trainer gets tensors; the others get as many buckets without any, and
         must take them all. A bucket is made when it is asked for. If the iterator has `close()`, as
         generators do, that ends an iteration half-way, and the other ranks' with it.
+        """
+        ...
+
+
+class ChangesSource(WeightSource, Protocol):
+    """Finds by itself what has changed, on the ranks that have it. `finds_changes` is True."""
+
+    finds_changes: bool
+
+    def buckets(self, *, bucket_bytes: int, whole: bool = True) -> Iterator[Bucket]:
+        """Yield what has changed since the last iteration, or everything with `whole`.
+
+        Rank 0's `whole` holds on all ranks. Tensors that have changed come as deltas, under their
+        name and `DELTA`, or whole, and the others do not come.
         """
         ...
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from .records import (
+    DELTA,
     Bucket,
     TensorInfo,
     UpdateDamaged,
     UpdateMismatch,
+    UpdateRefused,
+    WeightsError,
     WeightUpdate,
     checksum,
     listed,
@@ -23,6 +27,9 @@ if TYPE_CHECKING:
 class Staging:
     """Collects the tensors of one update as they arrive: checks and keeps them, without copies.
 
+    A delta, which comes as uint8 under the tensor's name and `DELTA`, is written into a copy of the
+    tensor that is served, and held to the checksums of both versions.
+
     Example:
         staging = Staging(update, expected=infos)
         for bucket in buckets:
@@ -30,12 +37,22 @@ class Staging:
         weights = staging.complete()
     """
 
-    def __init__(self, update: WeightUpdate, *, expected: Iterable[TensorInfo]) -> None:
+    def __init__(
+        self,
+        update: WeightUpdate,
+        *,
+        expected: Iterable[TensorInfo],
+        served: Callable[[str], torch.Tensor] | None = None,
+    ) -> None:
         """
         Args:
             update: the update that is staged.
             expected: every tensor of the engine's model, as the update is to bring them.
+            served: returns a tensor as it is served; None for an engine that takes no deltas.
         """
+        self.decode_s = 0.0
+        """Seconds in which deltas were checked and decoded."""
+        self._served = served
         self.update = update
         self._expected = {info.name: info for info in expected}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -46,16 +63,19 @@ class Staging:
 
         Errors: `UpdateMismatch` for names, shapes and types that are not the model's;
             `UpdateDamaged` for a bucket out of turn, a tensor that came before, a checksum that is
-            absent or differs.
+            absent or differs; for deltas those of `deltas.apply`, and `UpdateRefused` if the update
+            or the engine has no version that they build on.
         """
         if bucket.index != self._buckets:
             raise UpdateDamaged(
                 f"update {self.update.id}: bucket {bucket.index} arrived, and bucket "
                 f"{self._buckets} is next; send the update again from its first bucket"
             )
-        self._check_fit(bucket.tensors)
+        self._check_fit(
+            {name: bucket.tensors[name] for name in bucket.tensors if DELTA not in name}
+        )
         for name, tensor in bucket.tensors.items():
-            if name in self._tensors:
+            if name.removesuffix(DELTA) in self._tensors:
                 raise UpdateDamaged(
                     f"update {self.update.id}: {name} arrived twice; is it mapped twice?"
                 )
@@ -69,7 +89,7 @@ class Staging:
                     f"update {self.update.id}: {name} arrived with checksum {found:016x}, it was "
                     f"sent with {bucket.checksums[name]:016x}; send the update again"
                 )
-        self._tensors |= bucket.tensors
+        self._tensors |= dict(map(self._decoded, bucket.tensors.items()))
         self._buckets += 1
 
     def complete(self) -> Mapping[str, torch.Tensor]:
@@ -84,6 +104,26 @@ class Staging:
                 f"missing: {listed(missing, ', ')}; send the update again, or name its base_version"
             )
         return self._tensors
+
+    def _decoded(self, came: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+        """Return the tensor's own name, and the tensor."""
+        name, tensor = came[0].removesuffix(DELTA), came[1]
+        if name == came[0]:
+            return came
+        from .deltas import EncodedDelta, apply
+
+        started = time.perf_counter()
+        try:
+            if name not in self._expected:
+                raise UpdateMismatch("the model has no such tensor")
+            if self._served is None or self.update.base_version is None:
+                raise UpdateRefused("a delta came, and no version that it builds on is kept here")
+            new = self._served(name).clone()
+            apply(EncodedDelta(tensor.cpu()), new)
+        except WeightsError as error:
+            raise type(error)(f"update {self.update.id}: {name}: {error}") from error
+        self.decode_s += time.perf_counter() - started
+        return name, new
 
     def _check_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
         wrong = []

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_idempotent
-from megatron_idempotent.rl.hf import Architecture, build_gpt, load_hf
+from megatron_idempotent.rl.hf import Architecture, MegatronWeights, build_gpt, load_hf
 from megatron_idempotent.rl.weights import Staging, WeightUpdate
 
 
@@ -136,6 +136,34 @@ def exported(source: Any, bucket_bytes: int = 4000) -> dict[str, torch.Tensor]:
     tensors = dict(staging.complete())
     assert list(tensors) == [info.name for info in source.tensors()]
     return tensors
+
+
+def deltas_follow(chunks: list[Any], arch: Architecture, dtype: torch.dtype) -> None:
+    """Exports of what has changed make, on rank 0, the bits that whole ones bring."""
+    source = MegatronWeights(chunks, arch, dtype=dtype, deltas=True)
+    plain = MegatronWeights(chunks, arch, dtype=dtype)
+    served = exported(source)
+    for version in (2, 3):
+        with torch.no_grad():
+            for parameter in (each for chunk in chunks for each in chunk.parameters()):
+                # Chosen by their values, so that copies on other ranks change alike.
+                chosen = (parameter * 997).frac().abs() < 0.02 * version
+                parameter.copy_(torch.where(chosen, parameter * 1.25 + 0.01, parameter))
+        staging = Staging(
+            WeightUpdate(id=f"{version}", version=version, base_version=version - 1),
+            expected=source.tensors(),
+            served=served.__getitem__,
+        )
+        for bucket in source.buckets(bucket_bytes=4000, whole=dist.get_rank() > 0):
+            if dist.get_rank():
+                assert not bucket.tensors
+            staging.add(bucket)
+        served |= staging.complete()
+        wanted = exported(plain)
+        if dist.get_rank() == 0:
+            same(served, wanted)
+    with_none = list(source.buckets(bucket_bytes=10**9, whole=False))
+    assert [dict(each.tensors) for each in with_none] == [{}]
 
 
 def stored(folder: Any) -> dict[str, torch.Tensor]:

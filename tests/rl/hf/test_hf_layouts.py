@@ -63,6 +63,8 @@ def through_megatron(root: Any, layout: dict[str, Any], names: tuple[str, ...]) 
             found = hf_programs.exported(MegatronWeights(chunks, arch, dtype=torch.float32))
             if torch.distributed.get_rank() == 0:
                 hf_programs.same(found, wanted)
+            if suffix and (sizes or name.endswith("tied")):
+                hf_programs.deltas_follow(chunks, arch, torch.bfloat16)
         torch.set_default_dtype(torch.float32)
 
 

@@ -27,7 +27,8 @@ from megatron_idempotent.rl.sync import SyncReport, SyncSettings, WeightSync
 from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, UpdateRefused, WeightUpdate
 
 NAMES = ("a", "b", "c", "d")
-INFOS = tuple(TensorInfo(name=name, shape=(8,), dtype=torch.float32) for name in NAMES)
+SIZE = 256
+INFOS = tuple(TensorInfo(name=name, shape=(SIZE,), dtype=torch.float32) for name in NAMES)
 FAULTS = ("raises", "raises in the middle", "done, then raises", "hangs", "dies")
 
 LIMITS = ("bucket", "stage", "pause", "commit", "resume")
@@ -64,11 +65,11 @@ def update(one: WeightSync, version: int, **more: Any) -> SyncReport:
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
-    """All weights of a version; `a` never changes."""
-    return {
-        name: torch.full((8,), float(version if name != "a" else 0)) + index
-        for index, name in enumerate(NAMES)
-    }
+    """All weights of a version; of the others than `a` the first 8 elements change."""
+    tensors = {name: torch.full((SIZE,), float(index)) for index, name in enumerate(NAMES)}
+    for name in NAMES[1:]:
+        tensors[name][:8] += version
+    return tensors
 
 
 class Source:
@@ -126,6 +127,7 @@ class MemoryEngine:
         self.served: list[int] = []
         self.fp8_cache = False
         self.kv_scales: dict[str, float] = {}
+        self.decode_s = 0.0
         self._committed_id = ""
         self._staged: tuple[WeightUpdate, dict[str, torch.Tensor]] | None = None
         self._before: tuple[int | None, dict[str, torch.Tensor]] | None = None
@@ -190,11 +192,12 @@ class MemoryEngine:
             raise UpdateRefused(f"engine {self.name} has version {self.version}")
         if update.base_version not in (None, self.version):
             raise UpdateRefused(f"engine {self.name} has version {self.version}")
-        staging = Staging(update, expected=INFOS)
+        staging = Staging(update, expected=INFOS, served=self.weights.__getitem__)
         async for bucket in buckets:
             staging.add(bucket)
             await self._call("stage", "middle")
         self._staged = update, dict(staging.complete())
+        self.decode_s = staging.decode_s
         await self._call("stage", "behind")
 
     async def commit(self, update_id: str) -> int:
@@ -237,7 +240,8 @@ class MemoryEngine:
             return EngineHealth(status="DEAD", version=None, detail="does not answer")
         if self.dirty:
             return EngineHealth(status="DIRTY", version=None, detail="half committed")
-        return EngineHealth(status="PAUSED" if self.paused else "SERVING", version=self.version)
+        status = "PAUSED" if self.paused else "SERVING"
+        return EngineHealth(status=status, version=self.version, decode_s=self.decode_s)
 
     async def close(self) -> None:
         self.dead = True

@@ -31,12 +31,12 @@ def test_every_engine_serves_one_known_version_or_is_quarantined_by_name(program
     sync = WeightSync(engines, settings=QUICK)
 
     async def scenario() -> None:
-        for version, (new_faults, changed_only) in enumerate(program, start=1):
+        for version, (new_faults, deltas) in enumerate(program, start=1):
             for engine, these in zip(engines, new_faults, strict=True):
                 engine.faults = {method: list(listed) for method, listed in these.items()}
                 engine.dead = False  # somebody starts it again, as it was
             try:
-                report = await sync.update(Source(version), version, changed_only=changed_only)
+                report = await sync.update(Source(version), version, deltas=deltas)
             except SyncFailed as failed:
                 report = failed.report
             await check(engines, sync, report, version)

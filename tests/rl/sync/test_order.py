@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memory_engine import NAMES, QUICK, MemoryEngine, Source, serves, sync, three, update
+from memory_engine import NAMES, QUICK, SIZE, MemoryEngine, Source, serves, sync, three, update
 
 from megatron_idempotent.rl.engines import EngineHealth, EngineTimeout
 from megatron_idempotent.rl.simulator.clock import run
@@ -33,7 +33,7 @@ def test_engines_are_switched_together_and_stamped_before_they_are_resumed() -> 
     assert [engine.calls for engine in engines] == [["stage", "pause", "commit", "resume"]] * 2
     assert [serves(engine) for engine in engines] == [1, 1]
     assert report.named("committed") == ("a", "b")
-    assert (report.tensors_sent, report.bytes_sent) == (4, 4 * 8 * 4)
+    assert (report.tensors_sent, report.bytes_sent) == (4, 4 * SIZE * 4)
 
 
 def test_no_engine_is_paused_before_all_have_the_weights() -> None:
@@ -84,7 +84,7 @@ def test_an_engine_that_fails_is_brought_to_one_version_or_named_and_the_others_
 ) -> None:
     engines = three(**faults)
     one = sync(engines)
-    found = update(one, 1, changed_only=True).engines
+    found = update(one, 1, deltas=True).engines
     assert [found[name].outcome for name in "abc"] == ["committed", outcome, "committed"]
     assert (found["b"].version, detail in found["b"].detail) == (version, True)
     assert [engines[1].calls.count(method) for method in calls] == list(calls.values())
@@ -96,9 +96,9 @@ def test_an_engine_that_fails_is_brought_to_one_version_or_named_and_the_others_
         assert engines[1].paused or engines[1].dead or engines[1].calls[-1] != "resume"
     # The next update brings it back, and builds on nothing that it does not have.
     engines[1].dead, engines[1].faults = False, {}
-    report = update(one, 2, changed_only=True)
+    report = update(one, 2, deltas=True)
     assert report.named("committed") == ("a", "b", "c")
-    assert (report.tensors_unchanged > 0) == (outcome == "committed" or "resume" in faults)
+    assert (report.elements_changed < 4 * SIZE) == (outcome == "committed" or "resume" in faults)
     assert not one.quarantined
     assert serves(engines[1]) == 2
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memory_engine import NAMES, QUICK, MemoryEngine, Source, serves, sync, tensors_of, update
+from memory_engine import NAMES, QUICK, SIZE, MemoryEngine, Source, serves, sync, tensors_of, update
 
 from megatron_idempotent.rl.controller import Fleet
 from megatron_idempotent.rl.sync import SyncFailed, follow
@@ -29,12 +29,19 @@ def two(*, fp8: str = "") -> list[MemoryEngine]:
     return engines
 
 
-def test_tensors_that_have_not_changed_are_left_out() -> None:
+def test_elements_that_have_not_changed_are_left_out() -> None:
     engines = two()
     one = sync(engines)
-    reports = [update(one, version, changed_only=True) for version in (1, 2)]
-    assert [(each.tensors_sent, each.tensors_unchanged) for each in reports] == [(4, 0), (3, 1)]
-    assert reports[1].bytes_sent == 3 * 8 * 4
+    reports = [update(one, version, deltas=True) for version in (1, 2)]
+    whole = 4 * SIZE * 4
+    assert [(each.tensors_sent, each.elements_changed) for each in reports] == [
+        (4, 4 * SIZE),
+        (3, 3 * 8),
+    ]
+    assert [(each.elements, each.bytes_whole) for each in reports] == [(4 * SIZE, whole)] * 2
+    assert reports[0].bytes_sent == whole
+    assert reports[1].bytes_sent < whole / 5
+    assert reports[1].encode_s > 0 == reports[0].decode_s < reports[1].decode_s
     for engine in engines:
         assert all(engine.weights[name].equal(tensors_of(2)[name]) for name in NAMES)
 
@@ -43,17 +50,17 @@ def test_tensors_that_have_not_changed_are_left_out() -> None:
 def test_everything_is_sent_where_an_engine_may_not_have_the_last_update(why: str) -> None:
     engines = two()
     one = sync(engines)
-    update(one, 1, changed_only=True)
+    update(one, 1, deltas=True)
     if why == "not taken":
         engines[1].faults = {"stage": ["raises"]}
-        update(one, 2, changed_only=True)
+        update(one, 2, deltas=True)
     elif why == "started again":
         engines[1].version = None  # it does not know what it was started with
         engines[1].weights = tensors_of(7)
     else:
         with pytest.raises(OSError, match="is gone"):
-            asyncio.run(one.update(Source(2, fails_at=3), 2, changed_only=True))
-    assert update(one, 3, changed_only=True).tensors_unchanged == 0
+            asyncio.run(one.update(Source(2, fails_at=3), 2, deltas=True))
+    assert update(one, 3, deltas=True).elements_changed == 4 * SIZE
     assert [serves(engine) for engine in engines] == [3, 3]
 
 
@@ -79,7 +86,7 @@ def test_scales_take_effect_with_the_weights_and_not_before() -> None:
     assert [serves(engine) for engine in engines] == [2, 1]
     engines[1].kv_scales = {}  # it was started again, and gets those of the others
     update(one, 3)
-    update(one, 4, changed_only=True)
+    update(one, 4, deltas=True)
     assert [engine.kv_scales for engine in engines] == [SECOND, SECOND]
 
 

@@ -202,3 +202,15 @@ def test_the_settings_in_the_documentation_are_those_of_the_classes():
     assert "| `rollouts` | `150`; with `--async` `600` | 1 or more |" in page
     with pytest.raises(ValueError, match="lacks the markers"):
         with_current_table("# A page\n")
+
+
+def test_a_bucket_is_a_transport_by_its_url(tmp_path):
+    pytest.importorskip("zstandard")
+    from megatron_idempotent.rl.trainer.engines import _sender
+    from megatron_idempotent.rl.weights.transports import BucketSender
+
+    place = f"memory://{tmp_path.name}"
+    config = load_config(None, ["sync.transport=bucket", f"sync.directory={place}"])
+    sender = _sender(config, tmp_path)
+    assert isinstance(sender, BucketSender)
+    assert sender._objects.address == place

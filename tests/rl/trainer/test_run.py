@@ -38,7 +38,7 @@ def one_for_all(config, policy, checkpoint, out):
 
 
 @pytest.mark.parametrize(
-    ("make", "changed_only"),
+    ("make", "deltas"),
     [
         pytest.param(None, False, id="each rank's own"),
         pytest.param(one_for_all, True, id="one for all"),
@@ -46,9 +46,9 @@ def one_for_all(config, policy, checkpoint, out):
     ],
 )
 def test_engines_give_the_log_probabilities_of_the_training_forward(
-    make, changed_only, megatron_ranks, tmp_path
+    make, deltas, megatron_ranks, tmp_path
 ):
-    job = job_for(tmp_path / "run", *SETTINGS, f"sync.changed_only={str(changed_only).lower()}")
+    job = job_for(tmp_path / "run", *SETTINGS, f"sync.deltas={str(deltas).lower()}")
     ranks = megatron_ranks(2, compare_sampling_with_training, job, make, timeout_s=TIMEOUT_S)
     check(ranks, batched_alike=make is None)
 

@@ -28,6 +28,7 @@ KINDS = [
         "cuda_ipc",
         marks=pytest.mark.skipif(host_gpu.COMPILER is None, reason=host_gpu.WITHOUT),
     ),
+    "bucket",
 ]
 #: Those that put buckets into segments of memory that workers open.
 IN_MEMORY = [KINDS[1], KINDS[3]]
@@ -40,6 +41,8 @@ def make(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     def sender(kind: str, **arguments: object) -> t.Sender:
         if kind == "disk":
             return t.DiskSender(tmp_path / "weights", **arguments)
+        if kind == "bucket":
+            return t.BucketSender(str(tmp_path / "weights"), **arguments)
         if kind == "shared_memory":
             return t.SharedMemorySender(**arguments)
         if kind == "cuda_ipc":

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_idempotent.rl.weights.records import UpdateDamaged
 
 from .base import Announcement, Receiver, Sender, TransportError, TransportTimeout
+from .bucket import BucketReceiver, BucketSender
 from .cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from .disk import DiskReceiver, DiskSender
 from .layout import FORMAT
@@ -19,6 +20,7 @@ from .shared_memory import SharedMemoryReceiver, SharedMemorySender, remove_stal
 
 __all__ = [
     "Announcement",
+    "BucketSender",
     "CudaIpcSender",
     "DiskSender",
     "ProcessGroupSender",
@@ -53,6 +55,7 @@ def receiver(opened: Announcement, *, rank: int = 1) -> Receiver:
         SharedMemorySender.kind: lambda: SharedMemoryReceiver(opened),
         ProcessGroupSender.kind: lambda: ProcessGroupReceiver(opened, rank=rank),
         CudaIpcSender.kind: lambda: CudaIpcReceiver(opened),
+        BucketSender.kind: lambda: BucketReceiver(opened),
     }
     if opened.get("kind") not in kinds:
         raise TransportError(

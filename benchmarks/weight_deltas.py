@@ -1,0 +1,160 @@
+"""Measures deltas of weights after real Adam steps: bytes beside the whole model, and their rate.
+
+    python -m benchmarks.weight_deltas [--hidden 64 768] [--steps 3] [--json]
+
+Each model is a Qwen3 that learns random tokens on the CPU, with main weights in float32; bfloat16
+is what is sent. For each learning rate the last step's change is encoded as this library does it
+and, on the same tensors, in the forms that others send: flat places in int32 and new values, as TRL
+and prime-rl do, and, where zstandard is installed, old XOR new through zstd. `of_the_bound` is the
+bytes ÷ (the entropy of the places + 2 bytes for each change). Rates are of model bytes, on one
+thread, by the processor's clock. "fp8" is the same in blocks of 128 x 128 in E4M3 with scales.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from benchmarks._record import options, tell
+
+RATES = (1e-6, 3e-6, 1e-5, 1e-4)
+VOCABULARY = 4096
+
+
+def measure(hidden: int, steps: int) -> dict[str, Any]:
+    """Return what becomes of each learning rate, from the same weights."""
+    import torch
+
+    torch.manual_seed(0)
+    model = _model(hidden)
+    start = {name: each.detach().clone() for name, each in model.named_parameters()}
+    found: dict[str, Any] = {"parameters": sum(each.numel() for each in start.values())}
+    for rate in RATES:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(start[name])
+        old, new = _trained(model, rate, steps)
+        found[f"lr {rate:g}"] = {
+            **_encoded(new, old),
+            "others": _others(new, old),
+            "fp8": _encoded(_fp8(new), _fp8(old)) if rate == RATES[0] else {},
+        }
+    return found
+
+
+def _model(hidden: int) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY if hidden > 100 else 64,
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_hidden_layers=8 if hidden > 100 else 2,
+            num_attention_heads=max(2, hidden // 64),
+            num_key_value_heads=max(2, hidden // 128),
+            head_dim=64 if hidden > 100 else 16,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def _trained(model: Any, rate: float, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the weights in bfloat16 before the last of some steps of Adam, and after it."""
+    import torch
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.95))
+    generator = torch.Generator().manual_seed(1)
+    sent: list[dict[str, Any]] = []
+    for _ in range(steps):
+        tokens_BT = torch.randint(0, model.config.vocab_size, (2, 64), generator=generator)
+        optimizer.zero_grad()
+        model(input_ids=tokens_BT, labels=tokens_BT).loss.backward()
+        optimizer.step()
+        sent.append({name: each.detach().bfloat16() for name, each in model.named_parameters()})
+    return sent[-2], sent[-1]
+
+
+def _fp8(weights: dict[str, Any]) -> dict[str, Any]:
+    from megatron_idempotent.fp8.export import Fp8Export
+
+    names = {name: each for name, each in weights.items() if "proj" in name}
+    return dict(Fp8Export().weights(iter(names.items())))
+
+
+def _encoded(new: dict[str, Any], old: dict[str, Any]) -> dict[str, float]:
+    from megatron_idempotent.rl.weights import checksum
+    from megatron_idempotent.rl.weights.deltas import apply, encode
+
+    nbytes = changed = bound = 0.0
+    encode_s = decode_s = 0.0
+    for name, tensor in new.items():
+        before, target = checksum(old[name]), old[name].clone()
+        started = time.process_time()
+        delta = encode(tensor, old[name], before=before)
+        encode_s += time.process_time() - started
+        started = time.process_time()
+        apply(delta, target)
+        decode_s += time.process_time() - started
+        assert checksum(target) == checksum(tensor)
+        if delta.changed:  # others are not sent
+            nbytes += min(delta.nbytes, tensor.nbytes)
+        changed += delta.changed
+        share = delta.changed / delta.elements
+        entropy = -sum(each * math.log2(each) for each in (share, 1 - share) if each)
+        bound += entropy * delta.elements / 8 + tensor.element_size() * delta.changed
+    whole = sum(each.nbytes for each in new.values())
+    return {
+        "changed": changed / sum(each.numel() for each in new.values()),
+        "of_the_model": nbytes / whole,
+        "of_the_bound": nbytes / bound if bound else 0.0,
+        "encode_gb_per_s": whole / encode_s / 1e9,
+        "decode_gb_per_s": whole / decode_s / 1e9,
+        "both_gb_per_s": whole / (encode_s + decode_s) / 1e9,
+    }
+
+
+def _others(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """Return bytes ÷ the model's, and GB/s of encoding, in others' forms."""
+    import torch
+
+    def sparse(tensor: Any, was: Any) -> int:
+        at = (tensor.view(torch.int16) != was.view(torch.int16)).flatten().nonzero()
+        values = tensor.flatten()[at]
+        return int(at.to(torch.int32).nbytes + values.nbytes)
+
+    def xor(tensor: Any, was: Any) -> int:
+        bits = tensor.view(torch.int16) ^ was.view(torch.int16)
+        return len(zstandard.ZstdCompressor(level=1).compress(bits.numpy().tobytes()))
+
+    ways: dict[str, Any] = {"int32 and values": sparse}
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        pass
+    else:
+        ways["xor and zstd"] = xor
+    whole = sum(each.nbytes for each in new.values())
+    found = {}
+    for name, way in ways.items():
+        started = time.process_time()
+        nbytes = sum(way(tensor, old[each]) for each, tensor in new.items())
+        rate = whole / (time.process_time() - started) / 1e9
+        found[name] = {"of_the_model": nbytes / whole, "encode_gb_per_s": rate}
+    return found
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 768])
+    parser.add_argument("--steps", type=int, default=3)
+    asked = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    tell({f"hidden {each}": measure(each, asked.steps) for each in asked.hidden}, asked.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Sends buckets as objects of a store that fsspec reaches: S3 and its like, a folder, memory.
+
+A store gives back what it was given, or something older, or something else. So each object is named
+by the SHA-256 of its bytes, and is held to it whenever it is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pathlib
+import re
+import secrets
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron_idempotent.lazy import naming_the_remedy
+from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
+from megatron_idempotent.rl.weights.safetensors_io import flush
+
+from .base import Announcement, Receiver, Sender, Session, TransportError
+from .layout import BucketLayout
+
+KIND = "bucket"
+#: The options of file systems whose values errors may show.
+_PUBLIC = {"endpoint_url", "region_name", "host", "port", "protocol"}
+_LEVEL, _THREADS = 1, 4  # bf16 weights shrink by a fifth, and at higher levels by no more
+_FAILS = object()
+
+
+class Objects:
+    """Keeps bytes below a URL by key; its errors show no key, token or password.
+
+    All methods block, and raise `TransportError` if the store does not do as it is told.
+    Example: `objects.get(objects.put("objects/", content))`.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        """
+        Args:
+            url: a folder's path, or a URL of any scheme that fsspec knows.
+            options: arguments of fsspec's file system, such as `key` and `secret` for S3; None for
+                those of the environment.
+
+        Errors: `ModuleNotFoundError` without fsspec, zstandard or the package of the scheme;
+            `ValueError` for a URL or options that fsspec does not take.
+        """
+        with naming_the_remedy("a bucket of objects"):
+            import fsspec
+            import zstandard  # noqa: F401 (missing, it is to be said before an update begins)
+        # A password stands before the host; the query of a signed URL is its signature.
+        plain, _, query = url.partition("?") if "://" in url else (url, "", "")
+        users = re.findall(r"://([^/]*)@", plain)
+        self.address = re.sub(r"://[^/]*@", "://", plain)
+        """The URL, less what is secret in it."""
+        parts = [part for user in users for part in user.split(":")]
+        self._secrets = {query, *parts, *_values(urllib.parse.parse_qs(query))}
+        self._secrets |= {*_values(options or {})}
+        failure: Exception
+        try:
+            self._store, root = fsspec.core.url_to_fs(url, **(options or {}))
+        except ImportError as error:
+            failure = ModuleNotFoundError(
+                f"{self.address}: {error}; pip install 'megatron-idempotent[bucket]' brings s3fs"
+            )
+        except Exception as error:  # noqa: BLE001 (a file system's own, whose text is not shown)
+            failure = ValueError(
+                f"{self.address} cannot be opened: {self._told(error)}; give a URL that fsspec "
+                "knows, and options of its file system"
+            )
+        else:
+            self._root = root.rstrip("/")
+            # Those of the environment, and what the file system has read in the URL.
+            self._secrets |= {*_values(self._store.storage_options)}
+            return
+        raise failure  # outside of the handler: as its context, the error would be printed too
+
+    def put(self, prefix: str, content: bytes) -> str:
+        """Write an object; return its key, which is the prefix and the checksum."""
+        key = prefix + hashlib.sha256(content).hexdigest()
+        self.write(key, content)
+        return key
+
+    def get(self, key: str) -> bytes:
+        """Return an object. Errors: `UpdateDamaged` if it is absent, or is not what was written."""
+        expected = re.fullmatch(r"(?:\w+/|transfer-\w+-)([0-9a-f]{64})", key)
+        if expected is None:
+            raise UpdateDamaged(f"{self.address}: {key!r} is no object's key; send everything")
+        content = self.read(key)
+        if content is None:
+            raise UpdateDamaged(
+                f"{self.address}: object {key} is missing; it was removed, or never written: send "
+                "everything"
+            )
+        found = hashlib.sha256(content).hexdigest()
+        if found != expected[1]:
+            raise UpdateDamaged(
+                f"{self.address}: object {key} has {len(content)} bytes with SHA-256 {found}: it "
+                "was cut short, damaged or exchanged; send everything"
+            )
+        return content
+
+    def write(self, key: str, content: bytes) -> None:
+        """Write a key, whole or not at all."""
+        path = f"{self._root}/{key}"
+        if not getattr(self._store, "local_file", False):
+            self._do(f"writing {key}", lambda: self._store.pipe_file(path, content))
+            return
+
+        def replace() -> None:
+            partial = pathlib.Path(f"{path}.{secrets.token_hex(4)}.partial")
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_bytes(content)
+                flush(partial)
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+        self._do(f"writing {key}", replace)
+
+    def read(self, key: str) -> bytes | None:
+        """Return what a key has; None if it is absent."""
+        path = f"{self._root}/{key}"
+        found: bytes | None = self._do(
+            f"reading {key}", lambda: self._store.cat_file(path), absent=None
+        )
+        return found
+
+    def keys(self, folder: str) -> set[str]:
+        """Return the keys in a folder, as the store lists them, which may be late."""
+
+        def listed() -> Iterable[str]:
+            self._store.invalidate_cache()
+            names: Iterable[str] = self._store.find(f"{self._root}/{folder}")
+            return names
+
+        names = self._do(f"listing {folder}", listed, absent=())
+        return {f"{folder}/{pathlib.PurePosixPath(name).name}" for name in names}
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove keys; those that are absent already: no-op."""
+        for key in sorted(keys):
+            remove = functools.partial(self._store.rm_file, f"{self._root}/{key}")
+            self._do(f"removing {key}", remove, absent=None)
+
+    def _do(self, doing: str, call: Callable[[], Any], *, absent: Any = _FAILS) -> Any:
+        """Return what the call does, or `absent` if there is no such key."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 (a file system's own, whose text is not shown)
+            if isinstance(error, FileNotFoundError) and absent is not _FAILS:
+                return absent
+            told = self._told(error)
+        # Outside of the handler: as its context, the store's own error would be printed too.
+        raise TransportError(
+            f"{self.address}: {doing} failed: {told}; check that the store answers, and that its "
+            "keys may do that"
+        )
+
+    def _told(self, error: Exception) -> str:
+        told = f"{type(error).__name__}: {error}"
+        for secret in sorted(filter(None, self._secrets), key=len, reverse=True):
+            for form in (secret, urllib.parse.quote(secret, ""), urllib.parse.unquote(secret)):
+                told = told.replace(form, "***")
+        return told
+
+
+def _values(options: Any) -> Iterator[str]:
+    """Yield all texts in options, as far down as they go, except those that anyone may see."""
+    if isinstance(options, str):
+        yield options
+    elif isinstance(options, Mapping):
+        for key, value in options.items():
+            if key not in _PUBLIC:
+                yield from _values(value)
+    elif isinstance(options, (list, tuple)):
+        for value in options:
+            yield from _values(value)
+
+
+def put_bucket(
+    objects: Objects, prefix: str, layout: BucketLayout, bucket: Bucket
+) -> Mapping[str, Any]:
+    """Write a bucket as one object; return the JSON with which `get_bucket` finds it."""
+    import zstandard
+
+    # Zeros: the gaps between tensors are part of the checksum.
+    flat_N = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    layout.pack(bucket.tensors, flat_N)
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, threads=_THREADS)
+    content = compressor.compress(memoryview(flat_N.numpy()))
+    return {"object": objects.put(prefix, content), "object_bytes": len(content)}
+
+
+def get_bucket(objects: Objects, layout: BucketLayout, announced: Mapping[str, Any]) -> Bucket:
+    """Return the bucket that `put_bucket` wrote. Errors: `UpdateDamaged`."""
+    import zstandard
+
+    key = str(announced.get("object"))
+    # Never more than was announced, whatever the object says of itself.
+    flat_N = torch.empty(layout.nbytes, dtype=torch.uint8)
+    memory = memoryview(flat_N.numpy())
+    with zstandard.ZstdDecompressor().stream_reader(objects.get(key)) as reader:
+        try:
+            done = 0
+            while done < len(memory) and (count := reader.readinto(memory[done:])):
+                done += count
+            more = len(reader.read(1))
+        except zstandard.ZstdError as error:
+            raise UpdateDamaged(
+                f"{objects.address}: object {key} cannot be decompressed: {error}; send everything"
+            ) from error
+    if done < len(memory) or more:
+        raise UpdateDamaged(
+            f"{objects.address}: object {key} holds {done + more} bytes or more, and "
+            f"{layout.nbytes} were announced; send everything"
+        )
+    return layout.unpack(flat_N)
+
+
+class BucketSender(Sender):
+    """Writes each bucket of an update as an object, and removes it once all workers have it.
+
+    Credentials are never announced: workers take those of their own environment.
+    Example: `VllmEngine(url, transport=lambda: BucketSender("s3://weights/run-7"))`.
+    """
+
+    kind = KIND
+
+    def __init__(self, url: str, *, options: Mapping[str, Any] | None = None) -> None:
+        """Take a place and its options. Errors: those of `Objects`."""
+        super().__init__()
+        self._objects = Objects(url, options)
+
+    def _begin(self, update: WeightUpdate) -> tuple[_Objects, Mapping[str, Any]]:
+        # Random, because an update may be sent again, and to several engines at once.
+        prefix = f"transfer-{secrets.token_hex(4)}-"
+        return _Objects(self._objects, prefix), {"url": self._objects.address}
+
+
+class _Objects(Session):
+    def __init__(self, objects: Objects, prefix: str) -> None:
+        self._objects, self._prefix = objects, prefix
+        self._keys: dict[int, str] = {}
+
+    def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
+        self.release(layout.index)  # of a first try
+        announced = put_bucket(self._objects, self._prefix, layout, bucket)
+        self._keys[layout.index] = announced["object"]
+        return announced
+
+    def release(self, index: int) -> None:
+        if key := self._keys.pop(index, ""):
+            self._objects.remove([key])
+
+    def close(self) -> None:
+        self._objects.remove(self._keys.values())
+
+
+class BucketReceiver(Receiver):
+    """Reads what a `BucketSender` writes, with the credentials of its own environment."""
+
+    def __init__(self, opened: Announcement) -> None:
+        super().__init__(opened)
+        self._objects = Objects(opened["url"])
+
+    def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
+        return get_bucket(self._objects, layout, announced)

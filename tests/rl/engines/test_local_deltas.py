@@ -1,0 +1,185 @@
+"""Deltas into a model that serves: the bits of a whole update, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny import read_weights
+from transformers import AutoModelForCausalLM
+
+from megatron_idempotent.rl.engines import EngineHealth
+from megatron_idempotent.rl.engines.transformers import TransformersEngine
+from megatron_idempotent.rl.sync import SyncFailed, SyncReport, SyncSettings, WeightSync
+from megatron_idempotent.rl.weights import Bucket, TensorInfo, checksum
+from megatron_idempotent.rl.weights.records import DELTA
+
+SETTINGS = SyncSettings(bucket_bytes=1 << 16, retry_wait_s=0.001, attempts=2)
+
+
+class Training:
+    """A trainer's weights, a few of which change with each step; a source of them."""
+
+    def __init__(self, folder: Any) -> None:
+        self.weights = read_weights(folder)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def step(self) -> None:
+        for name, tensor in self.weights.items():
+            chosen = torch.rand(tensor.shape, generator=self._generator) < 0.02
+            self.weights[name] = torch.where(chosen, tensor * 1.01, tensor)
+
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return tuple(TensorInfo.of(name, each) for name, each in self.weights.items())
+
+    def buckets(self, *, bucket_bytes: int) -> Any:
+        for index, (name, tensor) in enumerate(self.weights.items()):
+            yield Bucket.of(index, {name: tensor})
+
+
+class Unreliable:
+    """An engine that loses, breaks and forgets updates, and is started again."""
+
+    def __init__(self, folder: Any, name: str) -> None:
+        self.name, self._folder = name, folder
+        self.fault = ""
+        self.start(0)
+
+    def start(self, version: int) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.bfloat16)
+        self.inner = TransformersEngine(self.model, name=self.name, version=version)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def stage(self, update: Any, buckets: Any) -> None:
+        await self.inner.stage(update, self._broken(buckets))
+        if self.fault == "fails once it is staged":
+            raise ConnectionError("the answer was lost")
+
+    async def _broken(self, buckets: Any) -> Any:
+        async for bucket in buckets:
+            if bucket.index == 3:
+                if self.fault == "ends half-way":
+                    raise ConnectionError("the link is down")
+                if self.fault == "flips a bit":
+                    bucket = flipped(bucket, sealed=False)
+                if self.fault == "flips a bit before the checksum":
+                    bucket = flipped(bucket, sealed=True)
+            yield bucket
+
+    async def commit(self, update_id: str) -> int:
+        if self.fault == "cannot commit":
+            raise ConnectionError("the link is down")
+        return await self.inner.commit(update_id)
+
+    async def health(self) -> EngineHealth:
+        return await self.inner.health()
+
+
+def flipped(bucket: Bucket, *, sealed: bool) -> Bucket:
+    tensors = {name: tensor.clone() for name, tensor in bucket.tensors.items()}
+    for tensor in tensors.values():
+        tensor.view(torch.uint8).view(-1)[-1] ^= 4
+    if sealed and not all(name.endswith(DELTA) for name in tensors):
+        return bucket  # a whole tensor's checksum is the trainer's own
+    checksums = {name: checksum(each) for name, each in tensors.items()}
+    return dataclasses.replace(
+        bucket, tensors=tensors, checksums=checksums if sealed else bucket.checksums
+    )
+
+
+FAULTS = (
+    *("", "", "", "ends half-way", "flips a bit", "flips a bit before the checksum"),
+    *("cannot commit", "fails once it is staged"),
+    *("started again", "started again as the version that it had", "a bit of its own flips"),
+)
+
+
+def the_same(engine: Any, weights: dict[str, torch.Tensor]) -> bool:
+    served = engine.inner._updates._weights.served
+    return all(
+        torch.equal(served(name).view(torch.int16), tensor.view(torch.int16))
+        for name, tensor in weights.items()
+    )
+
+
+async def one_update(sync: WeightSync, training: Training, version: int) -> SyncReport:
+    training.step()
+    try:
+        return await sync.update(training, version, deltas=True)
+    except SyncFailed as failed:
+        return failed.report
+
+
+@pytest.mark.parametrize("updates", [40, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_whatever_is_lost_a_committed_engine_has_the_trainers_bits(
+    updates: int, make_model: Any
+) -> None:
+    folder = make_model(seed=1, family="qwen3_moe", dtype=torch.bfloat16, hidden=32, layers=1)
+    training, choice = Training(folder), random.Random(3)
+    engines = [Unreliable(folder, name) for name in "ab"]
+    sync = WeightSync(engines, settings=SETTINGS)  # type: ignore[arg-type]
+    small = 0
+
+    async def main() -> None:
+        nonlocal small
+        had: dict[str, int] = {}
+        for version in range(1, updates + 1):
+            for engine in engines:
+                engine.fault = choice.choice(FAULTS) if choice.random() < 0.3 else ""
+                if engine.fault.startswith("started again"):
+                    engine.start(had.get(engine.name, 0) if "as" in engine.fault else 0)
+                elif engine.fault == "a bit of its own flips":
+                    engine.model.lm_head.weight.data.view(torch.int16)[3, 5] ^= 1
+            report = await one_update(sync, training, version)
+            small += report.bytes_sent < report.bytes_whole / 4
+            for engine in engines:
+                found, health = report.engines[engine.name], await engine.health()
+                assert found.outcome != "quarantined", found.detail
+                assert (health.status, health.version) == ("SERVING", found.version)
+                had[engine.name] = found.version or 0
+                if found.outcome == "committed":
+                    assert found.version == version
+                    assert the_same(engine, training.weights), (version, engine.fault)
+        for engine in engines:
+            engine.fault = ""
+        for version in range(updates + 1, updates + 3):  # whole, if the last was refused
+            report = await one_update(sync, training, version)
+        assert report.named("committed") == ("a", "b")
+        assert all(the_same(engine, training.weights) for engine in engines)
+
+    asyncio.run(main())
+    assert small > updates // 20
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_logits_after_ten_deltas_are_those_after_one_whole_update(
+    family: str, make_model: Any
+) -> None:
+    folder = make_model(seed=1, family=family, dtype=torch.bfloat16, tied=family == "qwen2")
+    training = Training(folder)
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) for _ in range(2)]
+    engines = [
+        TransformersEngine(model, name=name) for model, name in zip(models, "ab", strict=True)
+    ]
+
+    async def main() -> None:
+        by_deltas, whole = (WeightSync([engine], settings=SETTINGS) for engine in engines)
+        await by_deltas.update(training, 1, deltas=True)
+        for version in range(2, 12):
+            report = await one_update(by_deltas, training, version)
+            assert report.bytes_sent < report.bytes_whole / 5
+            assert 0.005 < report.elements_changed / report.elements < 0.021
+            assert report.decode_s > 0
+        await whole.update(training, 11)
+
+    asyncio.run(main())
+    tokens_BT = torch.arange(3, 35).view(2, 16)
+    with torch.no_grad():
+        logits = [model(tokens_BT).logits for model in models]
+    assert torch.equal(logits[0].view(torch.int16), logits[1].view(torch.int16))

@@ -1,0 +1,195 @@
+"""Objects in a store: what is read is held to its name, and no error shows a secret."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import logging
+import sys
+import traceback
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("zstandard")
+
+from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, WeightUpdate
+from megatron_idempotent.rl.weights import transports as t
+from megatron_idempotent.rl.weights.transports.bucket import Objects
+from megatron_idempotent.rl.weights.transports.layout import BucketLayout
+
+UPDATE = WeightUpdate(id="run/1", version=1)
+KEY, SECRET, TOKEN = "AKIA-fake-key", "fake/secret+of=nobody", "fake-token-0123"
+
+
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}/weights"
+
+
+def test_an_object_that_is_not_what_was_written_is_refused() -> None:
+    objects = Objects(url())
+    key = objects.put("objects/", b"content")
+    assert key == "objects/" + hashlib.sha256(b"content").hexdigest()
+    assert objects.get(key) == b"content"
+    objects.write(key, b"conten")
+    with pytest.raises(UpdateDamaged, match=r"has 6 bytes with SHA-256 .* it was cut short"):
+        objects.get(key)
+    objects.remove([key, key])
+    with pytest.raises(UpdateDamaged, match="is missing; it was removed"):
+        objects.get(key)
+    for wrong in ("latest.json", "../" + "0" * 64, "a/b/" + "0" * 64):
+        with pytest.raises(UpdateDamaged, match="is no object's key"):
+            objects.get(wrong)
+
+
+@pytest.mark.parametrize("content", [b"", b"no zstd at all", "shorter", "longer"])
+def test_an_object_that_holds_something_else_is_refused(content: bytes | str) -> None:
+    import zstandard
+
+    sender = t.BucketSender(url())
+    bucket = Bucket.of(0, {"w": torch.arange(100.0)})
+
+    async def scenario() -> None:
+        receiver = t.receiver(await sender.open(UPDATE))
+        announced = dict(await sender.announce(bucket))
+        size = {"shorter": 399, "longer": 1 << 30}.get(content, 0)
+        stored = zstandard.compress(bytes(size)) if size else content
+        announced["object"] = receiver._objects.put("transfer-", stored)
+        with pytest.raises(UpdateDamaged, match=r"cannot be decompressed|bytes or more, and 400 w"):
+            receiver.receive(announced)
+        await sender.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_alike_has_one_name_whatever_was_in_memory_before() -> None:
+    objects, names = Objects(url()), set()
+    bucket = Bucket.of(0, {"a": torch.ones(3), "b": torch.ones(5)})
+    for _ in range(5):
+        torch.full((100,), 7.0)
+        layout = BucketLayout.of("run/1", bucket)
+        names.add(t.bucket.put_bucket(objects, "objects/", layout, bucket)["object"])
+    assert len(names) == 1
+
+
+def told_by(error: BaseException) -> str:
+    """All that is printed of an error, and of what it came from."""
+    return "".join(traceback.format_exception(error)) + repr(error.__context__)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict]:
+    """The options of an S3 server in this process."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(
+        "127.0.0.1", port=0, verbose=False
+    )
+    server.start()
+    host, port = server.get_host_and_port()
+    yield {"key": KEY, "secret": SECRET, "endpoint_url": f"http://{host}:{port}"}
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def made(s3: dict) -> str:
+    """A bucket on it."""
+    import fsspec
+
+    fsspec.filesystem("s3", **s3).mkdir("weights")
+    return "s3://weights/run-7"
+
+
+def test_objects_lie_on_an_s3_server(s3: dict, made: str) -> None:
+    objects = Objects(made, s3)
+    assert objects.read("latest.json") is None
+    keys = {objects.put("objects/", bytes([number])) for number in range(3)}
+    assert objects.keys("objects") == keys
+    objects.remove(sorted(keys)[:1])
+    assert objects.keys("objects") == set(sorted(keys)[1:])
+    assert objects.keys("manifests") == set()
+    with pytest.raises(UpdateDamaged, match="is missing"):
+        objects.get(min(keys))
+    with pytest.raises(t.TransportError, match=r"s3://absent: writing latest.json failed: File"):
+        Objects("s3://absent", s3).write("latest.json", b"")
+
+
+def test_a_worker_has_the_credentials_of_its_own_environment(
+    s3: dict, made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = t.BucketSender(made, options=s3)
+    bucket = Bucket.of(0, {"w": torch.arange(100.0)})
+
+    async def scenario() -> None:
+        opened = await sender.open(UPDATE)
+        announced = await sender.announce(bucket)
+        assert not any(word in str((opened, announced)) for word in (KEY, SECRET))
+        for name, value in (
+            ("AWS_ACCESS_KEY_ID", KEY),
+            ("AWS_SECRET_ACCESS_KEY", SECRET),
+            ("AWS_ENDPOINT_URL", s3["endpoint_url"]),
+        ):
+            monkeypatch.setenv(name, value)
+        received = await asyncio.to_thread(lambda: t.receiver(opened).receive(announced))
+        assert torch.equal(received.tensors["w"], bucket.tensors["w"])
+        await sender.close()
+        left = sender._objects._store.find("weights")
+        assert not any("transfer" in name for name in left)
+
+    asyncio.run(scenario())
+
+
+def test_no_error_log_or_announcement_shows_a_key_or_a_token(
+    s3: dict, made: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    caplog.set_level(logging.DEBUG, "megatron_idempotent")
+    private = {**s3, "token": TOKEN, "client_kwargs": {"aws_session_token": TOKEN}}
+    places = [
+        (made, private),
+        (f"ftp://{KEY}:{TOKEN}@127.0.0.1:9/weights", {}),
+        (f"http://127.0.0.1:9/weights?signature={TOKEN}", {}),
+        (f"pigeon://{KEY}:{TOKEN}@coop", {"secret": SECRET}),
+        (made, {**s3, "wrong": [TOKEN], "config_kwargs": {TOKEN: TOKEN}}),
+    ]
+    for place, options in places:
+        try:
+            objects = Objects(place, options)
+            said.append(repr(vars(objects)["address"]) + repr(objects))
+
+            def fails(*_: object, **__: object) -> None:
+                raise OSError(f"{KEY} {SECRET} {TOKEN} fake%2Fsecret%2Bof%3Dnobody")
+
+            if place == made:
+                monkeypatch.setattr(objects._store, "pipe_file", fails)
+            objects.write("latest.json", b"")
+        except (t.TransportError, ValueError) as error:
+            said.append(told_by(error))
+        else:
+            raise AssertionError(place)
+    found = caplog.text + "".join(said)
+    for word in (SECRET, TOKEN, "fake%2Fsecret"):
+        assert word not in found, found
+    assert "OSError: *** *** *** ***" in found
+
+
+@pytest.mark.parametrize("module", ["fsspec", "zstandard"])
+def test_what_is_missing_is_said_with_the_extra_that_brings_it(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"{module}.*megatron-idempotent\[bucket\]"):
+        t.BucketSender("memory://weights")
+
+
+def test_a_scheme_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = importlib.import_module("fsspec.registry")
+    monkeypatch.setitem(registry._registry, "s3", None)
+    monkeypatch.delitem(registry._registry, "s3")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"[Ii]nstall s3fs.*megatron-idempotent\[bucket\]"
+    ):
+        t.BucketSender("s3://weights")

@@ -1,0 +1,196 @@
+"""Deltas: lossless by bits, small, refused where they do not fit, and undone by a delta."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_idempotent.rl.weights import (
+    UpdateDamaged,
+    UpdateMismatch,
+    UpdateRefused,
+    WeightsError,
+    checksum,
+)
+from megatron_idempotent.rl.weights.deltas import EncodedDelta, apply, encode, verify
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8)
+#: Around a word of 8 bytes, and a block that is compared and mixed at once.
+LENGTHS = (0, 1, 3, 4, 7, 8, 9, 65, 1000, (1 << 18) + 3)
+FRACTIONS = (0.0, 0.0003, 0.02, 0.2, 0.6, 1.0)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def two_versions(
+    dtype: torch.dtype, length: int, fraction: float, seed: int, *, least: int = 256
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random bits, NaNs and zeros of both signs among them, and how they are later."""
+    generator = np.random.default_rng(seed)
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    old = generator.integers(0, 256, length * dtype.itemsize, np.uint8).view(unsigned)
+    new = old.copy()
+    at = generator.random(length) < fraction
+    new[at] ^= generator.integers(1, least, int(at.sum()), np.uint64).astype(unsigned)
+    return tuple(torch.from_numpy(each.view(np.uint8)).view(dtype) for each in (new, old))  # type: ignore[return-value]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sampled_from(DTYPES),
+    st.sampled_from(LENGTHS) | st.integers(0, 300),
+    st.sampled_from(FRACTIONS),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
+def test_new_bits_come_back_and_old_ones_by_the_undo(
+    dtype: torch.dtype, length: int, fraction: float, seed: int, wide: bool
+) -> None:
+    least = 256 ** (min(dtype.itemsize, 4) if wide else 1)
+    new, old = two_versions(dtype, length, fraction, seed, least=least)
+    delta = encode(new, old)
+    assert delta.elements == length
+    assert delta.before == checksum(old)
+    assert delta.after == checksum(new)
+    tensor = old.clone()
+    received = EncodedDelta(delta.data.clone())
+    for _ in range(2):  # the second time there is nothing to do
+        apply(received, tensor)
+        assert torch.equal(bits(tensor), bits(new))
+    for _ in range(2):
+        apply(received.undo(), tensor)
+        assert torch.equal(bits(tensor), bits(old))
+    assert torch.equal(received.undo().undo().data, delta.data)
+
+
+def test_signs_of_zero_and_payloads_of_nan_are_bits_like_others() -> None:
+    old = torch.tensor([0.0, -0.0, 1.0, float("nan")])
+    new = torch.tensor([-0.0, 0.0, 1.0, 0.0])
+    new.view(torch.int32)[3] = 0x7FC12345
+    delta = encode(new, old)
+    assert delta.changed == 3
+    apply(delta, old)
+    assert old.view(torch.int32).tolist() == new.view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("fraction", [0.0001, 0.001, 0.004, 0.01, 0.03, 0.1, 0.3, 0.7, 1.0])
+def test_a_delta_is_little_more_than_what_must_be_told(fraction: float) -> None:
+    count = 1 << 20
+    new, old = two_versions(torch.bfloat16, count, fraction, 3)
+    delta = encode(new, old)
+    told = delta.changed / count
+    # Places at their entropy; changes of the low byte, which here can be any, take one byte.
+    entropy = -sum(each * math.log2(each) for each in (told, 1 - told) if each) * count / 8
+    assert delta.nbytes <= 1.3 * (entropy + delta.changed) + 200
+    wide = encode(*two_versions(torch.bfloat16, count, fraction, 3, least=65536))
+    assert wide.nbytes <= 1.3 * (entropy + 2 * delta.changed) + 200
+
+
+def test_places_that_come_in_clusters_cost_little_more() -> None:
+    old = torch.zeros(1000, 1024, dtype=torch.bfloat16)  # an embedding, most rows of which rest
+    new = old.clone()
+    new[::50] += 1
+    delta = encode(new, old)
+    assert delta.changed == 20 * 1024
+    assert delta.nbytes < 3.4 * delta.changed
+
+
+def broken(data: torch.Tensor, how: str) -> torch.Tensor:
+    data = data.clone()
+    if how == "truncated":
+        return data[:-1]
+    if how == "longer":
+        return torch.cat([data, data[:1]])
+    data[int(how)] ^= 1
+    return data
+
+
+@pytest.mark.parametrize(
+    "how", ["truncated", "longer", "0", "4", "5", "13", "21", "29", "37", "45", "58", "68", "-1"]
+)
+def test_damaged_bytes_are_no_delta(how: str) -> None:
+    delta = encode(*two_versions(torch.bfloat16, 1000, 0.1, 1))
+    with pytest.raises(UpdateDamaged, match=r"delta"):
+        EncodedDelta(broken(delta.data, how))
+
+
+def test_bytes_that_were_sealed_wrong_raise_and_write_nothing() -> None:
+    from megatron_idempotent.rl.weights import deltas
+
+    new, old = two_versions(torch.bfloat16, 1000, 0.1, 1)
+    sound, tensor = encode(new, old).data.numpy(), old.clone()
+    for place in range(45, len(sound)):
+        wrong = sound.copy()
+        wrong[place] ^= 0x81
+        wrong[37:45] = np.array([deltas._seal(wrong)], np.uint64).view(np.uint8)
+        with pytest.raises(UpdateDamaged):
+            apply(EncodedDelta(torch.from_numpy(wrong)), tensor)
+    assert torch.equal(bits(tensor), bits(old))
+
+
+WRONG: dict[str, tuple[Any, type[WeightsError], str]] = {
+    "another version": (lambda old: old + 1, UpdateRefused, "an update was lost"),
+    "one flipped bit": (
+        lambda old: bits(old).index_fill(0, torch.tensor([700]), 3).view(old.dtype),
+        UpdateRefused,
+        "an update was lost",
+    ),
+    "another size": (lambda old: old[:-1], UpdateMismatch, "999 elements of 2 bytes"),
+    "another type": (lambda old: old.float(), UpdateMismatch, "1000 elements of 4 bytes"),
+    "not contiguous": (
+        lambda old: torch.stack([old, old], 1)[:, 0],
+        UpdateMismatch,
+        r"strides \(2,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_tensor_that_it_was_not_made_for_is_refused_and_not_written(name: str) -> None:
+    make, error, words = WRONG[name]
+    delta = encode(*two_versions(torch.bfloat16, 1000, 0.1, 1))
+    tensor = make(two_versions(torch.bfloat16, 1000, 0.1, 1)[1])
+    before = tensor.clone()
+    with pytest.raises(error, match=words):
+        apply(delta, tensor)
+    assert torch.equal(bits(tensor), bits(before))
+
+
+def test_what_changed_can_be_read_and_written_later() -> None:
+    new, old = two_versions(torch.float32, 5000, 0.01, 4)
+    delta = encode(new, old, before=checksum(old))
+    patch = verify(delta, old)
+    at_K, xor_K = delta.places()
+    assert at_K.tolist() == (bits(new) != bits(old)).view(-1, 4).any(1).nonzero().flatten().tolist()
+    was = old.clone()
+    patch.write()
+    assert torch.equal(bits(old), bits(new))
+    assert (was.view(torch.int32).numpy()[at_K] ^ xor_K.view("i4")).tolist() == (
+        new.view(torch.int32)[at_K].tolist()
+    )
+    patch.write()
+    assert torch.equal(bits(old), bits(was))
+
+
+def test_a_view_that_begins_inside_a_word_is_written_in_place() -> None:
+    whole_new, whole_old = two_versions(torch.bfloat16, 1001, 0.1, 5)
+    delta = encode(whole_new[1:], whole_old[1:])
+    apply(delta, whole_old[1:])
+    assert torch.equal(bits(whole_old)[2:], bits(whole_new)[2:])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, device="meta")],
+)
+def test_tensors_that_differ_in_kind_have_no_delta(other: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"encode\(\) got"):
+        encode(torch.zeros(2, 3), other)
