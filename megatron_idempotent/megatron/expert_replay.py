@@ -72,7 +72,7 @@ class ExpertReplay:
         self.layers = len(numbers)
         self._routers = {id(chunk): _routers(of, chunk, numbers) for chunk in chunks}
         self._put: tuple[list[_Given], list[Any]] | None = None
-        self._counts: list[Tensor] = []
+        self._counts = torch.zeros(2, dtype=torch.int64)
 
     def run(self, chunk: Any, routed_experts: Tensor, forward: Callable[[], _Output]) -> _Output:
         """Call a forward of a chunk, and have its routers take given experts; return its output.
@@ -123,8 +123,8 @@ class ExpertReplay:
         float64 [2]: token-layer pairs for which a router's own choice is another set of experts,
         and all pairs with a route. Recomputation counts nothing.
         """
-        found, self._counts = self._counts, []
-        return torch.stack(found).double().sum(0) if found else torch.zeros(2).double()
+        found, self._counts = self._counts, torch.zeros_like(self._counts)
+        return found.double()
 
     def fault(
         self, routed_experts: Any, shape: tuple[int, int], spans: Sequence[Span] | None
@@ -134,62 +134,34 @@ class ExpertReplay:
         Args:
             routed_experts: the microbatch's.
             shape: its rows and positions.
-            spans: the tokens that need routes; None to look at no values.
+            spans: the sequences whose tokens need routes; None to look at no values.
         """
+        wanted = (*shape, self.layers, self.topk)
+        told = f"give {wanted} integers: experts of each token in each layer with a router"
         if routed_experts is None:
-            return f"has no {ROUTED_EXPERTS!r}: give the engine's routes, {self._told(shape)}"
+            return f"has no {ROUTED_EXPERTS!r}: {told}"
         if not isinstance(routed_experts, Tensor) or routed_experts.is_floating_point():
             kind = getattr(routed_experts, "dtype", type(routed_experts).__name__)
-            return f"has {ROUTED_EXPERTS!r} of {kind}: give integers, {self._told(shape)}"
-        if tuple(routed_experts.shape)[-4:] != (*shape, self.layers, self.topk)[
-            -routed_experts.dim() :
-        ] or routed_experts.dim() < 3 + (shape[0] > 1):
-            found = tuple(routed_experts.shape)
-            return f"has {ROUTED_EXPERTS!r} of shape {found}: give {self._told(shape)}"
+            return f"has {ROUTED_EXPERTS!r} of {kind}: {told}"
+        found = tuple(routed_experts.shape)
+        if found != wanted and (1, *found) != wanted:
+            return f"has {ROUTED_EXPERTS!r} of shape {found}: {told}"
         if spans is None:
             return None
-        given_BTLK = routed_experts.reshape(*shape, self.layers, self.topk)
-        return self._wrong_values(given_BTLK, spans)
+        given_BTLK = routed_experts.reshape(wanted)
+        return self._wrong_number(given_BTLK) or _lacking(_known(given_BTLK), spans)
 
-    def _told(self, shape: tuple[int, int]) -> str:
-        return (
-            f"{(*shape, self.layers, self.topk)}, {self.topk} experts of each token in each of "
-            f"{self.layers} layers with routers"
-        )
-
-    def _wrong_values(self, given_BTLK: Tensor, spans: Sequence[Span]) -> str | None:
-        needed_BT = torch.zeros(given_BTLK.shape[:2], dtype=torch.bool, device=given_BTLK.device)
-        for row, start, stop in spans:
-            needed_BT[row, start:stop] = True
-        known_BTL = _known(given_BTLK)
+    def _wrong_number(self, given_BTLK: Tensor) -> str | None:
         ordered = given_BTLK.sort(-1).values
-        twice_BTL = known_BTL & (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-        strange_BTL = ((given_BTLK < 0) | (given_BTLK >= self.experts)).any(-1)
-        for wrong_BTL, told in (
-            (strange_BTL, f"of which the model has {self.experts}"),
-            (twice_BTL, f"of which {self.topk} different ones are needed"),
-        ):
-            if wrong_BTL.any():
-                row, position, layer = wrong_BTL.nonzero()[0].tolist()
-                found = given_BTLK[row, position, layer].tolist()
-                return (
-                    f"has experts {found} in {ROUTED_EXPERTS!r} at row {row}, position {position}, "
-                    f"layer {layer}, {told}: give numbers from 0 to {self.experts - 1}"
-                )
-        lacking_BTL = needed_BT[..., None] & ~known_BTL
-        if not lacking_BTL.any():
+        twice_BTL = _known(given_BTLK) & (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        wrong_BTL = twice_BTL | (ordered[..., 0] < 0) | (ordered[..., -1] >= self.experts)
+        if not wrong_BTL.any():
             return None
-        row, position, layer = lacking_BTL.nonzero()[0].tolist()
-        index, (_, start, stop) = next(
-            (index, each)
-            for index, each in enumerate(spans)
-            if each[0] == row and each[1] <= position < each[2]
-        )
-        there = int(known_BTL[row, start:stop, layer].sum())
+        row, position, layer = wrong_BTL.nonzero()[0].tolist()
         return (
-            f"has routes of {there} tokens in row {index}, layer {layer}, and {stop - start} that "
-            f"need one (the first without is at position {position - start}): have the engine "
-            "return those of prompt and response, or leave the sample out"
+            f"has experts {given_BTLK[row, position, layer].tolist()} in {ROUTED_EXPERTS!r} at row "
+            f"{row}, position {position}, layer {layer}: give {self.topk} different ones of the "
+            f"model's {self.experts}, 0 to {self.experts - 1}"
         )
 
     def _own(self, routed_experts: Tensor) -> Tensor:
@@ -249,7 +221,7 @@ class _Given:
         if not self._counted:
             self._counted = True
             counts = torch.stack((other_N.sum(), _known(given_NK).sum()))
-            self._replay._counts.append(counts)
+            self._replay._counts = self._replay._counts.to(counts.device) + counts
         if not self._replay._replaces:
             return values_NK, own_NK
         # Where the set is the same the router's own order stays, and with it all bits.
@@ -262,6 +234,20 @@ def _known(given: Tensor) -> Tensor:
     if given.shape[-1] == 1:
         return torch.ones(given.shape[:-1], dtype=torch.bool, device=given.device)
     return (given[..., 1:] != given[..., :1]).any(-1)
+
+
+def _lacking(known_BTL: Tensor, spans: Sequence[Span]) -> str | None:
+    """Describe the first sequence of which a layer has routes of fewer tokens than need one."""
+    for index, (row, start, stop) in enumerate(spans):
+        there_L = known_BTL[row, start:stop].sum(0)
+        if bool((there_L < stop - start).any()):
+            layer = int((there_L < stop - start).nonzero()[0])
+            return (
+                f"has routes of {int(there_L[layer])} tokens in row {index}, layer {layer}, and "
+                f"{stop - start} that need one: have the engine return those of prompt and "
+                "response, or leave the sample out"
+            )
+    return None
 
 
 def _refuse(of: str, config: Any) -> None:

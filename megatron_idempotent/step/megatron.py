@@ -77,6 +77,7 @@ from .packs import (
     own_positions,
     packed_inputs,
     padding_inputs,
+    real_tokens,
 )
 from .snapshot import (
     LogSnapshot,
@@ -187,6 +188,7 @@ class MegatronBackend:
         self._context_rank, self._context_ranks = context_parallel_ranks()
         self._meets_replicas = across_replicas(config) is not None
         self._sums = ExactSums(self.chunks) if options.order_stable else None
+        self._router_replay = options.router_replay
         self.replay: ExpertReplay | None = None
         """Gives routers the experts that microbatches bring; None with router_replay="off"."""
         if options.router_replay != "off":
@@ -221,7 +223,7 @@ class MegatronBackend:
         return {
             "calculate_per_token_loss": self.per_token,
             "order_stable": self._sums is not None,
-            "router_replay": self.replay is not None,
+            "router_replay": self._router_replay,
             "scheduler": type(self._scheduler).__name__,
         }
 
@@ -525,15 +527,17 @@ def _need_routes(piece: Piece) -> list[Span]:
         each = zip(piece.segments.starts, piece.segments.lengths, strict=True)
         return [(0, start, start + max(length - 1, 0)) for start, length in each]
     rows, width = piece.shape
-    lengths, mask_BT = field_of(piece.batch, LENGTHS), field_of(piece.batch, TOKEN_MASK)
-    if lengths is not None:
-        ends = torch.as_tensor(lengths).reshape(-1).tolist()
-    elif mask_BT is not None:
-        place_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
-        ends = (torch.where(mask_BT > 0, place_T, 0).amax(1) + 1).tolist()
-    else:
-        ends = [width] * rows
-    return [(row, 0, max(int(end) - 1, 0)) for row, end in enumerate(ends)]
+    mask_BT = field_of(piece.batch, ATTENTION_MASK)
+    firsts, counts = [0] * rows, [width] * rows
+    if field_of(piece.batch, LENGTHS) is not None or getattr(mask_BT, "ndim", 0) == 2:
+        firsts, counts = real_tokens(piece.batch, rows)
+    elif (mask_BT := field_of(piece.batch, TOKEN_MASK)) is not None:
+        place_T = torch.arange(1, 1 + mask_BT.shape[1], device=mask_BT.device)
+        counts = torch.where(mask_BT > 0, place_T, 0).amax(1).tolist()
+    return [
+        (row, first, first + max(count - 1, 0))
+        for row, (first, count) in enumerate(zip(firsts, counts, strict=True))
+    ]
 
 
 def _check_positions(lists: Sequence[Sequence[Piece]], config: Any, size: int) -> None:

@@ -261,7 +261,7 @@ class PackedRows:
                 "pack that it makes of them: give it another name"
             )
         self._groups = groups_of_rows(batch, self.rows, shared) if grouped else ()
-        self._firsts, self._lengths = _real(batch, self.rows)
+        self._firsts, self._lengths = real_tokens(batch, self.rows)
         self._bins = self._binned(1 if self.rows else 0)
 
     @classmethod
@@ -365,7 +365,7 @@ def _chosen(
     return joined.index_copy(0, pack.place_N.to(value.device), picked)[None]
 
 
-def _real(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
+def real_tokens(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
     """Return the place of each row's first token, in its row or in a nested batch, and its length.
 
     The host reads once from the device.

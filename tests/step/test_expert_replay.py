@@ -43,11 +43,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2 ep2, packs": (2, {"ep": 2, "lengths": (32,)}, {"packed": True}),
     "tp2 sp ep2 etp1": (2, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}, {}),
     "mtp pp2": (2, {"pp": 2, "config_overrides": {"mtp_num_layers": 1}}, {}),
-    "every second layer, pp2": (
-        2,
-        {"pp": 2, "config_overrides": {"moe_layer_freq": [0, 1, 1, 1]}},
-        {},
-    ),
     "cp2 tp2 sp, packs, recomputed": (
         4,
         {
@@ -120,11 +115,11 @@ def faulty(value: Any) -> Any:
 
 #: A fault → what its error says.
 FAULTS = {
-    "missing": r"microbatch 0 has no 'routed_experts'.* \(2, 32, 4, 2\), 2 experts of each token",
-    "float": r"'routed_experts' of torch.float32: give integers, \(2, 32, 4, 2\)",
+    "missing": r"microbatch 0 has no 'routed_experts': give \(2, 32, 4, 2\) integers",
+    "float": r"'routed_experts' of torch.float32: give \(2, 32, 4, 2\) integers",
     "layer": r"shape \(2, 32, 3, 2\): give \(2, 32, 4, 2\)",
     "token": r"shape \(2, 31, 4, 2\): give \(2, 32, 4, 2\)",
-    "expert": r"experts \[1, 6\] .* row 1, position 4, layer 2, of which the model has 6",
+    "expert": r"experts \[1, 6\] .* row 1, position 4, layer 2: give 2 different .* model's 6",
     "none": r"microbatch 1 has routes of 5 tokens in row 1, layer 1, and 31 that need one",
 }
 
@@ -217,3 +212,32 @@ def test_a_model_without_experts_says_so() -> None:
     model = tiny.build(with_optimizer=False, wire=False)
     with pytest.raises(ValueError, match=r"TrainStep\(\) got a model without experts"):
         ExpertReplay(model.chunks, of="TrainStep()")
+
+
+@on_ranks(1)
+def test_dense_layers_have_no_place_among_the_routes() -> None:
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.step import ExpertReplay
+
+    overrides = {"moe_layer_freq": [0, 1, 0, 1], "num_layers": 4}
+    model = tiny.build(experts=4, with_optimizer=False, config_overrides=overrides, wire=False)
+    with pytest.raises(ValueError, match=r"layer 1 has a router, .* into \[2, 4\]"):
+        ExpertReplay(model.chunks)
+    spec = get_gpt_decoder_block_spec(model.config, use_transformer_engine=False)
+    module = GPTModel(model.config, spec, tiny.VOCABULARY, tiny.SEQUENCE).cuda()
+    replay = ExpertReplay([module])
+    assert [place for place, _ in replay._routers[id(module)]] == [0, 1]
+    assert [router.layer_number for _, router in replay._routers[id(module)]] == [2, 4]
+    assert replay.layers == 2
+    tokens_BT = torch.arange(64, device="cuda").view(2, 32)
+    hidden = torch.ones(1, 1, 32, 32, device="cuda").tril() < 0.5
+    routes = torch.tensor([[0, 1], [2, 3]]).expand(2, 32, 2, 2)
+    found = []
+    for _, router in replay._routers[id(module)]:
+        router.register_forward_hook(lambda _, __, output: found.append(output[1].sum(0).tolist()))
+    replay.run(module, routes, lambda: module(tokens_BT, tokens_BT % 32, hidden))
+    assert found == [[64, 64, 0, 0], [0, 0, 64, 64]]

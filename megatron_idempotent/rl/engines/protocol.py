@@ -63,28 +63,31 @@ class RoutedExperts:
     """Holds the experts that an engine's routers took for some tokens, for router replay.
 
     A number takes one byte up to 256 experts, and two for more.
-    Example: `RoutedExperts(data=bytes([0, 3, 1, 2]), tokens=1, layers=2, topk=2)`.
-    Errors: `ValueError` for more or fewer bytes.
+    Example: `RoutedExperts(data=bytes([0, 3, 1, 2]), layers=2, topk=2).tokens == 1`.
+    Errors: `ValueError` for bytes of no whole number of tokens.
     """
 
     data: bytes = dataclasses.field(repr=False)
     """The numbers of experts, of `dtype`: [tokens, layers with routers, experts of a token]."""
-    tokens: int
     layers: int
     topk: int
     dtype: Literal["uint8", "int16"] = "uint8"
 
     def __post_init__(self) -> None:
-        needed = self.tokens * self._token_bytes
-        if len(self.data) != needed:
+        if len(self.data) % self._token_bytes:
             raise ValueError(
-                f"routed experts of {self.tokens} tokens, {self.layers} layers and {self.topk} "
-                f"experts each have {len(self.data)} bytes; allowed: {needed}"
+                f"routed experts of {self.layers} layers and {self.topk} experts each have "
+                f"{len(self.data)} bytes; allowed: a multiple of {self._token_bytes}"
             )
 
     @property
     def _token_bytes(self) -> int:
         return self.layers * self.topk * (2 if self.dtype == "int16" else 1)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return len(self.data) // self._token_bytes
 
     def numbers(self) -> Any:
         """Return the numbers as an array of NumPy, [tokens, layers, topk]."""

@@ -263,11 +263,9 @@ class RouteRecorder:
         joined = torch.stack(taken, 1).view(rows, -1, self.layers, self.topk)
         return joined.to(getattr(torch, self.dtype)).cpu().numpy()
 
-    def recorded(self, data: bytes) -> RoutedExperts | None:
-        """Return some tokens' experts; None for no token."""
-        each = self.layers * self.topk * (2 if self.dtype == "int16" else 1)
-        tokens, sizes = len(data) // each, {"layers": self.layers, "topk": self.topk}
-        return RoutedExperts(data=data, tokens=tokens, dtype=self.dtype, **sizes) if data else None
+    def recorded(self, data: bytes) -> RoutedExperts:
+        """Return some tokens' experts, of the bytes of `take`."""
+        return RoutedExperts(data=data, layers=self.layers, topk=self.topk, dtype=self.dtype)
 
 
 class DecodeBatch:

@@ -280,7 +280,6 @@ class VllmEngine(VllmUpdates):
         found = found[:, self._routing_layers].astype("uint8" if few else "int16")
         return RoutedExperts(
             data=found.tobytes(),
-            tokens=needed,
             layers=found.shape[1],
             topk=found.shape[2],
             dtype="uint8" if few else "int16",

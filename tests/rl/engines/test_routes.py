@@ -93,10 +93,11 @@ def test_a_model_without_routers_is_refused(old):
 
 
 def test_bytes_have_the_size_that_they_say():
-    routes = RoutedExperts(data=bytes(range(12)), tokens=2, layers=3, topk=2)
+    routes = RoutedExperts(data=bytes(range(12)), layers=3, topk=2)
+    assert routes.tokens == 2
     assert routes.numbers().tolist()[1] == [[6, 7], [8, 9], [10, 11]]
-    longer = RoutedExperts(data=bytes([9] * 18), tokens=3, layers=3, topk=2)
+    longer = RoutedExperts(data=bytes([9] * 18), layers=3, topk=2)
     assert routes.then(longer).numbers().tolist()[2] == [[9, 9]] * 3
     assert routes.then(longer).data[:12] == routes.data
-    with pytest.raises(ValueError, match=r"2 tokens, 3 layers and 2 .* 12 bytes; allowed: 24"):
-        dataclasses.replace(routes, dtype="int16")
+    with pytest.raises(ValueError, match=r"3 layers and 2 .* 15 bytes; allowed: a multiple of 6"):
+        dataclasses.replace(routes, data=bytes(15))
