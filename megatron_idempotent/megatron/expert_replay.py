@@ -169,8 +169,7 @@ class ExpertReplay:
 
         Routers see positions first and rows second, and under sequence parallelism a rank's part.
         """
-        given_BTLK = routed_experts[None] if routed_experts.dim() == 3 else routed_experts
-        given_TBLK = given_BTLK.transpose(0, 1)
+        given_TBLK = routed_experts.transpose(0, 1)
         if self._config.sequence_parallel:
             from megatron.core import parallel_state
 

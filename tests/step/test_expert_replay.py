@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from ranks import VIRTUAL, on_ranks
 
+BEFORE_REPLAY = Version(version("megatron-core")) < Version("0.16")
+replays = pytest.mark.skipif(BEFORE_REPLAY, reason="routers can be given experts from 0.16 on")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
@@ -58,6 +62,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 ALWAYS = ("cp2, packs", "pp2 vpp2, recomputed")
 
 
+@replays
 @pytest.mark.parametrize(
     "layout",
     [
@@ -124,12 +129,14 @@ FAULTS = {
 }
 
 
+@replays
 def test_wrong_routes_are_refused_on_all_ranks_and_named(megatron_ranks):
     for told in megatron_ranks(2, faulty, None):
         for found, wanted in zip(told, FAULTS.values(), strict=True):
             assert re.search(wanted, found), found
 
 
+@replays
 @on_ranks(1)
 def test_routers_are_left_as_they_were_and_take_nothing_afterwards() -> None:
     import torch
@@ -205,15 +212,22 @@ def _sorted(experts_BTK: Any) -> Any:
 
 
 @on_ranks(1)
-def test_a_model_without_experts_says_so() -> None:
+def test_a_model_or_a_megatron_that_cannot_replay_says_so() -> None:
     from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.step import ExpertReplay
 
     model = tiny.build(with_optimizer=False, wire=False)
     with pytest.raises(ValueError, match=r"TrainStep\(\) got a model without experts"):
         ExpertReplay(model.chunks, of="TrainStep()")
+    model = tiny.build(experts=4, with_optimizer=False, wire=False)
+    if BEFORE_REPLAY:
+        with pytest.raises(RuntimeError, match=r"router_replay needs megatron-core 0\.16, .*found"):
+            ExpertReplay(model.chunks)
+    else:
+        assert ExpertReplay(model.chunks).layers == 2
 
 
+@replays
 @on_ranks(1)
 def test_dense_layers_have_no_place_among_the_routes() -> None:
     import torch

@@ -162,31 +162,27 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int, replays: bool
 
 def _routes(rows: Sequence[Row], lengths: Sequence[int], width: int) -> torch.Tensor:
     """Return the experts that the engine took, [B, width, layers, experts of a token]."""
-    found: torch.Tensor | None = None
-    for row, (each, length) in enumerate(zip(rows, lengths, strict=True)):
-        routes, sample = each[1].routed_experts, each[1]
+    each = [sample.routed_experts for _, sample, _ in rows]
+    like = next((routes for routes in each if routes is not None), None)
+    if like is None:
+        raise ValueError(
+            f"none of {len(rows)} samples has routed_experts, and router_replay needs them; have "
+            "the engine return them"
+        )
+    shape = (len(rows), width, like.layers, like.topk)
+    found = torch.zeros(shape, dtype=getattr(torch, like.dtype))
+    for row, (routes, (_, sample, _), length) in enumerate(zip(each, rows, lengths, strict=True)):
         if not sample.tokens:
             continue  # nothing of it is trained
-        if routes is None or routes.tokens != length - 1:
-            there = "none" if routes is None else f"{routes.tokens} in each of its {routes.layers}"
+        needed = (length - 1, like.layers, like.topk, like.dtype)
+        there = routes and (routes.tokens, routes.layers, routes.topk, routes.dtype)
+        if routes is None or there != needed:
             raise ValueError(
-                f"row {row}, sample {sample.request_id!r}, has {length - 1} tokens that need "
-                f"routed experts in each layer, and {there}; have the engine return those of "
-                "prompt and response"
+                f"row {row}, sample {sample.request_id!r}, has routed experts {there} (tokens, "
+                f"layers, experts of a token, type), and its tokens but the last need {needed}; "
+                "have all engines return those of prompt and response"
             )
-        numbers = torch.from_numpy(routes.numbers().copy())
-        if found is None:
-            found = numbers.new_zeros(len(rows), width, *numbers.shape[1:])
-        if numbers.shape[1:] != found.shape[2:] or numbers.dtype != found.dtype:
-            raise ValueError(
-                f"row {row}, sample {sample.request_id!r}, has experts of {numbers.shape[1]} "
-                f"layers, {numbers.shape[2]} each, of {numbers.dtype}, and rows before it of "
-                f"{found.shape[2]} layers, {found.shape[3]} each, of {found.dtype}; have all "
-                "engines serve one model"
-            )
-        found[row, : length - 1] = numbers
-    if found is None:
-        raise ValueError(f"none of {len(rows)} samples has a token; sample again")
+        found[row, : length - 1] = torch.from_numpy(routes.numbers().copy())
     return found
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
+BEFORE_REPLAY = Version(version("megatron-core")) < Version("0.16")
 EXPERTS, NEAR = 6, 3
 PROMPT, TOKENS, SAMPLES = (5, 3, 7, 11), 24, 6
 
@@ -94,6 +97,7 @@ def compared(folder: Any, layout: dict[str, int]) -> None:
     assert min(shares) > 0.05  # a router's own choice is another one, replayed or not
 
 
+@pytest.mark.skipif(BEFORE_REPLAY, reason="routers can be given experts from 0.16 on")
 @pytest.mark.parametrize(
     "layout", [{}, pytest.param({"tp": 2, "ep": 1}, marks=pytest.mark.exhaustive)]
 )
