@@ -77,6 +77,19 @@ def test_each_router_takes_the_experts_of_its_own_tokens(megatron_ranks, layout)
         assert any(of_mtp for *_, of_mtp in found)
 
 
+@replays
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["one rank", "pp2"])
+def test_recomputed_gradients_are_the_same_bits(megatron_ranks, layout):
+    ranks, options, _ = LAYOUTS[layout]
+    kept = megatron_ranks(ranks, taken, options)
+    for more in (FULL, SELECTIVE):
+        again = megatron_ranks(ranks, taken, {**options, "config_overrides": more}, calls=2)
+        for (mine, *_), (wanted, *_) in zip(again, kept, strict=True):
+            assert mine.equal(wanted)
+            assert mine.any()
+
+
 def faulty(value: Any) -> Any:
     """Runs on a rank: offer a batch that is wrong on rank 1, then the right one."""
     import sys

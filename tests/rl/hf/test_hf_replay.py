@@ -60,6 +60,7 @@ def compared(folder: Any, layout: dict[str, int]) -> None:
     """Runs on a rank: the trainer's log-probs of samples, without and with their experts."""
     import hf_programs
     import torch
+    from megatron.core.transformer.moe.router import TopKRouter
 
     from megatron_idempotent import token_logprobs
     from megatron_idempotent.rl.trainer.batch import pack_rows
@@ -81,20 +82,33 @@ def compared(folder: Any, layout: dict[str, int]) -> None:
     response_BT = batch.loss_mask_BT > 0
     replay, measure = ExpertReplay(chunks), ExpertReplay(chunks, mode="measure")
     routes = batch.routed_experts[:, :-1]
-    gaps, shares = [], []
+    gaps, shares, preferred = [], [], []
+    maps: list[torch.Tensor] = []
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(lambda _, __, output: maps.append(output[1]))
+    # Tokens with a route, in the order of routers: positions first.
+    routes_NLK = routes.transpose(0, 1).flatten(0, 1).long()
+    routed_N = (torch.arange(routes.shape[1])[:, None] < batch.lengths_B - 1).flatten()
     with torch.no_grad():
         for each in (measure, replay):
+            maps.clear()
             logits_BTV = each.run(model, routes, logits)
             logprob_BT = token_logprobs(logits=logits_BTV, targets=batch.targets_BT).logprob
             gap_BT = (logprob_BT - batch.old_logprobs_BT).abs()[response_BT]
             gaps.append(float(gap_BT.max()))
             other, whole = each.take_counts().tolist()
-            shares.append(other / whole)
+            assert whole == len(maps) * int(routed_N.sum())
+            preferred.append(other / whole)
+            taken_NLE = torch.stack(maps, 1)
+            same_NL = taken_NLE.gather(2, routes_NLK).all(2)[routed_N]
+            shares.append(1 - float(same_NL.double().mean()))
     # As `hf_programs.close` has it, for two logits of which a log-prob is a difference.
     bound = 2 * 60 * 5 * 4 * 2.0**-23 * float(logits_BTV.abs().max())
     print("largest gap without and with, bound, share of other experts:", gaps, bound, shares)
     assert gaps[1] <= bound < gaps[0] / 10
-    assert min(shares) > 0.05  # a router's own choice is another one, replayed or not
+    assert shares == [pytest.approx(preferred[0]), 0.0]
+    assert min(preferred) > 0.05  # a router's own choice is another one, replayed or not
 
 
 @pytest.mark.skipif(BEFORE_REPLAY, reason="routers can be given experts from 0.16 on")
