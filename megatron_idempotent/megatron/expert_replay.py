@@ -261,20 +261,16 @@ def _refuse(of: str, config: Any) -> None:
             f"{of}: router_replay needs megatron-core 0.16, whose routers can be given experts; "
             f"found {version('megatron-core')}"
         )
-    graphs = getattr(config, "cuda_graph_impl", None)
+    names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+    graphs = any(getattr(config, name, None) not in (None, False, "none") for name in names)
+    kind = config.moe_router_load_balancing_type
     for wrong, told in (
-        (config.moe_router_fusion, "moe_router_fusion=True, whose kernel chooses experts itself"),
+        (config.moe_router_fusion, "moe_router_fusion=True, whose kernel chooses experts"),
         (
-            config.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing"),
-            f"moe_router_load_balancing_type={config.moe_router_load_balancing_type!r}, which "
-            "chooses experts for all tokens together",
+            kind in ("sinkhorn", "quantile_balancing"),
+            f"moe_router_load_balancing_type={kind!r}, which chooses for all tokens at once",
         ),
-        (
-            graphs not in (None, "none")
-            or getattr(config, "enable_cuda_graph", False)
-            or getattr(config, "external_cuda_graph", False),
-            "CUDA graphs, which would take the experts of the microbatch that they captured",
-        ),
+        (graphs, "CUDA graphs, which repeat the experts of one microbatch"),
     ):
         if wrong:
             raise ValueError(f"{of} got router_replay for a model with {told}: switch that off")

@@ -107,7 +107,8 @@ class Batch:
         tokens_BT, advantages_B = aligned.pop("input_ids"), aligned.pop("advantages")
         token_mask_BT = aligned.pop("token_mask")
         whole = {"lengths": self.lengths_B}
-        if aligned.pop("routed_experts", None) is not None:
+        aligned.pop("routed_experts", None)
+        if self.routed_experts is not None:
             whole["routed_experts"] = self.routed_experts
         wider = {name: torch.nn.functional.pad(each, (0, 1)) for name, each in aligned.items()}
         return {
