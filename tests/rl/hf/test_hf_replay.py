@@ -1,4 +1,4 @@
-"""With the engine's experts a trainer computes the engine's log-probs, where it did not without."""
+"""A trainer computes the engine's log-probs with its experts, where it did not without them."""
 
 from __future__ import annotations
 
