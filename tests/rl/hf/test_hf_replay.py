@@ -67,6 +67,8 @@ def compared(folder: Any, layout: dict[str, int]) -> None:
     from megatron_idempotent.step import ExpertReplay
 
     samples = asyncio.run(drawn(folder))
+    # Another engine's routers may be torn the other way.
+    torch.distributed.broadcast_object_list(samples)
     hf_programs.parallel(**layout)
     _, _, chunks = hf_programs.loaded(folder, params_dtype=torch.float32)
     model = chunks[0].eval()
