@@ -197,7 +197,9 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
     shared = config.rollout.engine != "transformers"
     engines: Sequence[RolloutEngine] = ()
     if not shared:
-        engines = [_transformers(config, checkpoint, name=f"rank-{get_rank()}")]
+        # The CPU runtime, where it is on, puts "cuda" on the CPU.
+        device = None if config.run.device == "cpu" else "cuda"
+        engines = [_transformers(config, checkpoint, name=f"rank-{get_rank()}", device=device)]
     elif get_rank() == 0:
         engines = server_engines(config, checkpoint, out)
     return Engines(
@@ -218,11 +220,11 @@ def _own_weights(policy: MegatronPolicy) -> WeightSource:
     return weights if get_world_size(group) == 1 else SpreadWeights(weights, group)
 
 
-def _transformers(config: Config, checkpoint: Path, *, name: str) -> RolloutEngine:
+def _transformers(
+    config: Config, checkpoint: Path, *, name: str, device: str | None
+) -> RolloutEngine:
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
-    # The CPU runtime, where it is on, puts "cuda" on the CPU.
-    device = None if config.run.device == "cpu" else "cuda"
     routed = config.rollout.router_replay != "off"
     return TransformersEngine(checkpoint, name=name, device=device, routed_experts=routed)
 
@@ -273,13 +275,11 @@ async def make_async_engines(
     names = [f"engine-{number}" for number in range(config.controller.engines)]
     from transformers.utils import logging
 
-    from megatron_idempotent.rl.engines.transformers import TransformersEngine
-
     # Of loading a checkpoint: it would be drawn into the middle of the live table.
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # No runtime is on in this process: "cuda" is a GPU.
     device = "cuda" if config.run.device == "cuda" else None
-    how = {"device": device, "routed_experts": config.rollout.router_replay != "off"}
     return [
-        await asyncio.to_thread(TransformersEngine, checkpoint, name=name, **how) for name in names
+        await asyncio.to_thread(_transformers, config, checkpoint, name=name, device=device)
+        for name in names
     ]
