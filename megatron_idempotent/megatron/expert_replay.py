@@ -66,9 +66,13 @@ class ExpertReplay:
 
         config = get_model_config(chunks[0])
         _refuse(of, config)
-        self._config, self._replaces = config, mode == "replay"
+        self._config, self.mode = config, mode
         self.experts, self.topk = int(config.num_moe_experts), int(config.moe_router_topk)
-        numbers = _numbers_of_routing_layers(config)
+        often = config.moe_layer_freq
+        if isinstance(often, int):
+            often = [index % often == 0 for index in range(config.num_layers)]
+        # Numbers of layers count from 1, over all stages.
+        numbers = [number for number, routes in enumerate(often, start=1) if routes]
         self.layers = len(numbers)
         self._routers = {id(chunk): _routers(of, chunk, numbers) for chunk in chunks}
         self._put: tuple[list[_Given], list[Any]] | None = None
@@ -221,7 +225,7 @@ class _Given:
             self._counted = True
             counts = torch.stack((other_N.sum(), _known(given_NK).sum()))
             self._replay._counts = self._replay._counts.to(counts.device) + counts
-        if not self._replay._replaces:
+        if self._replay.mode == "measure":
             return values_NK, own_NK
         # Where the set is the same the router's own order stays, and with it all bits.
         taken_NK = torch.where(other_N[:, None], given_NK, own_NK)
@@ -274,14 +278,6 @@ def _refuse(of: str, config: Any) -> None:
     ):
         if wrong:
             raise ValueError(f"{of} got router_replay for a model with {told}: switch that off")
-
-
-def _numbers_of_routing_layers(config: Any) -> list[int]:
-    """Return the numbers of the decoder's layers that have a router, from 1, of all stages."""
-    often = config.moe_layer_freq
-    if isinstance(often, int):
-        often = [index % often == 0 for index in range(config.num_layers)]
-    return [number for number, routes in enumerate(often, start=1) if routes]
 
 
 def _routers(of: str, chunk: Any, numbers: Sequence[int]) -> list[tuple[int, Any]]:

@@ -188,7 +188,6 @@ class MegatronBackend:
         self._context_rank, self._context_ranks = context_parallel_ranks()
         self._meets_replicas = across_replicas(config) is not None
         self._sums = ExactSums(self.chunks) if options.order_stable else None
-        self._router_replay = options.router_replay
         self.replay: ExpertReplay | None = None
         """Gives routers the experts that microbatches bring; None with router_replay="off"."""
         if options.router_replay != "off":
@@ -223,7 +222,7 @@ class MegatronBackend:
         return {
             "calculate_per_token_loss": self.per_token,
             "order_stable": self._sums is not None,
-            "router_replay": self._router_replay,
+            "router_replay": self.replay and self.replay.mode,
             "scheduler": type(self._scheduler).__name__,
         }
 

@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from megatron_idempotent.rl.weights.transports.base import Sender
 
@@ -276,14 +276,9 @@ class VllmEngine(VllmUpdates):
                 f"{asked} has routes of {len(found)} tokens in {found.shape[1]} layers; needed: "
                 f"{needed} tokens, in layers up to {max(self._routing_layers)}"
             )
-        few = found.dtype.itemsize == 1
-        found = found[:, self._routing_layers].astype("uint8" if few else "int16")
-        return RoutedExperts(
-            data=found.tobytes(),
-            layers=found.shape[1],
-            topk=found.shape[2],
-            dtype="uint8" if few else "int16",
-        )
+        kind: Literal["uint8", "int16"] = "uint8" if found.dtype.itemsize == 1 else "int16"
+        _, layers, topk = (found := found[:, self._routing_layers].astype(kind)).shape
+        return RoutedExperts(data=found.tobytes(), layers=layers, topk=topk, dtype=kind)
 
     async def _check(self, request: Request) -> None:
         """Raise an error for a request that the server would refuse, or silently change."""
