@@ -18,6 +18,7 @@ from torch.distributed import all_reduce, broadcast, get_rank
 
 import megatron_idempotent
 from megatron_idempotent.fp8.packing import token_alignment
+from megatron_idempotent.megatron.expert_replay import ExpertReplay
 from megatron_idempotent.rl.hf import Architecture, MegatronWeights, load_hf, save_hf
 from megatron_idempotent.rl.metrics.names import GRAD_NORM, LOSS, POSITIONS, RESPONSE_TOKENS
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, read_prompts
@@ -96,6 +97,9 @@ class MegatronPolicy:
             cuts_positions=config.parallel.cp > 1,
         )
         self._loss = PolicyLoss(config.loss, of=self._logits)
+        self._replay: ExpertReplay | None = None
+        if self.step.replay is not None:  # one whose counts nobody reads
+            self._replay = ExpertReplay(self.stock.modules, mode=self.step.replay.mode)
         self.replica = Replica(config.layout)
 
     @contextmanager
@@ -226,12 +230,11 @@ class MegatronPolicy:
         The reference has other weights, and chooses experts by them.
         """
         run = functools.partial(decoder_logits, forward, batch.tokens_BT)
-        if self.step.replay is None or forward is not module:
+        if self._replay is None or forward is not module:
             return run()
         assert batch.routed_experts is not None
         routes = megatron_idempotent.step.own_positions(batch.routed_experts[:, :-1])
-        chunk = self.stock.chunks[self.stock.modules.index(module)]
-        return self.step.replay.run(chunk, routes, run)
+        return self._replay.run(module, routes, run)
 
     def _of_logits(self, logits_BTV: torch.Tensor, batch: Batch) -> torch.Tensor:
         return self._logits.logprobs(logits_BTV, batch.targets_BT, batch.loss_mask_BT > 0)
