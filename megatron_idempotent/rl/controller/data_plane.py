@@ -208,6 +208,7 @@ def _fields(group: RolloutGroup) -> Any:
         "failed": group.failed,
         "ids": [each.request_id for each in samples],
         "reasons": [each.finish_reason for each in samples],
+        "routes": [each.routed_experts for each in samples],
     }
     columns = {
         "tokens": ([token for each in samples for token in each.tokens], torch.int64),
@@ -215,9 +216,9 @@ def _fields(group: RolloutGroup) -> Any:
         "versions": ([each for sample in samples for each in sample.versions], torch.int64),
         "lengths": ([len(each.tokens) for each in samples], torch.int64),
         "rewards": (group.rewards, torch.float64),
-        "rest": (list(pickle.dumps(rest)), torch.uint8),
     }
     rows = {name: torch.tensor([column], dtype=kind) for name, (column, kind) in columns.items()}
+    rows["rest"] = torch.frombuffer(bytearray(pickle.dumps(rest)), dtype=torch.uint8)[None]
     return tensordict.TensorDict(rows, batch_size=[1])
 
 
@@ -225,7 +226,8 @@ def _group(row: Mapping[str, Any]) -> RolloutGroup:
     rest = pickle.loads(row["rest"].contiguous().numpy().tobytes())
     tokens, logprobs, versions, lengths, rewards = (row[name].tolist() for name in FIELDS[:5])
     samples = []
-    for request_id, reason, length in zip(rest["ids"], rest["reasons"], lengths, strict=True):
+    told = zip(rest["ids"], rest["reasons"], rest["routes"], lengths, strict=True)
+    for request_id, reason, routes, length in told:
         samples.append(
             Sample(
                 request_id=request_id,
@@ -233,6 +235,7 @@ def _group(row: Mapping[str, Any]) -> RolloutGroup:
                 logprobs=tuple(logprobs[:length]),
                 versions=tuple(versions[:length]),
                 finish_reason=reason,
+                routed_experts=routes,
             )
         )
         del tokens[:length], logprobs[:length], versions[:length]
