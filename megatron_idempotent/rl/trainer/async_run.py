@@ -125,7 +125,10 @@ def connect(config: Config) -> None:
         # Counted generously: this machine is shared by all of them, whatever Ray thinks.
         actors = config.run.ranks + 4
         ray.init(
-            num_cpus=max(actors, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False
+            "local",  # else it would join one that `ray start` has left, or has left a trace of
+            num_cpus=max(actors, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
         )
         return
     try:

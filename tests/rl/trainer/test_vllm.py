@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +38,90 @@ def test_a_vllm_server_samples_with_the_weights_that_were_trained(megatron_ranks
             job = job_for(tmp_path / transport, *settings, *overrides)
             ranks = megatron_ranks(2, compare_sampling_with_training, job, timeout_s=TIMEOUT_S)
             check(ranks, batched_alike=False)
+
+
+#: In the order in which phases come: where the controller is when the server dies.
+ENGINE_DIES = {
+    "generation": ("vllm:VllmEngine._draw", "call"),
+    "publish: stage": ("vllm_updates:VllmUpdates.stage", "call"),
+    "publish: pause": ("vllm:VllmEngine.pause", "return"),
+    "publish: commit": ("vllm_updates:VllmUpdates._load", "call"),
+    "publish: verify": ("vllm_updates:VllmUpdates.commit", "return"),
+    "publish: resume": ("vllm:VllmEngine.resume", "call"),
+    "between steps: the row": ("loggers:JsonlLogger.log", "return"),
+    "checkpoint: all files, no list": ("output:seal_checkpoint", "call"),
+}
+
+
+@pytest.mark.parametrize(
+    "phases", [["generation"], pytest.param([*ENGINE_DIES], marks=pytest.mark.exhaustive)]
+)
+def test_a_server_that_dies_alone_comes_back_to_the_bits_of_one_that_lived(
+    phases, megatron_rank_pool, tmp_path
+):
+    from kill_points import Kill
+    from recovery_cases import launch
+    from sampling_case import write_other
+    from trainer_cases import job_for
+
+    from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmServer
+
+    settings = ("model.heads=1", "model.query_groups=1", "rollout.engine=vllm")
+    config = job_for(tmp_path / "shape", *settings, "rollout.engine_url=http://unused").config
+    write_other(tmp_path / "other", config.model)
+    # One request at a time, and no cache of prompts: what is drawn beside a request, or was drawn
+    # before it, then does not show in its last bits.
+    arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "32"]
+    arguments += ["--max-num-seqs", "1", "--no-enable-prefix-caching"]
+    found = {}
+    for name, dying in {"whole": [], "killed": phases}.items():
+        (folder := tmp_path / name).mkdir()
+        server = VllmServer(
+            tmp_path / "other", python=PYTHON, arguments=arguments, environment=CPU_ENVIRONMENT
+        )
+        kills = [
+            Kill(phase=phase, place=ENGINE_DIES[phase][0], when=ENGINE_DIES[phase][1], nth=nth,
+                 at="command", who="engine")
+            for phase, nth in zip(dying, [9, *[1] * len(dying)], strict=False)
+        ]  # fmt: skip
+        with kept_alive(server, folder / "plan.engine") as starts:
+            # The ranks have the weights that a group needs, as long as it is of the next step.
+            more = (*settings, f"rollout.engine_url={server.url}", "controller.max_staleness=0")
+            more += ("controller.look_again_s=0.5", "controller.call_timeout_s=60")
+            run = launch(megatron_rank_pool, folder, "embedded", "async", *kills, more=more)
+        assert run.codes == [0]
+        assert len(starts) == 1 + len(kills)
+        found[name] = run.found()
+    assert found["killed"] == found["whole"]
+
+
+class kept_alive:
+    """Starts a server, and again whenever it has died, as whoever looks after it does."""
+
+    def __init__(self, server, file: Path) -> None:
+        self._server, self._file, self._over = server, file, threading.Event()
+        self.starts: list[int] = []
+
+    def __enter__(self) -> list[int]:
+        self._start()
+        self._keeper = threading.Thread(target=self._keep)
+        self._keeper.start()
+        return self.starts
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._keeper.join()
+        self._server.stop()
+
+    def _start(self) -> None:
+        self._server.__enter__()
+        self.starts.append(self._server.pid)
+        self._file.write_text(str(self._server.pid))
+
+    def _keep(self) -> None:
+        from kill_points import alive
+
+        while not self._over.wait(0.1):
+            if not alive(self._server.pid):
+                self._server.stop()
+                self._start()
