@@ -50,7 +50,7 @@ def launched(cluster, megatron_rank_pool, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(launched):
-    """Return what a run in which nothing dies has and leaves, with its ranks here and not on Ray."""
+    """Return what a run in which nothing dies has and leaves, whose ranks are not on Ray."""
     run = launched("embedded", "async")
     return run.found(), {name for name in run.left() if not name.startswith("logs/")}
 

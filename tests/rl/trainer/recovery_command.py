@@ -78,7 +78,7 @@ class Forked:
                 code = function() or 0
             except SystemExit as end:
                 code = end.code
-            except BaseException:
+            except BaseException:  # noqa: BLE001 (told as a program does)
                 traceback.print_exc()
             finally:
                 os._exit(code)
@@ -120,7 +120,7 @@ class ForkedProgram(Forked):
             if env is not None:
                 os.environ.clear()
                 os.environ.update(env)
-            sys.stderr = open(2, "w", buffering=1, closefd=False)
+            sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
             module, *argv = args[args.index("-m") + 1 :]
             if module == torchrun.__name__:
                 return torchrun.main(argv)

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")  # comes with the extra `trainer`
 
 import recovery_cases
 import recovery_command
-from recovery_cases import MODES, PHASES, TURNS, planned
+from recovery_cases import PHASES, TURNS, planned
 
 from megatron_idempotent.rl.workers.torchrun import EXIT_FILE
 

@@ -96,7 +96,7 @@ def test_a_server_that_dies_alone_comes_back_to_the_bits_of_one_that_lived(
 
 
 class kept_alive:
-    """Starts a server, and again whenever it has died, as whoever looks after it does."""
+    """Starts a server, and again whenever it has died, as what looks after it does."""
 
     def __init__(self, server, file: Path) -> None:
         self._server, self._file, self._over = server, file, threading.Event()
