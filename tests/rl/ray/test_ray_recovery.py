@@ -62,7 +62,8 @@ def whole(launched):
 def test_a_run_on_ray_that_is_killed_ends_with_the_bits_of_an_embedded_one(
     runner, mode, turn, first, launched, whole, cluster
 ):
-    recovery_cases.check_killed_row(launched, whole, runner, mode, turn, first)
+    kills = recovery_cases.piece(runner, mode, turn, first)
+    recovery_cases.check(launched(runner, mode, *kills), *whole)
     # Nor is anything of it left in the cluster.
     until = time.monotonic() + 20
     while left := [

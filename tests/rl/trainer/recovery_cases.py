@@ -204,24 +204,18 @@ def launch(pool, folder, runner, mode, *kills, more=(), start=recovery_command.t
     )
 
 
-def check_killed_row(launched, whole, runner, mode, turn, first):
-    """Kill in a piece of the table, and compare.
-
-    Args:
-        launched: starts a run, given what runs the ranks, the mode, and the kills.
-        whole: what was found in, and left by, a run of that mode that nothing killed.
-        runner: what runs the ranks.
-        mode: `sync` or `async`.
-        turn: the row of `TURNS`.
-        first: the number of the first kill.
-    """
+def piece(runner, mode, turn, first):
+    """Return the kills of a piece of the table, and one before all of them."""
     row = planned(runner, mode, turn)
     kills = row[first : first + IN_A_ROW]
     (step,) = (kill for kill in row if kill.phase == "before a step")
-    # Before all: in the third step, after a checkpoint that the others go on from, or the first.
-    step = dataclasses.replace(step, nth=1 if turn and first else 3, who=kills[-1].who)
-    run = launched(runner, mode, step, *kills)
-    found, left = whole
+    # In the third step, after a checkpoint that the others go on from, or in the first.
+    nth = 1 if turn and first else 3
+    return [dataclasses.replace(step, nth=nth, who=kills[-1].who), *kills]
+
+
+def check(run, found, left):
+    """Compare a run with what was found in, and left by, one that nothing killed."""
     assert run.found() == found
     # Nothing is stranded: processes, files, folders.
     until = time.monotonic() + 10
@@ -231,5 +225,5 @@ def check_killed_row(launched, whole, runner, mode, turn, first):
     assert run.left() == left
     # wandb makes folders when it is imported, and torchrun when it starts; both remove them only
     # where a process ends by itself.
-    left = [each.name for each in run.temporary.iterdir()]
-    assert [name for name in left if "wandb" not in name and "torchelastic_" not in name] == []
+    there = [each.name for each in run.temporary.iterdir()]
+    assert [name for name in there if "wandb" not in name and "torchelastic_" not in name] == []

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import kill_points
@@ -58,6 +59,21 @@ def train_under_torchrun(argv, out):
         except ChildFailedError:
             return 1
         return 0
+
+
+def train_under_real_torchrun(argv, out):
+    """Run torchrun, and let each process import what it needs."""
+    _as_if_started()
+    watched = str(Path(__file__).parent / "watched")
+    options = ["--nproc-per-node=2", "--standalone", "--max-restarts=1", "--monitor-interval=0.1"]
+    program = [sys.executable, "-m", "torch.distributed.run", *options]
+    with open(out, "a") as said:
+        return subprocess.call(
+            [*program, "-m", "megatron_idempotent", "train", *argv],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([watched, *filter(None, sys.path)])},
+            stdout=said,
+            stderr=said,
+        )
 
 
 def _as_if_started():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,15 +18,17 @@ from recovery_cases import PHASES, TURNS, planned
 from megatron_idempotent.rl.workers.torchrun import EXIT_FILE
 
 pytestmark = recovery_cases.MARKS
+STARTS = {
+    "embedded": recovery_command.train,
+    "torchrun": recovery_command.train_under_torchrun,
+}
 
 
 @pytest.fixture(scope="session")
 def launched(megatron_rank_pool, tmp_path_factory):
-    def launched(runner, mode, *kills):
+    def launched(runner, mode, *kills, start=None):
         folder = tmp_path_factory.mktemp("r")
-        start = recovery_command.train
-        if runner == "torchrun":
-            start = recovery_command.train_under_torchrun
+        start = start or STARTS[runner]
         return recovery_cases.launch(megatron_rank_pool, folder, runner, mode, *kills, start=start)
 
     return launched
@@ -32,12 +36,15 @@ def launched(megatron_rank_pool, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(launched):
-    """Return what is found in and left by a run in which nothing dies."""
+    """Return what is found in and left by a run on this machine in which nothing dies."""
+    of_mode = functools.cache(lambda mode: launched("embedded", mode))
 
-    @functools.cache
-    def whole(mode):
-        run = launched("embedded", mode)
-        return run.found(), run.left()
+    def whole(runner, mode):
+        run = of_mode(mode)
+        left = run.left()
+        if runner == "torchrun":  # which keeps what ranks print
+            left = {name for name in left if not name.startswith("logs/")} | {EXIT_FILE}
+        return run.found(), left
 
     return whole
 
@@ -51,10 +58,23 @@ _SHORT = {("embedded", "sync", 0, 6), ("embedded", "async", 0, 18), ("torchrun",
 def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(
     runner, mode, turn, first, launched, whole
 ):
-    found, left = whole(mode)
-    if runner == "torchrun":  # which keeps what ranks print
-        left = {name for name in left if not name.startswith("logs/")} | {EXIT_FILE}
-    recovery_cases.check_killed_row(launched, (found, left), runner, mode, turn, first)
+    kills = recovery_cases.piece(runner, mode, turn, first)
+    recovery_cases.check(launched(runner, mode, *kills), *whole(runner, mode))
+
+
+@pytest.mark.exhaustive
+def test_a_run_outlives_torchrun_and_what_waits_for_its_controller(launched, whole):
+    """The ranks of one that is killed go on; those of the next wait, and take their place."""
+    kills = {kill.phase: kill for kill in planned("torchrun", "async", 0)}
+    run = launched(
+        *("torchrun", "async"),
+        dataclasses.replace(kills["before a step"], nth=3, who="launcher"),
+        dataclasses.replace(kills["publish: pause"], who="supervisor"),
+        dataclasses.replace(kills["evaluation"], who="rank 1"),
+        start=recovery_command.train_under_real_torchrun,
+    )
+    recovery_cases.check(run, *whole("torchrun", "async"))
+    assert run.codes == [-signal.SIGKILL, 0]
 
 
 def test_the_page_has_a_row_for_each_phase_and_says_who_dies_in_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from pathlib import Path
@@ -73,26 +74,30 @@ def test_a_server_that_dies_alone_comes_back_to_the_bits_of_one_that_lived(
     # before it, then does not show in its last bits.
     arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "32"]
     arguments += ["--max-num-seqs", "1", "--no-enable-prefix-caching"]
-    found = {}
-    for name, dying in {"whole": [], "killed": phases}.items():
-        (folder := tmp_path / name).mkdir()
-        server = VllmServer(
-            tmp_path / "other", python=PYTHON, arguments=arguments, environment=CPU_ENVIRONMENT
-        )
-        kills = [
-            Kill(phase=phase, place=ENGINE_DIES[phase][0], when=ENGINE_DIES[phase][1], nth=nth,
-                 at="command", who="engine")
-            for phase, nth in zip(dying, [9, *[1] * len(dying)], strict=False)
-        ]  # fmt: skip
-        with kept_alive(server, folder / "plan.engine") as starts:
-            # The ranks have the weights that a group needs, as long as it is of the next step.
-            more = (*settings, f"rollout.engine_url={server.url}", "controller.max_staleness=0")
-            more += ("controller.look_again_s=0.5", "controller.call_timeout_s=60")
+    server = VllmServer(
+        tmp_path / "other", python=PYTHON, arguments=arguments, environment=CPU_ENVIRONMENT
+    )
+    found = []
+    with kept_alive(server, tmp_path / "engine") as starts:
+        # The ranks have the weights that a group needs, as long as it is of the next step.
+        more = (*settings, f"rollout.engine_url={server.url}", "controller.max_staleness=0")
+        more += ("controller.look_again_s=0.5", "controller.call_timeout_s=60")
+        for dying in [], phases:
+            (folder := tmp_path / f"dies-{len(dying)}").mkdir()
+            (folder / "plan.engine").symlink_to(tmp_path / "engine")
+            kills = [
+                Kill(phase=phase, place=place, when=when, at="command", who="engine")
+                for phase, (place, when) in ENGINE_DIES.items()
+                if phase in dying
+            ]
+            if kills:  # in the second step
+                kills[0] = dataclasses.replace(kills[0], nth=40)
             run = launch(megatron_rank_pool, folder, "embedded", "async", *kills, more=more)
-        assert run.codes == [0]
-        assert len(starts) == 1 + len(kills)
-        found[name] = run.found()
-    assert found["killed"] == found["whole"]
+            assert run.codes == [0]
+            found.append(run.found())
+        assert len(starts) == 1 + len(phases)
+    whole, killed = found
+    assert killed == whole
 
 
 class kept_alive:
