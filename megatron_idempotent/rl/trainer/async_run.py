@@ -39,6 +39,7 @@ from megatron_idempotent.rl.trainer.task.prompts import PromptSet
 from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
 from megatron_idempotent.rl.workers import RankGroup, RemoteWeights
+from megatron_idempotent.rl.workers.ray import import_ray
 
 from . import ConfigError
 from .async_ranks import RankPolicy, make_ranks
@@ -111,12 +112,11 @@ def connect(config: Config) -> None:
     if controller.cluster != "ray" and controller.plane != "transfer_queue":
         return
     try:
-        import ray
+        ray = import_ray()
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"controller.cluster is {controller.cluster!r} and controller.plane is "
-            f"{controller.plane!r}, and Ray is not installed: pip install "
-            "'megatron-idempotent[ray]', or [transferqueue]"
+            f"{controller.plane!r}: {error}"
         ) from error
     if ray.is_initialized():
         return

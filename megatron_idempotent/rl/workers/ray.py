@@ -213,12 +213,7 @@ class RayRanks(SocketRanks):
 
         Errors: `RanksLost`; `ModuleNotFoundError` without Ray and `RuntimeError` without a cluster.
         """
-        self._ray = ray = import_ray()
-        if not ray.is_initialized():
-            raise RuntimeError(
-                "RayRanks needs a Ray cluster and this process has none; call ray.init() first, "
-                'with address="auto" on a node of a running cluster'
-            )
+        self._ray = ray = connected_ray("RayRanks")
         if self._place is None:
             self._place = await self._reserve()
         token = secrets.token_bytes(32)
@@ -385,6 +380,20 @@ def import_ray() -> Any:
             "the cluster",
             name="ray",
         ) from error
+
+
+def connected_ray(who: str) -> Any:
+    """Return the `ray` module, of a process with a cluster; `who` needs it.
+
+    Errors: those of `import_ray`; `RuntimeError` without a cluster.
+    """
+    ray = import_ray()
+    if not ray.is_initialized():
+        raise RuntimeError(
+            f"{who} needs a Ray cluster and this process has none; call ray.init() first, with "
+            'address="auto" on a node of a running cluster'
+        )
+    return ray
 
 
 async def _resources(ray: Any) -> str:

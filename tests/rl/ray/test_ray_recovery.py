@@ -57,7 +57,7 @@ def whole(launched):
 
 @pytest.mark.parametrize(
     ("runner", "mode", "turn", "first"),
-    recovery_cases.pieces("ray", short={("ray", "async", 0, 12)}),
+    recovery_cases.pieces("ray", short={("ray", "async", 0, 30)}),
 )
 def test_a_run_on_ray_that_is_killed_ends_with_the_bits_of_an_embedded_one(
     runner, mode, turn, first, launched, whole, cluster

@@ -49,7 +49,7 @@ def whole(launched):
     return whole
 
 
-_SHORT = {("embedded", "sync", 0, 6), ("embedded", "async", 0, 18), ("torchrun", "async", 0, 24)}
+_SHORT = {("embedded", "sync", 0, 6), ("embedded", "async", 0, 18), ("torchrun", "async", 0, 30)}
 
 
 @pytest.mark.parametrize(

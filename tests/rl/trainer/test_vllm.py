@@ -62,17 +62,25 @@ def test_a_server_that_dies_alone_comes_back_to_the_bits_of_one_that_lived(
 ):
     from kill_points import Kill
     from recovery_cases import launch
-    from sampling_case import write_other
-    from trainer_cases import job_for
+    from trainer_cases import ASYNC, job_for
 
     from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmServer
+    from megatron_idempotent.rl.trainer.megatron_setup import write_checkpoint
+    from megatron_idempotent.rl.trainer.output import data_path
+    from megatron_idempotent.rl.trainer.policy import training_positions
+    from megatron_idempotent.rl.trainer.task.prompts import read_prompts
+    from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
 
     settings = ("model.heads=1", "model.query_groups=1", "rollout.engine=vllm")
-    config = job_for(tmp_path / "shape", *settings, "rollout.engine_url=http://unused").config
-    write_other(tmp_path / "other", config.model)
+    unused = "rollout.engine_url=http://unused"
+    config = job_for(tmp_path / "shape", *ASYNC, *settings, unused).config
+    prompts = read_prompts(data_path(config))
+    tokenizer = make_tokenizer(config, prompts)
+    positions = training_positions(config, prompts, tokenizer) + 1
+    write_checkpoint(tmp_path / "other", config.model, tokenizer, seed=2, positions=positions)
     # One request at a time, and no cache of prompts: what is drawn beside a request, or was drawn
     # before it, then does not show in its last bits.
-    arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "32"]
+    arguments = ["--dtype", "float32", "--enforce-eager"]
     arguments += ["--max-num-seqs", "1", "--no-enable-prefix-caching"]
     server = VllmServer(
         tmp_path / "other", python=PYTHON, arguments=arguments, environment=CPU_ENVIRONMENT
