@@ -89,7 +89,7 @@ def test_a_server_that_dies_alone_comes_back_to_the_bits_of_one_that_lived(
     with kept_alive(server, tmp_path / "engine") as starts:
         # The ranks have the weights that a group needs, as long as it is of the next step.
         more = (*settings, f"rollout.engine_url={server.url}", "controller.max_staleness=0")
-        more += ("controller.look_again_s=0.5", "controller.call_timeout_s=60")
+        more += ("controller.call_timeout_s=60",)
         for dying in [], phases:
             (folder := tmp_path / f"dies-{len(dying)}").mkdir()
             (folder / "plan.engine").symlink_to(tmp_path / "engine")
