@@ -95,7 +95,7 @@ TURNS = {
     ("embedded", "sync"): (["rank 1", "all ranks", "launcher", "command"], ["all"]),
     ("embedded", "async"): (["rank 1", "all ranks", "command", "launcher"], ["all"]),
     ("ray", "async"): (["rank 1", "all ranks", "command"], ["command", "rank 1", "all"]),
-    ("torchrun", "async"): (["rank 1", "all ranks", "command"], ["all", "rank 1", "command"]),
+    ("torchrun", "async"): (["rank 1", "all ranks", "command"], ["all", "rank 1", "all ranks"]),
 }
 #: So many die one after another in one run: each costs a start of all.
 IN_A_ROW = 6
