@@ -199,6 +199,7 @@ def _published(local):
     served = {
         name: _digest(engine._updates._weights._tensors)
         for name, engine in local["self"]._engines.items()
+        if hasattr(engine, "_updates")  # the weights of a server are not here
     }
     return {f"version {local['version']}, {rank}": served}
 
