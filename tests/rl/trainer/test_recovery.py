@@ -63,18 +63,24 @@ def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(
 
 
 @pytest.mark.exhaustive
-def test_a_run_outlives_torchrun_and_what_waits_for_its_controller(launched, whole):
-    """The ranks of one that is killed go on; those of the next wait, and take their place."""
+@pytest.mark.parametrize(
+    ("dying", "codes"),
+    [
+        # The ranks go on; those of the next torchrun wait, and take their place when one is lost.
+        ([("before a step", 3, "launcher"), ("evaluation", 1, "rank 1")], [-signal.SIGKILL, 0]),
+        # Nobody files how the controller ended: ranks are started again, and find nothing to do.
+        ([("publish: pause", 1, "supervisor")], [0]),
+    ],
+)
+def test_a_run_outlives_torchrun_and_what_waits_for_its_controller(dying, codes, launched, whole):
     kills = {kill.phase: kill for kill in planned("torchrun", "async", 0)}
     run = launched(
         *("torchrun", "async"),
-        dataclasses.replace(kills["before a step"], nth=3, who="launcher"),
-        dataclasses.replace(kills["publish: pause"], who="supervisor"),
-        dataclasses.replace(kills["evaluation"], who="rank 1"),
+        *(dataclasses.replace(kills[phase], nth=nth, who=who) for phase, nth, who in dying),
         start=recovery_command.train_under_real_torchrun,
     )
     recovery_cases.check(run, *whole("torchrun", "async"))
-    assert run.codes == [-signal.SIGKILL, 0]
+    assert run.codes == codes
 
 
 def test_the_page_has_a_row_for_each_phase_and_says_who_dies_in_it():
