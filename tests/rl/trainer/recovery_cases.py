@@ -188,7 +188,7 @@ def launch(pool, folder, runner, mode, *kills, more=(), start=recovery_command.t
         while not codes or codes[-1] != 0:
             assert len(codes) <= len(kills), said.read_text()
             try:
-                codes += pool.run(1, start, argv, str(said), distributed=False, timeout_s=200)
+                codes += pool.run(1, start, argv, str(said), distributed=False, timeout_s=600)
             except RankError as error:
                 if error.failures[0].exit_code != -signal.SIGKILL:
                     raise
