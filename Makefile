@@ -88,7 +88,7 @@ $(VLLM_VENV)/.ready: $(STAMP) pyproject.toml
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_VENV)/bin/python -m pytest tests/rl/engines_vllm $(ARGS)
 	MEGATRON_IDEMPOTENT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
-	  $(BIN)/python -m pytest tests/rl/trainer/test_vllm.py
+	  $(BIN)/python -m pytest tests/rl/trainer/test_vllm.py $(ARGS)
 
 # TransferQueue brings some forty packages that nothing else here needs.
 $(RAY_VENV)/.ready: $(STAMP) pyproject.toml

@@ -60,6 +60,11 @@ def test_each_file_with_exhaustive_tests_is_in_one_shard():
     of_sources = weekly["jobs"]["downstream"]["strategy"]["matrix"]["include"]
     assert {each["marked"] for each in of_sources} == {"exhaustive", "not exhaustive"}
     shards.append(["tests/downstream"])
+    # As have those that need servers, which `make test` skips.
+    servers = weekly["jobs"]["servers"]
+    assert servers["steps"][-1]["run"] == """make "$SUITE" ARGS="-m '$MARKED'\""""
+    suites = {each["suite"] for each in servers["strategy"]["matrix"]["include"]}
+    assert suites == {"test-ray", "test-vllm"}
     places = [ROOT / each for shard in shards for each in shard]
     assert [place for place in places if not place.exists()] == []
     marked = [

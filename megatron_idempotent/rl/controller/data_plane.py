@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_idempotent.rl.engines.protocol import Sample
+from megatron_idempotent.rl.workers.ray import connected_ray
 
 from .protocol import RolloutGroup
 
@@ -161,7 +162,7 @@ def connect(settings: Mapping[str, Any] | None = None) -> Any:
     Errors: `ModuleNotFoundError` without TransferQueue, `RuntimeError` without a Ray cluster.
     """
     try:
-        ray, queue = importlib.import_module("ray"), _import_queue()
+        queue = _import_queue()
     except ModuleNotFoundError as error:
         if error.name not in ("transfer_queue", "ray"):
             raise
@@ -170,11 +171,7 @@ def connect(settings: Mapping[str, Any] | None = None) -> Any:
             "on every node of the cluster",
             name=error.name,
         ) from error
-    if not ray.is_initialized():
-        raise RuntimeError(
-            "TransferQueuePlane needs a Ray cluster and this process has none; call ray.init() "
-            'first, with address="auto" on a node of a running cluster'
-        )
+    connected_ray("TransferQueuePlane")
     omegaconf = importlib.import_module("omegaconf")
     queue.init(omegaconf.OmegaConf.create(dict(settings)) if settings else None)
     return queue
