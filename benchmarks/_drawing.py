@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 #: Words and axes; what is ours; what is another's; a bound.
 INK, OURS, THEIRS, BOUND = "#75818a", "#009688", "#8a96a0", "#d9534f"
-_WIDTH, _ROW, _LEFT, _RIGHT = 720, 19, 270, 600
+_WIDTH, _ROW, _LEFT, _RIGHT = 720, 19, 270, 570
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,11 @@ def path(points: str, colour: str = INK, more: str = "") -> str:
     return f'<path d="{points}" fill="none" stroke="{colour}"{more}/>'
 
 
+def number(value: float) -> str:
+    """Write a ratio with three digits, and one near 1.0 with all that it is above or below."""
+    return format(value, ".3f" if 0.9 < value < 1.1 else ".3g")
+
+
 def bars(title: str, one: str, rows: Sequence[Bar]) -> str:
     """Draw a bar for each ratio, a line at 1.0, which is `one`, and a mark at each limit."""
     most = max(1.0, *(max(row.value, row.limit[1] if row.limit else 0) for row in rows))
@@ -60,7 +65,7 @@ def bars(title: str, one: str, rows: Sequence[Bar]) -> str:
         for row in members:
             y += _ROW
             end = _LEFT + max(row.value * scale, 1)
-            told = f"{row.value:.3g}"
+            told, reach = number(row.value), end
             parts += [
                 words(_LEFT - 8, y, row.side, ' text-anchor="end"'),
                 f'<rect x="{_LEFT}" y="{y - 11}" width="{end - _LEFT:.1f}" height="13" '
@@ -70,8 +75,10 @@ def bars(title: str, one: str, rows: Sequence[Bar]) -> str:
                 told += f" ({row.limit[0]} {row.limit[1]:g})"
                 at = _LEFT + row.limit[1] * scale
                 parts.append(path(f"M{at:.1f} {y - 14}V{y + 5}", BOUND, ' stroke-width="2"'))
-            beside = max(end, _LEFT + scale) if scale - 46 < end - _LEFT < scale else end
-            parts.append(words(beside + 6, y, told))
+                reach = max(end, at)
+            if scale - 8 * len(told) < reach - _LEFT < scale:
+                reach = _LEFT + scale  # not across the line
+            parts.append(words(reach + 6, y, told))
     parts.append(path(f"M{_LEFT + scale:.1f} 22V{y + 8}", INK, ' stroke-dasharray="4 3"'))
     return picture(_WIDTH, y + 14, title, parts)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import tomllib
 
-from benchmarks._drawing import Bar, bars
+from benchmarks._drawing import Bar, bars, number
 from benchmarks._record import leaves
 
 DOCS = Path("docs")
@@ -106,10 +106,10 @@ def page(machines: Mapping[str, Runs], summaries: Mapping[str, str]) -> str:
             told = " ".join(_sentences(name, ratios(name, run["found"])))
             parts += [_wrapped(f"**{label}.** {told}{_warning(run)}"), ""]
         if rows := _bars(name, shown):
-            told = "; ".join(f"{row.group} {row.side} {row.value:.3g}".strip() for row in rows)
+            told = "; ".join(f"{row.group} {row.side} {number(row.value)}".strip() for row in rows)
             if len(rows) > MANY:
                 values = [row.value for row in rows]
-                told = f"{len(rows)} bars from {min(values):.3g} to {max(values):.3g}"
+                told = f"{len(rows)} bars from {number(min(values))} to {number(max(values))}"
             alt = f"1.0 is {meaning['one']}: {told}"
             parts += [_wrapped(f"![{alt}]({PICTURES.as_posix()}/{name}.svg)"), ""]
         parts += ['<details markdown="1">', "<summary>The numbers</summary>", "", summaries[name]]
@@ -118,7 +118,7 @@ def page(machines: Mapping[str, Runs], summaries: Mapping[str, str]) -> str:
             parts += ["", f"    {command}", "", f"{label}: {_told(run)}", ""]
             parts += ["| | ratio |", "| --- | --- |"]
             parts += [
-                f"| {_cell(label)} | {value:.3g} |"
+                f"| {_cell(label)} | {number(value)} |"
                 for label, value in ratios(name, run["found"]).items()
             ]
         parts += ["", "</details>", ""]
