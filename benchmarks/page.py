@@ -104,7 +104,7 @@ def page(machines: Mapping[str, Runs], summaries: Mapping[str, str]) -> str:
         parts += [f"## {meaning['title']}", ""]
         for label, run in shown.items():
             told = " ".join(_sentences(name, ratios(name, run["found"])))
-            parts += [_wrapped(f"**{label}.** {told}{_warning(run)}"), ""]
+            parts += [_wrapped(f"**{label}.** {told}"), "", *_warning(run)]
         if rows := _bars(name, shown):
             told = "; ".join(f"{row.group} {row.side} {number(row.value)}".strip() for row in rows)
             if len(rows) > MANY:
@@ -198,10 +198,10 @@ def _told(run: Mapping[str, Any]) -> str:
     return f"{run['ran']}, {its['cpu']}, {its['cores']} cores, {versions}, Python {its['python']}."
 
 
-def _warning(run: Mapping[str, Any]) -> str:
+def _warning(run: Mapping[str, Any]) -> list[str]:
     its = run["machine"]
     busy = its["busy"] or (its.get("use_per_core") or 0) >= BUSY
-    return " **The machine was busy**, so that this has to be run again." if busy else ""
+    return ["**The machine was busy**, so this has to be run again.", ""] if busy else []
 
 
 def summaries(root: Path) -> dict[str, str]:
