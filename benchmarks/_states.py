@@ -85,10 +85,7 @@ This page is generated from [state.json](state.json) by `python -m benchmarks._s
 
 def page(found: Found) -> str:
     """Return the page: a table for each format, and its faults."""
-    parts = [_HEAD, "## What each check demands", "", line("check", "demands that")]
-    parts += [line("---", "---")]
-    parts += [line(f"`{name}`", check.summary) for name, check in STATE_CHECKS.items()]
-    parts.append("")
+    parts, shown = [], set()
     for adapter, title in ADAPTERS.items():
         parts += [f"## {title}", ""]
         if not any(adapter in each for each in found.values()):
@@ -105,13 +102,18 @@ def page(found: Found) -> str:
         for name in STATE_CHECKS:
             cells = [_cell(name, run) for run in runs.values()]
             if {*cells} & {"ok", "**no**"} or "–" not in cells:
+                shown.add(name)
                 parts.append(line(f"`{name}`", *cells))
         told = [
             f"- {'; '.join(f'{at} {_listed(checks)}' for at, checks in where.items())}: {fault}"
             for fault, where in _faults(runs).items()
         ]
         parts += ["", *told, ""] if told else [""]
-    return "\n".join(parts)
+    demands = [
+        line(f"`{name}`", check.summary) for name, check in STATE_CHECKS.items() if name in shown
+    ]
+    head = [_HEAD, "## What each check demands", "", line("check", "demands that")]
+    return "\n".join([*head, line("---", "---"), *demands, "", *parts])
 
 
 def _cell(check: str, run: Verdicts) -> str:
