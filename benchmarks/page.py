@@ -47,8 +47,8 @@ to. Green is ours, grey is another's. A run on a busy machine is marked: do not 
 
 This page and its pictures are generated from `benchmarks*.json` beside it, one for each machine:
 
-    python -m benchmarks --json build/benchmarks   # or some: python -m benchmarks apply_cost …
-    python -m benchmarks.page build/benchmarks     # with --machine h100 for those of an H100
+    python -m benchmarks --json build/benchmarks   # or some, by their names
+    python -m benchmarks.page build/benchmarks     # of a GPU: --machine h100
 """
 
 
