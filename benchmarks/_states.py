@@ -31,15 +31,15 @@ ADAPTERS = {
 _HEAD = """\
 # Saved, loaded, rolled back, resharded, offloaded: the same bits
 
-Each row is a check of `certify --state`, and each column a Megatron. A run of three steps, with
-dropout, a schedule of rates and a loss scale that moves, is taken once with nothing between its
-steps. After a save, a load or an offload the next step has to have its bits: gradient norm and
-loss, weights, main weights, moments, rates, random states, loss scale, experts' biases, on each
-rank. `ok` is that, in all layouts that were run; **no** is a fault in one or more, told below the
-table; – is what the format does not offer. No bound is used anywhere: where a format rounds
-(weights that are loaded alone are of 16 bits), the run that is compared with was rounded so by
-plain copies. On another number of ranks sums have other orders: there the whole model's state is
-compared after the load, and the next step with one from a state that plain copies have put there.
+Each row is a check of `certify --state`, and each column a Megatron. A reference run takes three
+steps, with dropout, a schedule of rates and a loss scale that moves, and nothing between them.
+After a save, a load or an offload the next step must have the reference's bits on each rank:
+gradient norm and loss, weights, main weights, moments, rates, random states, loss scale, experts'
+biases. `ok` says that it has, in all layouts that were run; **no** is a fault in one or more, named
+below the table; – is what the format does not offer. Nothing is compared within a tolerance. Where
+a format rounds (weights that are loaded alone have 16 bits), plain copies rounded the reference in
+the same way. On another number of ranks sums have other orders: there the whole model's state is
+compared after the load, and the next step with a step from a state that plain copies put there.
 
 The patches of this library are applied. Not run: Megatron-FSDP, Transformer Engine, a file system
 other than a local one, a dataloader's state. Releases before 0.16 cannot save torch's Adam of
@@ -85,7 +85,7 @@ This page is generated from [state.json](state.json) by `python -m benchmarks._s
 
 def page(found: Found) -> str:
     """Return the page: a table for each format, and its faults."""
-    parts = [_HEAD]
+    parts, shown = [], set()
     for adapter, title in ADAPTERS.items():
         parts += [f"## {title}", ""]
         if not any(adapter in each for each in found.values()):
@@ -98,14 +98,22 @@ def page(found: Found) -> str:
         places = dict.fromkeys(f"`{layout}`" for run in runs.values() for layout in run)
         said = ", ".join(f"{name} on {day}" for name, day in dates.items())
         parts += [f"In {', '.join(places)}; {said}.", ""]
-        parts += [line("check", *runs, "it demands that"), line(*["---"] * (len(runs) + 2))]
-        for name, check in STATE_CHECKS.items():
+        parts += [line("check", *runs), line(*["---"] * (len(runs) + 1))]
+        for name in STATE_CHECKS:
             cells = [_cell(name, run) for run in runs.values()]
             if {*cells} & {"ok", "**no**"} or "–" not in cells:
-                parts.append(line(f"`{name}`", *cells, check.summary))
-        told = [f"- {'; '.join(where)}: {fault}" for fault, where in _faults(runs).items()]
+                shown.add(name)
+                parts.append(line(f"`{name}`", *cells))
+        told = [
+            f"- {'; '.join(f'{at} {_listed(checks)}' for at, checks in where.items())}: {fault}"
+            for fault, where in _faults(runs).items()
+        ]
         parts += ["", *told, ""] if told else [""]
-    return "\n".join(parts)
+    demands = [
+        line(f"`{name}`", check.summary) for name, check in STATE_CHECKS.items() if name in shown
+    ]
+    head = [_HEAD, "## What each check demands", "", line("check", "demands that")]
+    return "\n".join([*head, line("---", "---"), *demands, "", *parts])
 
 
 def _cell(check: str, run: Verdicts) -> str:
@@ -117,14 +125,20 @@ def _cell(check: str, run: Verdicts) -> str:
     return "ok" if "passed" in verdicts else "–"
 
 
-def _faults(runs: Mapping[str, Verdicts]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _faults(runs: Mapping[str, Verdicts]) -> dict[str, dict[str, list[str]]]:
+    """Map each fault to where it is found: a Megatron and a layout, and the checks there."""
+    found: dict[str, dict[str, list[str]]] = {}
     for name, layouts in runs.items():
         for layout, checks in layouts.items():
             for check, (verdict, _, fault) in checks.items():
                 if verdict in ("failed", "declared"):
-                    found.setdefault(fault, []).append(f"{name}, `{layout}`, `{check}`")
+                    at = found.setdefault(fault, {}).setdefault(f"{name}, `{layout}`,", [])
+                    at.append(f"`{check}`")
     return found
+
+
+def _listed(checks: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(checks[:-1]), checks[-1])))
 
 
 def main(argv: Sequence[str], root: Path) -> int:
