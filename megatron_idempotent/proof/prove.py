@@ -195,10 +195,9 @@ def _ended(
     An error is `Type: message`.
     """
     ranks = hazards()[hazard_id].ranks
+    how = {"timeout_s": DEADLINE_S, "already_applied": set(applied) == set(patches())}
     try:
-        return None, run(
-            ranks, function, hazard_id, tuple(applied), *arguments, timeout_s=DEADLINE_S
-        )
+        return None, run(ranks, function, hazard_id, tuple(applied), *arguments, **how)
     except RankError as error:
         return f"{error.exception_type}: {error.message}".strip(), []
     except RankTimeout as error:
