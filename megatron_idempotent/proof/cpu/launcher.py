@@ -237,7 +237,7 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
 
 
 def _serve(connection: Connection, *, applied: bool = False) -> None:
-    """Answer calls until the connection closes; `applied` says that this process has the patches."""
+    """Answer calls until the connection closes; `applied` if this process has the patches."""
     forks = 0
     child: Connection | None = None
     with contextlib.suppress(EOFError, PoolGone, ConnectionResetError, BrokenPipeError):
