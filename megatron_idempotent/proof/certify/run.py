@@ -374,10 +374,12 @@ def _outcome(
     pool: RankPool, adapter: str, check: Check, layout: Layout, how: How
 ) -> tuple[str, float, str]:
     deadline_s = DEADLINE_S * (4 if how.thorough else 1)
-    given = adapter, check.name, layout.name, how
-    start = {"timeout_s": deadline_s, "already_applied": not how.stock}
     try:
-        told: list[tuple[int, str, float, str]] = pool.run(layout.ranks, examine, *given, **start)
+        told: list[tuple[int, str, float, str]] = pool.run(
+            *(layout.ranks, examine, adapter, check.name, layout.name, how),
+            timeout_s=deadline_s,
+            already_applied=not how.stock,
+        )
     except RankTimeout as error:
         waiting = sorted(set(range(layout.ranks)) - set(error.finished))
         text = f"rank {', '.join(map(str, waiting))} did not end within {deadline_s:g} s"
