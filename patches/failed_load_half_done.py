@@ -16,8 +16,10 @@ Affects:
     rank reads, it opens each file that it is going to read, and looks at its length. All ranks tell
     each other what they found, and again after reading; if one has failed, all raise. What fails
     before the first tensor is read changes nothing. After that (bytes that are wrong, a disk that
-    breaks off) the error says that a part is loaded. A load with `validate_access_integrity=False`,
-    which may be one rank's own, or with a group of some ranks, is as before.
+    breaks off) the error says that a part is loaded. Embeddings that upstream fills with zeros
+    before it reads are copied to the host until then. As before is a load with
+    `validate_access_integrity=False`, which may be one rank's own, and one with a group of some
+    ranks. In a cloud (`--enable-msc`) ranks tell each other at the end of the load only.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/dist_checkpointing/strategies/torch.py,
@@ -43,16 +45,28 @@ _CORE = "megatron.core.dist_checkpointing"
 
 def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Load on all ranks or on none, if all ranks load."""
+    from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     call = arguments(original, args, kwargs)
     if not call["validate_access_integrity"] or kwargs.get("process_group"):
         return original(*args, **kwargs)
+    # Upstream fills these, the padded vocabulary's, with zeros before it reads.
+    emptied = [
+        (each.data, each.data.detach().to("cpu", copy=True))
+        for each in nested_values(call["sharded_state_dict"])
+        if isinstance(each, ShardedTensor) and each.allow_shape_mismatch and each.data is not None
+    ]
     try:
         with agreement.as_one(_PART):
             return original(*args, **kwargs)
-    except agreement.WindowAborted as error:
-        raise CheckpointingException(str(error)) from error
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        for tensor, before in emptied:
+            tensor.detach().copy_(before)
+        if isinstance(error, agreement.WindowAborted):
+            raise CheckpointingException(str(error)) from error
+        raise
 
 
 def determine_global_metadata(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -62,9 +76,11 @@ def determine_global_metadata(original: Callable[..., Any], *args: Any, **kwargs
 
 
 def get_filesystem_reader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return a reader that reads if all ranks can."""
+    """Return a reader that reads if all ranks can; one of a cloud as it is."""
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
     reader = original(*args, **kwargs)
-    if hasattr(reader, "fs"):  # torch's, or one derived from it
+    if isinstance(getattr(reader, "fs", None), FileSystem):
         reader.read_data = functools.partial(_read_data, reader)
     return reader
 
@@ -109,7 +125,9 @@ def _loaded(spoil: Callable[[Any], None], folder: str) -> str:
 
     def state() -> dict[str, Any]:
         make = dist_checkpointing.ShardedTensor.from_rank_offsets
-        return {name: make(name, weight, (0, rank, 2)) for name, weight in weights.items()}
+        parts = {name: make(name, weight, (0, rank, 2)) for name, weight in weights.items()}
+        parts["second"].allow_shape_mismatch = True  # as of a padded vocabulary
+        return parts
 
     dist_checkpointing.save(state(), folder)
     for weight in weights.values():

@@ -103,7 +103,10 @@ def reproduce() -> None:
         running.args.save = running.args.load = folder
         running.train(1)
         checkpointing.save_checkpoint(1, *whole, 0)
-        running.train(1)
+        for chunk in running.chunks:
+            chunk.requires_grad_(False)
+            for parameter in chunk.parameters():
+                parameter.add_(1)
         before = running.parameters()
         for name in ("distrib_optim.pt", "model_optim_rng.pt"):
             (path,) = Path(folder).glob(f"iter_*/*/{name}")

@@ -201,11 +201,11 @@ def meet(consequence: str, error: BaseException | None = None) -> None:
         if error is not None:
             raise error
         return
-    told: list[str | None] = [None] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(told) == 1:
-        told = [error and describe(error)]
-    else:
-        dist.all_gather_object(told, error and describe(error))
+    own = None if error is None else describe(error)
+    told: list[str | None] = [own]
+    if dist.is_initialized():
+        told *= dist.get_world_size()
+        dist.all_gather_object(told, own)
     failures = {rank: text for rank, text in enumerate(told) if text is not None}
     if failures:
         _session.as_one = False

@@ -26,7 +26,6 @@ from .adapters import SplitStep
 from .protocol import Subject
 from .states import put_random, random_states
 
-_CRASH = "a rank may crash in Python's collector afterwards, for a reason that is not known yet"
 #: What `megatron.training` names beside the format.
 _METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
@@ -40,7 +39,6 @@ class DistCheckpoint(SplitStep):
 
     keeps = ("scheduler", "random", "loss scale", "expert bias", "counters")
     reshards: tuple[str, ...] = ("dp",)
-    cannot = MappingProxyType({**SplitStep.cannot, "failed-save": _CRASH})
     sharding: str
     persistent = False
     """Whether one process writes all asynchronous saves, and not one that is forked for each."""
