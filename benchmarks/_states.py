@@ -22,6 +22,7 @@ ADAPTERS = {
     "DPReshardable": "`dp_reshardable`: the optimizer's buffers as they are",
     "FullyReshardable": "`fully_reshardable`: state by parameter, gathered on one rank",
     "ModelSpace": "`fully_sharded_model_space`: state by parameter, from all ranks",
+    "Persistent": "`dp_reshardable`, written by a process that stays (persistent worker)",
     "OnHost": "`dp_reshardable`, half of the optimizer on the host (`--optimizer-cpu-offload`)",
     "Training": "`megatron.training.checkpointing`, `--ckpt-format torch_dist`",
     "TrainingFully": "The same with `--dist-ckpt-optim-fully-reshardable`",
@@ -42,33 +43,27 @@ the same way. On another number of ranks sums have other orders: there the whole
 compared after the load, and the next step with a step from a state that plain copies put there.
 
 The patches of this library are applied. Not run: Megatron-FSDP, Transformer Engine, a file system
-other than a local one, a dataloader's state. Releases before 0.16 cannot save torch's Adam of
-today.
+other than a local one, a dataloader that keeps a state of its own (`--dataloader-save`). Releases
+before 0.16 cannot save torch's Adam of today.
 
 What fails, and why, in Megatron 0.19.2:
 
 - *`fully_sharded_model_space` cannot be saved any more*, though it is what
   `DistributedOptimizer.sharded_state_dict` takes where its caller names no format.
-- *A load that fails halfway leaves the model half loaded.* `dist_checkpointing.load` gives torch
-  the model's own tensors to read into (`mcore_to_pyt_state_dict`), so that the ranks and tensors
-  that came before the error have the checkpoint's values, and the optimizer those of the run. Load
-  another checkpoint, with its optimizer, before a step.
-- *Ranks do not learn that another one could not read.* `TorchDistLoadShardedStrategy.load` reads
-  with `no_dist=True`. The others go on with what they have loaded, or wait in the next collective.
-- *A rank may crash after a save that it could not write.* All ranks raise, and nothing is changed;
-  but then a rank ended in Python's garbage collector, by a segmentation fault, and once after a
-  load over a live run, with `--dist-ckpt-optim-fully-reshardable`. The reason is not known: it may
-  be the CPU runtime's.
-- *A save that one rank cannot write hangs in `megatron.training`*: the others wait for it.
-- *`--ckpt-format torch` loads weights before it opens the file of the optimizer*, and keeps them
-  where that is missing.
-- *Expert-parallel ranks go on with the random states of one of them.* `get_rng_state` saves a state
-  for each pipeline stage and tensor-parallel rank, and marks those of other replicas as copies; but
-  `expert-parallel-rng` is another one on each expert-parallel rank. Megatron-Bridge saves
-  one for each replica, as do the commits that slime and miles pin. What draws from it is few:
-  forced load balancing, and the weights of new experts.
+- *A save that one rank cannot write hangs with `--ckpt-format torch`*: the others wait for it.
+- *A rank may crash after a save that it could not write, on Python 3.12.0 and 3.12.1*: torch's
+  writer leaves a view of an `io.BytesIO` in a reference cycle, and these end in the collector there
+  ([CPython 111049](https://github.com/python/cpython/issues/111049)). Take a later one.
 - *A run without expert parallelism cannot be loaded with it*, and the other way: one optimizer
   becomes two, `ChainedOptimizer.load_state_dict` counts what it is given, and raises.
+
+Without the patches a load that fails leaves a mixture, and other ranks waiting
+([`failed-load-half-done`](../HAZARDS.md#failed-load-half-done),
+[`spoilt-checkpoint-ends-well`](../HAZARDS.md#spoilt-checkpoint-ends-well)). Expert-parallel ranks
+go on with the random states of one of them
+([`expert-random-states-shared`](../HAZARDS.md#expert-random-states-shared)). What fails after a
+file's length was found right (wrong bytes, a disk that breaks off) may still leave a part. The
+error says so: load a whole checkpoint before a step.
 
 `megatron.training.checkpointing.save_checkpoint` gathers no parameters that a step has left to the
 next forward (`overlap_param_gather`); upstream's loop does so before, and so do these adapters. A
