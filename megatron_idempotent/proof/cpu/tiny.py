@@ -359,9 +359,7 @@ def build(
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=etp,
         )
-    model_parallel_cuda_manual_seed(
-        seed, **({"use_cudagraphable_rng": True} if capturable else {})
-    )
+    model_parallel_cuda_manual_seed(seed, **({"use_cudagraphable_rng": True} if capturable else {}))
     # Last, because both seed one generator here, and weights are cut from one master copy.
     torch.manual_seed(seed)
     half, params_dtype = _precision(dtype)
