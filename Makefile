@@ -63,9 +63,10 @@ $(STAMP): pyproject.toml
 train: $(STAMP)
 	$(BIN)/megatron-idempotent train $(if $(ASYNC),--async) $(ARGS)
 
+# Nothing of tests/gpu runs here, and each process would import for it.
 test: $(STAMP)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
-	  $(or $(ARGS),--durations=40 --budget=$(BUDGET))
+	  $(or $(ARGS),--ignore=tests/gpu --durations=40 --budget=$(BUDGET))
 
 # For a machine with an NVIDIA GPU, which brings its own torch and may reach no network: PYTHON is the
 # one that holds torch, and nothing but build/wheels is installed. Neither target sets anything else up.
@@ -88,7 +89,7 @@ $(VLLM_VENV)/.ready: $(STAMP) pyproject.toml
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_VENV)/bin/python -m pytest tests/rl/engines_vllm $(ARGS)
 	MEGATRON_IDEMPOTENT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
-	  $(BIN)/python -m pytest tests/rl/trainer/test_vllm.py
+	  $(BIN)/python -m pytest tests/rl/trainer/test_vllm.py $(ARGS)
 
 # TransferQueue brings some forty packages that nothing else here needs.
 $(RAY_VENV)/.ready: $(STAMP) pyproject.toml

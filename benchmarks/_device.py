@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_idempotent.proof.cpu.gpu import DEVICES, chosen
@@ -11,6 +13,23 @@ from megatron_idempotent.proof.cpu.gpu import DEVICES, chosen
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Take `--device`; without it the environment decides, and without that it is the CPU."""
     parser.add_argument("--device", choices=DEVICES, type=str, default=chosen())
+
+
+def add_seconds(parser: argparse.ArgumentParser) -> None:
+    """Take `--seconds`, after which a benchmark on a GPU starts no other round."""
+    parser.add_argument("--seconds", type=float, help="on a GPU: start no round after these")
+
+
+def rounds_within(rounds: int, seconds: float | None) -> Iterator[int]:
+    """Yield the numbers of rounds, and end early once the seconds have passed, after three.
+
+    Ranks read clocks of their own, so several of them may be given no limit.
+    """
+    started = time.monotonic()
+    for number in range(rounds):
+        if seconds is not None and number >= 3 and time.monotonic() - started > seconds:
+            return
+        yield number
 
 
 def real_sizes(hidden: int, sequence: int, layers: int) -> dict[str, Any]:

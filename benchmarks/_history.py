@@ -15,56 +15,74 @@ from typing import Any
 
 import tomllib
 
+from benchmarks._drawing import BOUND, OURS, path, picture, words
+
 FOUND = Path("docs", "history.json")
 PICTURE = Path("docs", "assets", "history.svg")
+_LEFT, _RIGHT, _TOP, _HEIGHT = 40, 770, 120, 150
 
 
-def draw(found: dict[str, list[dict[str, Any]]], pins: list[dict[str, Any]], path: Path) -> None:
+def draw(found: dict[str, list[dict[str, Any]]], pins: list[dict[str, Any]]) -> str:
     """Draw a row for each branch, with a line at each commit that a framework pins."""
-    import matplotlib
+    days = [date.fromisoformat(run[end]) for runs in found.values() for run in runs for end in ENDS]
+    first = min(days)
+    scale = (_RIGHT - _LEFT) / (max(days) - first).days
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
+    def x(day: str) -> float:
+        return _LEFT + (date.fromisoformat(day) - first).days * scale
 
-    # The same file for the same numbers.
-    matplotlib.rcParams.update({"svg.hashsalt": "history", "svg.fonttype": "none"})
-    figure, _ = pyplot.subplots(len(found), 1, sharex=True, figsize=(9, 2.4 * len(found)))
-    for axis, (branch, runs) in zip(figure.axes, found.items(), strict=True):
-        days = [date.fromisoformat(run["since"]) for run in runs]
+    parts = []
+    bottom = _TOP + len(found) * (_HEIGHT + 40) - 40
+    for row, (branch, runs) in enumerate(found.items()):
         shares = [100 * run["landed"] / (run["landed"] + len(run["refused"])) for run in runs]
-        end = date.fromisoformat(runs[-1]["until"])
-        axis.step([*days, end], [*shares, shares[-1]], where="post", color="#2a6f97")
-        axis.axhline(99, color="#999999", linewidth=0.8, linestyle=":")
-        axis.set_ylim(min(85, min(shares) - 1), 101)
-        axis.set_ylabel(f"{branch}: patches\nthat land, %")
-        axis.grid(axis="y", linewidth=0.3)
-        for spine in ("top", "right"):
-            axis.spines[spine].set_visible(False)
-    for pin in pins:
-        day = date.fromisoformat(pin["date"])
-        for axis in figure.axes:
-            axis.axvline(day, color="#c1666b", linewidth=0.7)
-        figure.axes[0].annotate(
-            pin["name"], (day, 101), rotation=60, fontsize=7, annotation_clip=False
-        )
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+        lowest = min(85, 5 * (min(shares) // 5))
+        top = _TOP + row * (_HEIGHT + 40)
+
+        def y(share: float, top: float = top, lowest: float = lowest) -> float:
+            return top + _HEIGHT * (100 - share) / (100 - lowest)
+
+        parts.append(words(8, top - 10, f"{branch}: patches that land, %"))
+        for mark in (lowest, 99, 100):
+            dashes = ' stroke-dasharray="2 3"' if mark == 99 else ' stroke-opacity="0.4"'
+            parts.append(path(f"M{_LEFT} {y(mark):.1f}H{_RIGHT}", more=dashes))
+            if mark != 99:
+                parts.append(words(_LEFT - 6, y(mark) + 4, f"{mark:g}", ' text-anchor="end"'))
+        steps = [f"H{x(run['since']):.1f}V{y(s):.1f}" for run, s in zip(runs, shares, strict=True)]
+        begun = f"M{x(runs[0]['since']):.1f} {y(shares[0]):.1f}"
+        ended = f"H{x(runs[-1]['until']):.1f}"
+        parts.append(path(begun + "".join(steps) + ended, OURS, ' stroke-width="2"'))
+    for month in sorted({day.replace(day=1) for day in days}):
+        if month >= first and month.month % 2:
+            at = x(month.isoformat())
+            parts.append(words(at, bottom + 20, f"{month:%Y-%m}", ' text-anchor="middle"'))
+    last = 0.0
+    for pin in sorted(pins, key=lambda pin: pin["date"]):
+        at = x(pin["date"])
+        parts.append(path(f"M{at:.1f} {_TOP}V{bottom}", BOUND, ' stroke-opacity="0.7"'))
+        last = max(at, last + 13)  # names of the same week stand beside each other
+        turned = f' font-size="11" transform="rotate(-60 {last:.1f} {_TOP - 24})"'
+        parts.append(words(last, _TOP - 24, pin["name"], turned))
+    return picture(_RIGHT + 90, bottom + 32, "Share of the patches that land", parts)
 
 
-def main(argv: list[str]) -> int:
+ENDS = ("since", "until")
+
+
+def main(argv: list[str], root: Path) -> int:
     """Write what the file has into docs/, and the picture of it; return the exit code."""
     (file,) = argv
     found = json.loads(Path(file).read_text(encoding="utf-8"))
-    table = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
-    pins = [
-        commit
-        for commit in table["tool"]["megatron-idempotent"]["commits"]
-        if commit["name"] not in found and "repository" not in commit
-    ]
-    FOUND.write_text(f"{json.dumps(found, indent=1)}\n", encoding="utf-8")
-    draw(found, pins, PICTURE)
+    (root / FOUND).write_text(f"{json.dumps(found, indent=1)}\n", encoding="utf-8")
+    (root / PICTURE).write_text(draw(found, pinned(found, root)), encoding="utf-8")
     return 0
 
 
+def pinned(found: dict[str, Any], root: Path) -> list[dict[str, Any]]:
+    """List Megatron's own commits that frameworks pin."""
+    table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    commits = table["tool"]["megatron-idempotent"]["commits"]
+    return [each for each in commits if each["name"] not in found and "repository" not in each]
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], Path.cwd()))

@@ -214,7 +214,7 @@ def main(asked: Any) -> None:
             if all(word in str(case) for word in asked.only):
                 found = [*rows(case, asked.rounds, copied, multiplied)]
                 results["cases"] += [{**dataclasses.asdict(case), **row} for row in found]
-                if not asked.json:
-                    tell({str(case): found})
+                # All that there is so far: a run that is ended keeps its last whole line.
+                tell(results if asked.json else {str(case): found}, asked.json)
         results["aims"] = aims(results["cases"])
     tell(results if asked.json else {**results, "cases": []}, asked.json)

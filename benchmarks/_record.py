@@ -17,6 +17,8 @@ from typing import Any
 
 _CPUS = Path("/proc/cpuinfo")
 _STAT = Path("/proc/stat")
+#: Numbers that name a row of a list, as its words do.
+_NAMES = {"tokens": "{} tokens", "kept": "{:.0%} kept"}
 
 
 def options(doc: str) -> argparse.ArgumentParser:
@@ -29,7 +31,7 @@ def options(doc: str) -> argparse.ArgumentParser:
 def tell(found: Any, as_json: bool = False) -> None:
     """Print what was found: a line for each number and each refusal, or one JSON object."""
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(found), flush=True)
         return
     for name, value in leaves("", found):
         print(f"{name:70} {value if isinstance(value, str) else format(value, '.4g')}", flush=True)
@@ -46,8 +48,15 @@ def leaves(at: str, found: Any) -> Iterator[tuple[str, float | str]]:
         for index, each in enumerate(found):
             held = each if isinstance(each, Mapping) else {}
             words = [value for value in held.values() if isinstance(value, str)]
+            words += [
+                form.format(held[key]) for key, form in _NAMES.items() if held.get(key, 1) != 1
+            ]
             step = ", ".join(words) or str(index)
-            rest = {key: value for key, value in held.items() if not isinstance(value, str)}
+            rest = {
+                key: value
+                for key, value in held.items()
+                if not isinstance(value, str) and key not in _NAMES
+            }
             yield from leaves(f"{at}, {step}" if at else step, rest if held else each)
 
 

@@ -22,6 +22,7 @@ ADAPTERS = {
     "DPReshardable": "`dp_reshardable`: the optimizer's buffers as they are",
     "FullyReshardable": "`fully_reshardable`: state by parameter, gathered on one rank",
     "ModelSpace": "`fully_sharded_model_space`: state by parameter, from all ranks",
+    "Persistent": "`dp_reshardable`, written by a process that stays (persistent worker)",
     "OnHost": "`dp_reshardable`, half of the optimizer on the host (`--optimizer-cpu-offload`)",
     "Training": "`megatron.training.checkpointing`, `--ckpt-format torch_dist`",
     "TrainingFully": "The same with `--dist-ckpt-optim-fully-reshardable`",
@@ -31,44 +32,38 @@ ADAPTERS = {
 _HEAD = """\
 # Saved, loaded, rolled back, resharded, offloaded: the same bits
 
-Each row is a check of `certify --state`, and each column a Megatron. A run of three steps, with
-dropout, a schedule of rates and a loss scale that moves, is taken once with nothing between its
-steps. After a save, a load or an offload the next step has to have its bits: gradient norm and
-loss, weights, main weights, moments, rates, random states, loss scale, experts' biases, on each
-rank. `ok` is that, in all layouts that were run; **no** is a fault in one or more, told below the
-table; – is what the format does not offer. No bound is used anywhere: where a format rounds
-(weights that are loaded alone are of 16 bits), the run that is compared with was rounded so by
-plain copies. On another number of ranks sums have other orders: there the whole model's state is
-compared after the load, and the next step with one from a state that plain copies have put there.
+Each row is a check of `certify --state`, and each column a Megatron. A reference run takes three
+steps, with dropout, a schedule of rates and a loss scale that moves, and nothing between them.
+After a save, a load or an offload the next step must have the reference's bits on each rank:
+gradient norm and loss, weights, main weights, moments, rates, random states, loss scale, experts'
+biases. `ok` says that it has, in all layouts that were run; **no** is a fault in one or more, named
+below the table; – is what the format does not offer. Nothing is compared within a tolerance. Where
+a format rounds (weights that are loaded alone have 16 bits), plain copies rounded the reference in
+the same way. On another number of ranks sums have other orders: there the whole model's state is
+compared after the load, and the next step with a step from a state that plain copies put there.
 
 The patches of this library are applied. Not run: Megatron-FSDP, Transformer Engine, a file system
-other than a local one, a dataloader's state. Releases before 0.16 cannot save torch's Adam of
-today.
+other than a local one, a dataloader that keeps a state of its own (`--dataloader-save`). Releases
+before 0.16 cannot save torch's Adam of today.
 
 What fails, and why, in Megatron 0.19.2:
 
 - *`fully_sharded_model_space` cannot be saved any more*, though it is what
   `DistributedOptimizer.sharded_state_dict` takes where its caller names no format.
-- *A load that fails halfway leaves the model half loaded.* `dist_checkpointing.load` gives torch
-  the model's own tensors to read into (`mcore_to_pyt_state_dict`), so that the ranks and tensors
-  that came before the error have the checkpoint's values, and the optimizer those of the run. Load
-  another checkpoint, with its optimizer, before a step.
-- *Ranks do not learn that another one could not read.* `TorchDistLoadShardedStrategy.load` reads
-  with `no_dist=True`. The others go on with what they have loaded, or wait in the next collective.
-- *A rank may crash after a save that it could not write.* All ranks raise, and nothing is changed;
-  but then a rank ended in Python's garbage collector, by a segmentation fault, and once after a
-  load over a live run, with `--dist-ckpt-optim-fully-reshardable`. The reason is not known: it may
-  be the CPU runtime's.
-- *A save that one rank cannot write hangs in `megatron.training`*: the others wait for it.
-- *`--ckpt-format torch` loads weights before it opens the file of the optimizer*, and keeps them
-  where that is missing.
-- *Expert-parallel ranks go on with the random states of one of them.* `get_rng_state` saves a state
-  for each pipeline stage and tensor-parallel rank, and marks those of other replicas as copies; but
-  `expert-parallel-rng` is another one on each expert-parallel rank. Megatron-Bridge saves
-  one for each replica, as do the commits that slime and miles pin. What draws from it is few:
-  forced load balancing, and the weights of new experts.
+- *A save that one rank cannot write hangs with `--ckpt-format torch`*: the others wait for it.
+- *A rank may crash after a save that it could not write, on Python 3.12.0 and 3.12.1*: torch's
+  writer leaves a view of an `io.BytesIO` in a reference cycle, and these end in the collector there
+  ([CPython 111049](https://github.com/python/cpython/issues/111049)). Take a later one.
 - *A run without expert parallelism cannot be loaded with it*, and the other way: one optimizer
   becomes two, `ChainedOptimizer.load_state_dict` counts what it is given, and raises.
+
+Without the patches a load that fails leaves a mixture, and other ranks waiting
+([`failed-load-half-done`](../HAZARDS.md#failed-load-half-done),
+[`spoilt-checkpoint-ends-well`](../HAZARDS.md#spoilt-checkpoint-ends-well)). Expert-parallel ranks
+go on with the random states of one of them
+([`expert-random-states-shared`](../HAZARDS.md#expert-random-states-shared)). What fails after a
+file's length was found right (wrong bytes, a disk that breaks off) may still leave a part. The
+error says so: load a whole checkpoint before a step.
 
 `megatron.training.checkpointing.save_checkpoint` gathers no parameters that a step has left to the
 next forward (`overlap_param_gather`); upstream's loop does so before, and so do these adapters. A
@@ -85,7 +80,7 @@ This page is generated from [state.json](state.json) by `python -m benchmarks._s
 
 def page(found: Found) -> str:
     """Return the page: a table for each format, and its faults."""
-    parts = [_HEAD]
+    parts, shown = [], set()
     for adapter, title in ADAPTERS.items():
         parts += [f"## {title}", ""]
         if not any(adapter in each for each in found.values()):
@@ -98,14 +93,22 @@ def page(found: Found) -> str:
         places = dict.fromkeys(f"`{layout}`" for run in runs.values() for layout in run)
         said = ", ".join(f"{name} on {day}" for name, day in dates.items())
         parts += [f"In {', '.join(places)}; {said}.", ""]
-        parts += [line("check", *runs, "it demands that"), line(*["---"] * (len(runs) + 2))]
-        for name, check in STATE_CHECKS.items():
+        parts += [line("check", *runs), line(*["---"] * (len(runs) + 1))]
+        for name in STATE_CHECKS:
             cells = [_cell(name, run) for run in runs.values()]
             if {*cells} & {"ok", "**no**"} or "–" not in cells:
-                parts.append(line(f"`{name}`", *cells, check.summary))
-        told = [f"- {'; '.join(where)}: {fault}" for fault, where in _faults(runs).items()]
+                shown.add(name)
+                parts.append(line(f"`{name}`", *cells))
+        told = [
+            f"- {'; '.join(f'{at} {_listed(checks)}' for at, checks in where.items())}: {fault}"
+            for fault, where in _faults(runs).items()
+        ]
         parts += ["", *told, ""] if told else [""]
-    return "\n".join(parts)
+    demands = [
+        line(f"`{name}`", check.summary) for name, check in STATE_CHECKS.items() if name in shown
+    ]
+    head = [_HEAD, "## What each check demands", "", line("check", "demands that")]
+    return "\n".join([*head, line("---", "---"), *demands, "", *parts])
 
 
 def _cell(check: str, run: Verdicts) -> str:
@@ -117,14 +120,20 @@ def _cell(check: str, run: Verdicts) -> str:
     return "ok" if "passed" in verdicts else "–"
 
 
-def _faults(runs: Mapping[str, Verdicts]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _faults(runs: Mapping[str, Verdicts]) -> dict[str, dict[str, list[str]]]:
+    """Map each fault to where it is found: a Megatron and a layout, and the checks there."""
+    found: dict[str, dict[str, list[str]]] = {}
     for name, layouts in runs.items():
         for layout, checks in layouts.items():
             for check, (verdict, _, fault) in checks.items():
                 if verdict in ("failed", "declared"):
-                    found.setdefault(fault, []).append(f"{name}, `{layout}`, `{check}`")
+                    at = found.setdefault(fault, {}).setdefault(f"{name}, `{layout}`,", [])
+                    at.append(f"`{check}`")
     return found
+
+
+def _listed(checks: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(checks[:-1]), checks[-1])))
 
 
 def main(argv: Sequence[str], root: Path) -> int:

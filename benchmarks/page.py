@@ -1,45 +1,39 @@
-"""Writes docs/benchmarks.md: the ratios that benchmarks found, with the machine and the date.
+"""Writes docs/benchmarks.md and its pictures: what benchmarks found, with machine and date.
 
 `python -m benchmarks.page FOLDER` merges the files in that folder into docs/benchmarks.json and
-writes the page again. `python -m benchmarks --json FOLDER` leaves there what each benchmark found,
-as `NAME.json`. Only ratios within one run are shown: seconds of another machine say nothing.
+writes the page again; `--machine h100` merges into docs/benchmarks-h100.json, which the page shows
+beside it. `python -m benchmarks --json FOLDER` leaves in the folder what each benchmark found, as
+`NAME.json`. The page has only ratios within one run: seconds of another machine say nothing.
+`benchmarks/meanings.toml` says what they mean.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import itertools
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomllib
+
+from benchmarks._drawing import Bar, bars, number
 from benchmarks._record import leaves
 
-FOUND = Path("docs", "benchmarks.json")
-PAGE = Path("docs", "benchmarks.md")
+DOCS = Path("docs")
+PAGE = DOCS / "benchmarks.md"
+PICTURES = Path("assets", "benchmarks")
 #: Use per core before a run from which on another process had a good part of a core.
 BUSY = 0.25
-#: Of each benchmark's numbers those that are ratios, by the end or the beginning of their names.
-RATIOS = {
-    "apply_cost": r"apply\(\), of import asyncio$",
-    "hook_cost": r", of a start$",
-    "rank_calls": r"^ratio$",
-    "cpu_overhead": r"^ratio, ",
-    "patched_step": r"ratio$|of_lower_quartiles$",
-    "split_step": r"\)/\(|, bubbles$|^memory, ",
-    "packing": r"^step, |, (above|padding|waiting|by work|given)$",
-    "token_logprobs": r", (time, \d|memory)$",
-    "distillation": r", (time|memory)$",
-    "weight_export": r", bandwidth_to_save_file, |, memory, ",
-    "weight_sync": r"^pause/sync$",
-    "weight_deltas": r"(changed|of_the_model|of_the_bound)$",
-    "weight_transports": r", of_a_copy$",
-    "workers": r"÷ empty call$",
-    "async_against_sync": r"÷ sync$",
-    "async_simulated": r"^ratios, |, (efficiency|useful|wasted)$",
-}
+#: Bars up to which a picture's text for those who do not see it has each of them.
+MANY = 6
+MEANINGS = tomllib.loads(Path(__file__).with_name("meanings.toml").read_text("utf-8"))
+_BOUNDS = {"at_most": "at most", "at_least": "at least"}
 
 Runs = Mapping[str, Mapping[str, Any]]
 """Maps a benchmark to `ran`, `arguments`, `machine` and `found`."""
@@ -47,14 +41,14 @@ Runs = Mapping[str, Mapping[str, Any]]
 _HEAD = """\
 # Benchmarks
 
-What each program of [benchmarks/](../benchmarks) found. Each number is a ratio of two sides that
-took turns in one run, so that it can be compared between machines; the program's documentation says
-what stands above and below the line. A run on a machine that was busy is marked: do not quote it.
+Each number is a ratio of two sides that took turns in one run, so that it can be compared between
+machines. In the pictures the dashed line is 1.0, and a red mark is the limit that we hold a number
+to. Green is ours, grey is another's. A run on a busy machine is marked: do not quote it.
 
-This page is generated from [benchmarks.json](benchmarks.json):
+This page and its pictures are generated from `benchmarks*.json` beside it, one for each machine:
 
-    python -m benchmarks --json build/benchmarks     # or some: python -m benchmarks apply_cost …
-    python -m benchmarks.page build/benchmarks
+    python -m benchmarks --json build/benchmarks   # or some, by their names
+    python -m benchmarks.page build/benchmarks     # of a GPU: --machine h100
 """
 
 
@@ -66,9 +60,9 @@ def read(folder: Path) -> Runs:
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
-        if path.stem not in RATIOS:
+        if path.stem not in MEANINGS:
             raise ValueError(
-                f"{path} is of no benchmark with ratios: known are {', '.join(RATIOS)}"
+                f"{path} is of no benchmark with ratios: known are {', '.join(MEANINGS)}"
             )
         try:
             run = json.loads(path.read_text("utf-8"))
@@ -79,38 +73,115 @@ def read(folder: Path) -> Runs:
             raise ValueError(
                 f"{path} is not what `python -m benchmarks --json` writes: {error!r}"
             ) from None
-        if not dict(ratios(path.stem, found[path.stem]["found"])):
-            raise ValueError(f"{path} has no ratio named like {RATIOS[path.stem]!r}")
+        if not ratios(path.stem, found[path.stem]["found"]):
+            raise ValueError(f"{path} has no ratio named like {MEANINGS[path.stem]['numbers']!r}")
     if not found:
         raise ValueError(f"{folder} has no NAME.json: `python -m benchmarks --json` writes them")
     return found
 
 
-def ratios(name: str, found: Any) -> Iterator[tuple[str, float]]:
-    """Yield the ratios among what a benchmark found, with their names."""
-    for label, value in leaves("", found):
-        if not isinstance(value, (str, bool)) and re.search(RATIOS[name], label):
-            yield label, float(value)
+def ratios(name: str, found: Any) -> dict[str, float]:
+    """Return the ratios among what a benchmark found, by their names."""
+    numbers = {
+        label.removesuffix(", value"): float(value)
+        for label, value in leaves("", found)
+        if not isinstance(value, (str, bool))
+    }
+    wanted = MEANINGS[name]["numbers"]
+    return {label: value for label, value in numbers.items() if re.search(wanted, label)}
 
 
-def page(runs: Runs, summaries: Mapping[str, str]) -> str:
-    """Return the page: a table of ratios for each benchmark, and those that were not run."""
+def page(machines: Mapping[str, Runs], summaries: Mapping[str, str]) -> str:
+    """Return the page: sentences, a picture and a table for each benchmark, and what is missing.
+
+    `machines` has the runs of each machine, by its label.
+    """
     parts = [_HEAD]
-    for name in RATIOS:
-        if name not in runs:
+    for name, meaning in MEANINGS.items():
+        shown = {label: runs[name] for label, runs in machines.items() if name in runs}
+        if not shown:
             continue
-        run = runs[name]
-        command = " ".join(["python -m benchmarks", name, *_shown(run["arguments"])])
-        parts += [f"## {name}", "", summaries[name], "", f"    {command}", "", _told(run), ""]
-        parts += ["| | ratio |", "| --- | --- |"]
-        parts += [
-            f"| {_cell(label)} | {value:.3g} |" for label, value in ratios(name, run["found"])
-        ]
-        parts.append("")
-    missing = [name for name in RATIOS if name not in runs]
+        parts += [f"## {meaning['title']}", ""]
+        for label, run in shown.items():
+            told = " ".join(_sentences(name, ratios(name, run["found"])))
+            parts += [_wrapped(f"**{label}.** {told}"), "", *_warning(run)]
+        if rows := _bars(name, shown):
+            told = "; ".join(f"{row.group} {row.side} {number(row.value)}".strip() for row in rows)
+            if len(rows) > MANY:
+                values = [row.value for row in rows]
+                told = f"{len(rows)} bars from {number(min(values))} to {number(max(values))}"
+            alt = f"1.0 is {meaning['one']}: {told}"
+            parts += [_wrapped(f"![{alt}]({PICTURES.as_posix()}/{name}.svg)"), ""]
+        parts += ['<details markdown="1">', "<summary>The numbers</summary>", "", summaries[name]]
+        for label, run in shown.items():
+            command = " ".join(["python -m benchmarks", name, *_shown(run["arguments"])])
+            parts += ["", f"    {command}", "", f"{label}: {_told(run)}", ""]
+            parts += ["| | ratio |", "| --- | --- |"]
+            parts += [
+                f"| {_cell(label)} | {number(value)} |"
+                for label, value in ratios(name, run["found"]).items()
+            ]
+        parts += ["", "</details>", ""]
+    missing = [name for name in MEANINGS if not any(name in runs for runs in machines.values())]
     if missing:
         parts += ["## Not run yet", "", *(f"- `{name}`: {summaries[name]}" for name in missing), ""]
     return "\n".join(parts)
+
+
+def pictures(machines: Mapping[str, Runs]) -> dict[str, str]:
+    """Return the pictures, by the benchmark."""
+    drawn = {}
+    for name, meaning in MEANINGS.items():
+        shown = {label: runs[name] for label, runs in machines.items() if name in runs}
+        if rows := _bars(name, shown):
+            drawn[name] = bars(meaning["title"].replace("`", ""), meaning["one"], rows)
+    return drawn
+
+
+def _sentences(name: str, numbers: Mapping[str, float]) -> Iterator[str]:
+    """Yield the sentences whose ratios this machine measured."""
+    for sentence in MEANINGS[name]["says"]:
+        parts = re.split(r"\{(.+?):([.\d%a-z]+)\}", " ".join(sentence.split()))
+        for at in range(1, len(parts), 3):
+            found = [value for each, value in numbers.items() if re.fullmatch(parts[at], each)]
+            if not found:
+                break
+            least, most = (format(each(found), parts[at + 1]) for each in (min, max))
+            parts[at] = (least if least == most else f"{least} to {most}").replace("%", " %")
+            parts[at + 1] = ""
+        else:
+            yield "".join(parts)
+
+
+def _bars(name: str, shown: Runs) -> list[Bar]:
+    """Return the bars of a benchmark's picture, those of a group beside each other."""
+    meaning = MEANINGS[name]
+    found = []
+    for label, run in shown.items():
+        limits = {
+            at.removesuffix(f", {key}"): (words, float(value))
+            for at, value in leaves("", run["found"])
+            for key, words in _BOUNDS.items()
+            if at.endswith(f", {key}")
+        }
+        numbers = ratios(name, run["found"])
+        for pattern, (at, value) in itertools.product(meaning["bars"], numbers.items()):
+            match = re.fullmatch(pattern, at)
+            if match is None:
+                continue
+            words = [(kind, word) for kind, word in match.groupdict().items() if word]
+            groups = [label] if len(shown) > 1 else []
+            groups += [word for kind, word in words if kind.startswith("group")]
+            side = ", ".join(word for kind, word in words if kind.startswith("side"))
+            ours = not re.fullmatch(meaning.get("others", "$."), side)
+            group = ", ".join(groups)
+            found.append(Bar(group=group, side=side, value=value, ours=ours, limit=limits.get(at)))
+    order = list(dict.fromkeys(bar.group for bar in found))
+    return sorted(found, key=lambda bar: order.index(bar.group))
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _shown(arguments: Sequence[str]) -> list[str]:
@@ -124,28 +195,52 @@ def _cell(label: str) -> str:
 def _told(run: Mapping[str, Any]) -> str:
     its = run["machine"]
     versions = ", ".join(f"{each} {its[each]}" for each in ("torch", "megatron-core") if its[each])
-    told = f"{run['ran']}, {its['cpu']}, {its['cores']} cores, {versions}, Python {its['python']}."
+    return f"{run['ran']}, {its['cpu']}, {its['cores']} cores, {versions}, Python {its['python']}."
+
+
+def _warning(run: Mapping[str, Any]) -> list[str]:
+    its = run["machine"]
     busy = its["busy"] or (its.get("use_per_core") or 0) >= BUSY
-    return told + (" **The machine was busy**, so that this has to be run again." if busy else "")
+    return ["**The machine was busy**, so this has to be run again.", ""] if busy else []
 
 
 def summaries(root: Path) -> dict[str, str]:
     """Return the first sentence of each benchmark's own documentation; import none of them."""
     found = {}
-    for name in RATIOS:
+    for name in MEANINGS:
         text = (root / "benchmarks" / f"{name}.py").read_text("utf-8")
         found[name] = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
     return {name: " ".join(text.split()) for name, text in found.items()}
 
 
+def known(root: Path) -> dict[str, Runs]:
+    """Read what each machine's file in docs/ has, by the machine's label."""
+    files = sorted((root / DOCS).glob("benchmarks*.json"), key=lambda path: path.stem)
+    labels = {path: path.stem.partition("-")[2].upper() or "CPU" for path in files}
+    return {labels[path]: json.loads(path.read_text("utf-8")) for path in files}
+
+
 def main(argv: Sequence[str], root: Path) -> int:
-    """Merge the results of the folder that is given, if one is, and write the page."""
-    known = json.loads((root / FOUND).read_text("utf-8")) if (root / FOUND).exists() else {}
-    for folder in argv:
-        known |= read(Path(folder))
-    known = {name: known[name] for name in RATIOS if name in known}
-    (root / FOUND).write_text(f"{json.dumps(known, indent=1)}\n", encoding="utf-8")
-    (root / PAGE).write_text(page(known, summaries(root)), encoding="utf-8")
+    """Merge the results of the folders that are given, and write the page and its pictures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
+    parser.add_argument("folders", nargs="*", type=Path)
+    parser.add_argument("--machine", help="of these results, if it is not the CPU")
+    asked = parser.parse_args(argv)
+    into = (
+        root / DOCS / (f"benchmarks-{asked.machine}.json" if asked.machine else "benchmarks.json")
+    )
+    if asked.folders:
+        runs = dict(json.loads(into.read_text("utf-8"))) if into.exists() else {}
+        for folder in asked.folders:
+            runs |= read(folder)
+        runs = {name: runs[name] for name in MEANINGS if name in runs}
+        into.write_text(f"{json.dumps(runs, indent=1)}\n", encoding="utf-8")
+    machines = known(root)
+    (root / PAGE).write_text(page(machines, summaries(root)), encoding="utf-8")
+    folder = root / DOCS / PICTURES
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, drawn in pictures(machines).items():
+        (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Measures what the patches cost a step that hits no hazard: patched ÷ stock, in one run.
 
     python -m benchmarks.patched_step [--rounds 40] [--ranks 2] [--hidden 256] [--json]
-                                      [--device cuda]
+                                      [--device cuda [--seconds 60]]
 
 A window of microbatches through upstream's schedule and an optimizer step, on one model in one
 process per rank, with overlapped reductions and gathers. Rounds alternate between `apply()` and
@@ -25,7 +25,14 @@ import time
 from typing import Any
 
 import megatron_idempotent
-from benchmarks._device import add_device, aim, fast_kernels, real_sizes
+from benchmarks._device import (
+    add_device,
+    add_seconds,
+    aim,
+    fast_kernels,
+    real_sizes,
+    rounds_within,
+)
 from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 from megatron_idempotent.proof.cpu.probes import activity
@@ -39,7 +46,9 @@ AIM = 1.01
 Seconds = dict[str, list[tuple[float, float]]]
 
 
-def measure(rounds: int, hidden: int, real: bool) -> tuple[Seconds, dict[str, Any]]:
+def measure(
+    rounds: int, hidden: int, real: bool, limit_s: float | None
+) -> tuple[Seconds, dict[str, Any]]:
     """Runs on a rank; returns wall and CPU seconds of each round per side, and a profiled step's
     counts.
     """
@@ -62,7 +71,7 @@ def measure(rounds: int, hidden: int, real: bool) -> tuple[Seconds, dict[str, An
     bench = tiny.build(overlap_grad_reduce=True, overlap_param_gather=True, **sizes)
     sides = {"stock": megatron_idempotent.revert, "patched": megatron_idempotent.apply}
     seconds: Seconds = {name: [] for name in sides}
-    for round_number in range(rounds + WARM_UP):
+    for round_number in rounds_within(rounds + WARM_UP, limit_s):
         order = list(sides) if round_number % 2 else list(sides)[::-1]
         for name in order:
             sides[name]()
@@ -107,6 +116,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, help="size of the hidden layers")
     add_device(parser)
+    add_seconds(parser)
     asked = parser.parse_args()
     real = asked.device == "cuda"
     seconds, counts = cpu.run_ranks(
@@ -115,6 +125,7 @@ def main() -> None:
         asked.rounds,
         asked.hidden or (4096 if real else 256),
         real,
+        asked.seconds if real else None,
         timeout_s=600.0,
         device=asked.device,
     )[0]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.split_step [--rounds 10] [--hidden 256] [--json]
                                     [--latency-ms 2] [--gigabytes-per-s 0.2] [--only-steps]
-                                    [--device cuda]
+                                    [--device cuda [--seconds 60]]
 
 On CPU ranks, in one run per layout, by programs that take turns on one model and the same data:
 a step of Megatron's alone, split ones with and without `last=True`, ones that are given a list
@@ -28,7 +28,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks._device import add_device, aim, fast_kernels, real_sizes
+from benchmarks._device import (
+    add_device,
+    add_seconds,
+    aim,
+    fast_kernels,
+    real_sizes,
+    rounds_within,
+)
 from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
@@ -80,13 +87,18 @@ def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
     }
 
 
-def _in_turn(rounds: int, sides: dict[str, Callable[[], None]], clocks: Any) -> Seconds:
+def _in_turn(
+    rounds: int,
+    sides: dict[str, Callable[[], None]],
+    clocks: Any,
+    limit_s: float | None = None,
+) -> Seconds:
     """Return by how much each clock advances in a step of each side, in each round."""
     import torch
 
     found: Seconds = {name: [] for name in sides}
     names = list(sides)
-    for number in range(rounds + WARM_UP):
+    for number in rounds_within(rounds + WARM_UP, limit_s):
         first = number % len(names)
         order = names[first:] + names[:first]
         for name in order if number % 2 else order[::-1]:
@@ -104,18 +116,24 @@ def _in_turn(rounds: int, sides: dict[str, Callable[[], None]], clocks: Any) -> 
 
 
 def times(
-    rounds: int, hidden: int, microbatches: int, options: dict[str, Any], rows: int = 2
+    rounds: int,
+    hidden: int,
+    microbatches: int,
+    options: dict[str, Any],
+    rows: int = 2,
+    limit_s: float | None = None,
 ) -> Seconds:
     """Runs on a rank; returns seconds of a step: wall, CPU, and wall in the call."""
     built, sides = _sides(hidden, microbatches, rows, **options)
     clocks = (time.perf_counter, time.process_time, lambda: built.call_s)
-    return _in_turn(rounds, sides, clocks)
+    return _in_turn(rounds, sides, clocks, limit_s)
 
 
-def times_on_device(rounds: int, hidden: int) -> Seconds:
+def times_on_device(rounds: int, hidden: int, limit_s: float | None) -> Seconds:
     """Runs on a rank with a GPU; returns wall and CPU seconds at real sizes."""
     fast_kernels()
-    return times(rounds, hidden, CHUNKS, real_sizes(hidden, sequence=2048, layers=4), rows=1)
+    sizes = real_sizes(hidden, sequence=2048, layers=4)
+    return times(rounds, hidden, CHUNKS, sizes, rows=1, limit_s=limit_s)
 
 
 def exposed(rounds: int, hidden: int, latency_s: float, bytes_per_s: float) -> tuple[Seconds, int]:
@@ -151,6 +169,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, help="size of the hidden layers")
     parser.add_argument("--only-steps", action="store_true", help="no network, no memory")
     add_device(parser)
+    add_seconds(parser)
     parser.add_argument("--latency-ms", type=float, default=2.0)
     parser.add_argument("--gigabytes-per-s", type=float, default=0.2)
     asked = parser.parse_args()
@@ -195,7 +214,7 @@ def _on_ranks(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _on_device(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    arguments = (asked.rounds, asked.hidden or 2048)
+    arguments = (asked.rounds, asked.hidden or 2048, asked.seconds)
     seconds = cpu.run_ranks(1, times_on_device, *arguments, timeout_s=600.0, device=asked.device)[0]
     pairs = [*PAIRS, ("eight, last", "plain"), ("eight", "plain")]
     yield {"plain_ms": 1e3 * statistics.median(wall for wall, _ in seconds["plain"])}

@@ -1,7 +1,8 @@
 """Measures how long requests wait for new weights: the pause ÷ the whole sync, staged and inline.
 
     python -m benchmarks.weight_sync [--rounds 5] [--hidden 768] [--streams 8] [--json]
-                                     [--vllm-python .nox/vllm/bin/python] [--device cuda]
+                                     [--vllm-python .nox/vllm/bin/python]
+                                     [--device cuda [--seconds 60]]
 
 A real Megatron model of some 100 MB on a CPU rank, and an engine that keeps sampling: in the same
 process, or a vLLM server that is started with the Python given. Staged, weights arrive while it
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks._device import add_device, aim, fast_kernels
+from benchmarks._device import add_device, add_seconds, aim, fast_kernels, rounds_within
 from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
@@ -34,7 +35,7 @@ AIM = 0.15
 
 
 def measure(
-    rounds: int, hidden: int, streams: int, vllm_python: str, device: str
+    rounds: int, hidden: int, streams: int, vllm_python: str, device: str, limit_s: float | None
 ) -> dict[str, Any]:
     """Runs on a rank; returns seconds of pauses and syncs, and what became of the streams."""
     if device == "cuda":
@@ -43,7 +44,7 @@ def measure(
         folder = Path(name)
         model = _model(folder, hidden)
         make = _vllm(folder, vllm_python, stack) if vllm_python else _local(folder, device)
-        found = asyncio.run(_measure(model, make, rounds, streams))
+        found = asyncio.run(_measure(model, make, rounds, streams, limit_s))
         if device == "cuda":
             found["copy_gb_per_s"] = _copy_rate(int(found["mb"] * 1e6))
         return found
@@ -83,7 +84,11 @@ def _vllm(folder: Path, python: str, stack: contextlib.ExitStack) -> Callable[[]
 
 
 async def _measure(
-    model: tuple[list[Any], Any], make: Callable[[], Any], rounds: int, streams: int
+    model: tuple[list[Any], Any],
+    make: Callable[[], Any],
+    rounds: int,
+    streams: int,
+    limit_s: float | None,
 ) -> dict[str, Any]:
     from megatron_idempotent.rl.hf import MegatronWeights
     from megatron_idempotent.rl.sync import SyncSettings, WeightSync
@@ -96,7 +101,8 @@ async def _measure(
     running = Streams(engine, streams, arch.vocab_size)
     pauses: dict[str, list[float]] = {"staged": [], "inline": []}
     totals: dict[str, list[float]] = {"staged": [], "inline": []}
-    for version in range(1, 2 * rounds + 1):
+    for number in rounds_within(2 * rounds, limit_s):
+        version = number + 1
         side = "staged" if version % 2 else "inline"
         _train(chunks)
         started = time.perf_counter()
@@ -194,12 +200,13 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--vllm-python", default="", help="of an environment with vLLM")
     add_device(parser)
+    add_seconds(parser)
     asked = parser.parse_args()
     hidden = asked.hidden or (4096 if asked.device == "cuda" else 768)
     (found,) = cpu.run_ranks(
         1,
         measure,
-        *(asked.rounds, hidden, asked.streams, asked.vllm_python, asked.device),
+        *(asked.rounds, hidden, asked.streams, asked.vllm_python, asked.device, asked.seconds),
         timeout_s=900.0,
         device=asked.device,
     )

@@ -30,6 +30,20 @@ def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]],
         hook.remove()
 
 
+def interrupt_window(model: Any, *, at: int, forward_only: bool = False) -> None:
+    """Run a window of a bench with two microbatches, and interrupt it before one's forward."""
+
+    def fail(index: int, loss: Any) -> None:
+        if index == at:
+            raise Broken("a microbatch that cannot be read")
+
+    model.on_microbatch = fail
+    try:
+        model.forward_backward(2, data_seed=0, forward_only=forward_only)
+    except Broken:
+        model.on_microbatch = None
+
+
 def expect_gradients(model: Any, expected: Any) -> None:
     """Run one more window, and hold its gradients to `expected`, bit for bit."""
     import torch
@@ -39,22 +53,54 @@ def expect_gradients(model: Any, expected: Any) -> None:
         raise RuntimeError(_SPOILT)
 
 
+#: Fields of the config for routers that learn a bias from the tokens that they count.
+EXPERT_BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+}
+
+
+def gathered(tensor: Any, group: Any = None) -> list[Any]:
+    """Return the tensors of all of a group's ranks, which take part; by default those of all."""
+    import torch
+
+    found = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(found, tensor.detach().contiguous(), group=group)
+    return found
+
+
 def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
     """Run forward and backward of one microbatch of a bench, without the schedules.
 
     The loss is the mean over all tokens or, if `summed`, their sum. Returns the number of tokens.
     """
-    import torch
-
     from megatron_idempotent.proof.cpu import tiny
 
     (chunk,) = model.chunks
-    tokens_BT = next(tiny.microbatches(data_seed))
-    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
-    loss_BT = chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float()
+    tokens_BT, *places = tiny.inputs(data_seed)
+    loss_BT = chunk(tokens_BT, *places, labels=tokens_BT).float()
     (loss_BT.sum() if summed else loss_BT.mean()).backward()
     return int(loss_BT.numel())
+
+
+def of_context_rank(chunk: Any, tokens_BT: Any, mask_BT: Any) -> Any:
+    """Return the losses of this context-parallel rank's part of whole rows, with MTP layers.
+
+    `mask_BT` is that part's own.
+    """
+    import torch
+
+    from megatron_idempotent.step import own_positions
+
+    return chunk(
+        own_positions(tokens_BT),
+        own_positions(torch.arange(tokens_BT.shape[1], device="cuda").expand_as(tokens_BT)),
+        None,
+        labels=own_positions(tokens_BT.roll(-1, 1)),
+        loss_mask=mask_BT,
+    )
 
 
 def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:

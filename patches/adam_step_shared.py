@@ -26,15 +26,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
+def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
     """Run upstream's load, then give each parameter a counter of its own, at the saved step."""
     import torch
 
@@ -65,7 +64,7 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a load leaves torch's Adam with one step counter that all parameters advance",
-    targets=(target("distributed.load_state_dict", load_state_dict),),
+    "a load leaves torch's Adam with one step counter that all parameters advance",
+    target("distributed.load_state_dict", load_state_dict),
     stock_error=r"RuntimeError: step counters at \[.*\] after the second step",
 )

@@ -31,15 +31,15 @@ Remove when:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 from . import _scenarios
 
 
-def schedule(original: Callable[..., None], self: Any, async_req: Any) -> None:
+def schedule(original: Original, self: Any, async_req: Any) -> None:
     """Give the worker copies of what is on the host."""
     import torch
     from torch.utils._pytree import tree_map
@@ -96,15 +96,12 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="with a persistent worker an asynchronous save has later values of host tensors",
-    since="0.13",
-    targets=(
-        Target(
-            "megatron.core.dist_checkpointing.strategies.async_utils:"
-            "PersistentAsyncCaller.schedule_async_call",
-            schedule,
-        ),
+    "with a persistent worker an asynchronous save has later values of host tensors",
+    target(
+        "core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.schedule_async_call",
+        schedule,
     ),
+    since="0.13",
     ranks=1,
     needs=("psutil",),
     stock_error=r"RuntimeError: saved at 0, and 1 is in the checkpoint",

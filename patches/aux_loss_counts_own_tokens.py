@@ -26,24 +26,22 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
 from . import _scenarios
 
-_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 
-
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Routes with a load balancing loss of all tokens; upstream logs it ÷ its coefficient."""
     with moe.multiplied(self.config, "moe_aux_loss_coeff", _ranks(self)):
         return original(self, *args, **kwargs)
 
 
-def apply_z_loss(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def apply_z_loss(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Do the same to the z-loss, which upstream logs ÷ its coefficient, too."""
     with moe.multiplied(self.config, "moe_z_loss_coeff", _ranks(self)):
         return original(self, *args, **kwargs)
@@ -59,14 +57,12 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="per token, MoE auxiliary losses have 1/(TP x CP) of their weight",
+    "per token, MoE auxiliary losses have 1/(TP x CP) of their weight",
+    target("moe.router:TopKRouter.forward", forward, "self.routing"),
+    target("moe.router:TopKRouter.apply_z_loss", apply_z_loss),
     before="0.19",
     groups=("aux-loss",),
     provides=("aux-losses-count-all-tokens",),
-    targets=(
-        Target(f"{_ROUTER}.forward", forward, "self.routing"),
-        Target(f"{_ROUTER}.apply_z_loss", apply_z_loss),
-    ),
     # The commits that mended this one have mended both; the second is that of the branch dev.
     fixed_when=a_body_has(
         "z_loss * num_local_tokens * self.tp_cp_group.size()",

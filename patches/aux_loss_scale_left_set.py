@@ -27,25 +27,22 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import moe, schedules
 from megatron_idempotent.megatron.targets import schedule_targets
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _scenarios
 
 _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_variant")
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule, then put the scalers' values back if the model has auxiliary losses."""
-    from megatron.core.utils import get_model_config
-
     model = kwargs["model"]
     original = schedules.around(original, model)
-    config = get_model_config(schedules.chunks(model)[0])
+    config = schedules.config_of(model)
     if all(getattr(config, name, None) is None for name in _AUXILIARY):
         return original(*args, **kwargs)
     saved = []
@@ -99,10 +96,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a direct backward weighs MoE and MTP losses by the last schedule's microbatches",
+    "a direct backward weighs MoE and MTP losses by the last schedule's microbatches",
+    *schedule_targets(schedule),
     groups=("aux-loss",),
     provides=(schedules.ASKS_WINDOWS,),
-    targets=schedule_targets(schedule),
     ranks=1,
     stock_error=r"RuntimeError: router gradient norm .* after four microbatches",
 )

@@ -27,18 +27,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MODULE = "megatron.core.transformer.moe.moe_utils"
 
-
-def set_loss_scale(original: Callable[..., None], scale: Tensor) -> None:
+def set_loss_scale(original: Original, scale: Tensor) -> None:
     """Give upstream a tensor that it can keep, or copy into the one that it keeps."""
     import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -65,8 +63,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="MoE training raises after a forward under inference mode, or after a direct backward",
+    "MoE training raises after a forward under inference mode, or after a direct backward",
+    target("moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale", set_loss_scale),
     groups=("aux-loss", "generation"),
-    targets=(Target(f"{_MODULE}:MoEAuxLossAutoScaler.set_loss_scale", set_loss_scale),),
     stock_error=r"RuntimeError: Inplace update to inference tensor outside InferenceMode",
 )

@@ -72,13 +72,12 @@ def _steps(around: Callable[[list[Any]], AbstractContextManager[Any]]) -> list[b
         with around(model.chunks):
             model.forward_backward(3, data_seed=seed, zero_first=False)
         model.step()
-        found.append(model.parameters().numpy().tobytes())
+        found.append(model.bits())
     return found
 
 
 def _compare(around: Callable[[list[Any]], AbstractContextManager[Any]], *, divide: int) -> None:
     import torch
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_idempotent.proof.cpu import tiny
 
@@ -94,15 +93,7 @@ def _compare(around: Callable[[list[Any]], AbstractContextManager[Any]], *, divi
         data = tiny.microbatches(0)
         forward_step = model._forward_step([])
         for _ in range(calls):
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=data,
-                model=model.chunks,
-                num_microbatches=microbatches,
-                seq_length=tiny.SEQUENCE,
-                micro_batch_size=tiny.BATCH,
-                forward_only=False,
-            )
+            model.schedule(data, microbatches, forward_step)
         found: torch.Tensor = router.main_grad.clone()
         return found
 

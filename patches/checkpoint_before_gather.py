@@ -29,18 +29,18 @@ Remove when:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.patching import Original, Patch, arguments
 
 from . import _scenarios
 
 
-def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def save(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Gather the update that the state_dict is to have, then run `dist_checkpointing.save`."""
     pending = [
         chunk
@@ -73,7 +73,7 @@ def _parameter_storages(chunk: Any) -> Iterator[int]:
         yield from (tensor.untyped_storage().data_ptr() for tensor in held)
 
 
-def step(original: Callable[..., Any], self: Any) -> Any:
+def step(original: Original, self: Any) -> Any:
     """Remember the chunks, mark what the optimizer writes, and run its update."""
     for chunk in self.model_chunks:
         if hasattr(chunk, "bucket_groups"):
@@ -112,12 +112,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a distributed checkpoint saved right after a step holds parameters that lack it",
+    "a distributed checkpoint saved right after a step holds parameters that lack it",
+    target("core.dist_checkpointing.serialization:save", save, "sharded_state_dict"),
+    target("distributed.step_with_ready_grads", step),
+    target("group.start_param_sync", gather.start_param_sync),
     groups=("overlap",),
-    targets=(
-        Target("megatron.core.dist_checkpointing.serialization:save", save, "sharded_state_dict"),
-        target("distributed.step_with_ready_grads", step),
-        target("group.start_param_sync", gather.start_param_sync),
-    ),
     stock_error=r"RuntimeError: parameters differ .* where a checkpoint is written",
 )

@@ -23,13 +23,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def read_metadata(original: Callable[..., Any], self: Any) -> Any:
+def read_metadata(original: Original, self: Any) -> Any:
     """Look the metadata up by name and state of its file, and forget that of older ones."""
     import os
 
@@ -71,16 +71,14 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a checkpoint that was saved again is read by its older table of contents",
-    since="0.17",
-    targets=(
-        Target(
-            "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader:"
-            "CachedMetadataFileSystemReader.read_metadata",
-            read_metadata,
-            "CachedMetadataFileSystemReader._metadata_cache[self._cache_key]",
-        ),
+    "a checkpoint that was saved again is read by its older table of contents",
+    target(
+        "core.dist_checkpointing.strategies.cached_metadata_filesystem_reader:"
+        "CachedMetadataFileSystemReader.read_metadata",
+        read_metadata,
+        "CachedMetadataFileSystemReader._metadata_cache[self._cache_key]",
     ),
+    since="0.17",
     ranks=1,
     needs=("psutil",),
     stock_error=r"RuntimeError: what was saved last cannot be loaded",

@@ -3,16 +3,19 @@
 Symptom:
     A roll back with `--ckpt-step` and `--ckpt-format torch`: forwards use the weights of that
     iteration, and the first step puts the later ones back, because fp32 main parameters and Adam's
-    moments are theirs. `load_checkpoint` returns the later iteration as well. No error.
+    moments are theirs. `load_checkpoint` returns the later iteration as well. No error. With
+    `--ckpt-step 0` all is that of the latest checkpoint, in every format; and where a newer
+    non-persistent one lies beside it, that is loaded in place of the step that was asked for.
 
 Cause:
     `load_checkpoint` reads the tracker file a second time, for the state of the distributed
-    optimizer, without looking at `args.ckpt_step`.
+    optimizer, without looking at `args.ckpt_step`. 0 is taken as "not given". A non-persistent
+    checkpoint wins over each older one.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: where `args.ckpt_step` is set, the tracker file says this iteration. That of
-    non-persistent checkpoints still says its own.
+    the patch does: where `args.ckpt_step` is set, the tracker file says this iteration, and there
+    is no non-persistent checkpoint of another one.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,
@@ -24,17 +27,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
-_MODULE = "megatron.training.checkpointing"
 
-
-def read_metadata(
-    original: Callable[..., tuple[int, bool]], *args: Any, **kwargs: Any
-) -> tuple[int, bool]:
+def read_metadata(original: Original, *args: Any, **kwargs: Any) -> tuple[int, bool]:
     """Read the tracker file, and say `args.ckpt_step` where there is one."""
     import os
 
@@ -47,7 +46,7 @@ def read_metadata(
     folder = os.path.dirname(os.fspath(tracker))
     apart = getattr(options, "non_persistent_global_ckpt_dir", None)
     if (
-        not step
+        step is None
         or folder == apart
         or os.path.basename(folder) == checkpointing._NON_PERSISTENT_CKPT_SUBDIR
     ):
@@ -55,8 +54,15 @@ def read_metadata(
     return step, release
 
 
+def get_non_persistent_iteration(original: Original, folder: Any, args: Any, *context: Any) -> int:
+    """Return the latest iteration there, -1 (as of none) where another one is asked for."""
+    iteration = original(folder, args, *context)
+    step = getattr(args, "ckpt_step", None)
+    return iteration if step in (None, iteration) else -1
+
+
 def reproduce() -> None:
-    """Save two iterations, and go back to the first."""
+    """Save three iterations, and go back to each of the first two."""
     import tempfile
 
     from megatron.training import checkpointing
@@ -68,17 +74,25 @@ def reproduce() -> None:
         running.args.save = running.args.load = folder
         saved = [running.chunks, running.optimizer, running.scheduler]
         running.train(1)
-        checkpointing.save_checkpoint(1, *saved, 0)
-        checkpointing.save_checkpoint(2, *saved, 0)
-        running.args.ckpt_step = 1
-        iteration, _ = checkpointing.load_checkpoint(*saved)
-    if iteration != 1:
-        raise RuntimeError(f"went back to iteration 1, and the optimizer's state is {iteration}'s")
+        for iteration in range(3):
+            checkpointing.save_checkpoint(iteration, *saved, 0)
+        for step in (1, 0):
+            running.args.ckpt_step = step
+            iteration, _ = checkpointing.load_checkpoint(*saved)
+            if iteration != step:
+                raise RuntimeError(
+                    f"went back to iteration {step}, and the optimizer's state is {iteration}'s"
+                )
 
 
 PATCH = Patch(
-    summary="a load with ckpt_step takes the optimizer's state of the latest checkpoint",
-    targets=(Target(f"{_MODULE}:read_metadata", read_metadata, "tracker_filename"),),
+    "a load with ckpt_step takes the optimizer's state of the latest checkpoint",
+    target("checkpointing.read_metadata", read_metadata, "tracker_filename"),
+    target(
+        "checkpointing._get_non_persistent_iteration",
+        get_non_persistent_iteration,
+        "args.non_persistent_ckpt_type is None",
+    ),
     ranks=1,
     given=("reshardable-load-wants-step",),
     stock_error=r"RuntimeError: went back to iteration 1, and the optimizer's state is 2's",

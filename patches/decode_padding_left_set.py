@@ -25,11 +25,10 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron.targets import schedule_targets
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import schedule_targets, target
+from megatron_idempotent.patching import Original, Patch
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
 _CONFIG = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
@@ -41,7 +40,7 @@ _found: list[tuple[Any, str, Any]] = []
 _layers: PerProcessWeakKeys[Any, list[Any]] = PerProcessWeakKeys(__name__, "_layers")
 
 
-def set_padding(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+def set_padding(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
     """Set this model's layers, and keep what they had."""
     from megatron.core.inference import utils
     from megatron.core.utils import get_model_config
@@ -64,7 +63,7 @@ def _keep(holder: Any, names: tuple[str, ...]) -> None:
     _found.extend((holder, name, vars(holder).get(name, _MISSING)) for name in names)
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Put back what generation has set, then run a schedule."""
     while _found:
         holder, name, value = _found.pop()
@@ -102,13 +101,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="generation wipes the MoE capacity factor from training, and pads another model",
+    "generation wipes the MoE capacity factor from training, and pads another model",
+    target("core.inference.utils:set_decode_expert_padding", set_padding),
+    *schedule_targets(schedule),
     since="0.15",
     groups=("generation",),
-    targets=(
-        Target("megatron.core.inference.utils:set_decode_expert_padding", set_padding),
-        *schedule_targets(schedule),
-    ),
     ranks=1,
     stock_error=r"RuntimeError: the reference model's experts still pad",
 )

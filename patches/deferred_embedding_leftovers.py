@@ -25,25 +25,22 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
 from megatron_idempotent.megatron.targets import PIPELINED, schedule_targets
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _deferred_embedding
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule; if it is forward-only or raises, drops what it added to the lists."""
-    from megatron.core.utils import get_model_config
-
     model, forward_only = kwargs["model"], kwargs.get("forward_only", False)
     kept = schedules.buffers(model)
     if kept is None:
         return original(*args, **kwargs)
-    config = get_model_config(schedules.chunks(model)[0])
+    config = schedules.config_of(model)
     if config.finalize_model_grads_func is not None and not forward_only:
         for items in kept:
             items.clear()
@@ -70,8 +67,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="forward-only and aborted windows leave activations for the deferred embedding",
+    "forward-only and aborted windows leave activations for the deferred embedding",
+    *schedule_targets(schedule, *PIPELINED),
     groups=("abort", "deferred-embedding"),
-    targets=schedule_targets(schedule, *PIPELINED),
     stock_error=r"RuntimeError: 6 activations kept after forward-only windows",
 )

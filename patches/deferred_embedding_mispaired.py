@@ -29,13 +29,12 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.patching import Original, Patch
 
 from . import _deferred_embedding
 
@@ -43,7 +42,7 @@ _ASKED = "embedding_module.shared_embedding_or_output_weight()"
 
 
 def finish(
-    original: Callable[..., None], config: Any, embedding_module: Any, *args: Any, **kwargs: Any
+    original: Original, config: Any, embedding_module: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Give upstream the weight that the output layer used."""
     if embedding_module is None or not getattr(config, "mtp_num_layers", None):
@@ -59,7 +58,7 @@ def finish(
 
 
 def drain(
-    original: Callable[..., None],
+    original: Original,
     config: Any,
     embedding_activation_buffer: list[Any],
     *args: Any,
@@ -106,11 +105,7 @@ def _gradients(mtp_layers: int) -> tuple[Any, Any]:
     # Without overlap, see deferred-embedding-reduced-early.
     options: dict[str, Any] = {"overlap_grad_reduce": False, "distributed_optimizer": False}
     if mtp_layers:
-        options["config_overrides"] = {
-            "mtp_num_layers": mtp_layers,
-            "mtp_loss_scaling_factor": 0.1,
-        }
-        options["model_overrides"] = {"position_embedding_type": "none"}
+        options |= {"mtp": mtp_layers, "config_overrides": {"mtp_loss_scaling_factor": 0.1}}
     for model in (tiny.build(pp=2, **options), _deferred_embedding.build(**options)):
         model.forward_backward(2, data_seed=0)
         last = _deferred_embedding.output_weight(model) is not None
@@ -120,17 +115,11 @@ def _gradients(mtp_layers: int) -> tuple[Any, Any]:
 
 
 PATCH = Patch(
-    summary="with MTP the output layer's deferred gradient is another one, in another weight",
+    "with MTP the output layer's deferred gradient is another one, in another weight",
+    target("utils.drain_embedding_wgrad_compute", drain),
+    target("schedules.finish_embedding_wgrad_compute", finish, _ASKED),
     groups=("deferred-embedding",),
     provides=("deferred-embedding-paired",),
-    targets=(
-        target("utils.drain_embedding_wgrad_compute", drain),
-        Target(
-            "megatron.core.pipeline_parallel.schedules:finish_embedding_wgrad_compute",
-            finish,
-            _ASKED,
-        ),
-    ),
     given=("mtp-without-transformer-engine",),
     stock_error=r"RuntimeError: the deferred gradient is off by \d+% of its norm",
 )

@@ -23,17 +23,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _deferred_embedding
 
 
 def drain(
-    original: Callable[..., None],
+    original: Original,
     config: Any,
     embedding_activation_buffer: list[Any],
     grad_output_buffer: list[Any],
@@ -67,9 +66,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a window of one microbatch raises instead of computing a deferred embedding gradient",
+    "a window of one microbatch raises instead of computing a deferred embedding gradient",
+    target("utils.drain_embedding_wgrad_compute", drain),
     groups=("deferred-embedding",),
     provides=("deferred-embedding-drained",),
-    targets=(target("utils.drain_embedding_wgrad_compute", drain),),
     stock_error=r"UnboundLocalError: .*'drain_idx'",
 )

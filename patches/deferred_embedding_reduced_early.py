@@ -25,12 +25,11 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp, schedules
 from megatron_idempotent.megatron.targets import PIPELINED, schedule_targets, target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
 from . import _deferred_embedding
@@ -39,7 +38,7 @@ from . import _deferred_embedding
 _deferring: PerProcessWeakKeys[Any, bool] = PerProcessWeakKeys(__name__, "_deferring")
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule with pipelining, and put off its deferred gradient's reduction."""
     group = None if kwargs.get("forward_only", False) else _group(kwargs["model"])
     if group is None:
@@ -71,7 +70,7 @@ def _group(model: Any) -> Any:
     return chunk.param_to_bucket_group[weight] if chunk.ddp_config.overlap_grad_reduce else None
 
 
-def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def start_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Start a bucket group's reduction, or put it off while a deferred gradient is to come."""
     if self in _deferring:
         _deferring[self] = True
@@ -79,7 +78,7 @@ def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwar
         original(self, *args, **kwargs)
 
 
-def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Finish a bucket group, or raise if the gradient that it waits for was never computed."""
     if _defer_no_more(self) is not None:
         raise RuntimeError(
@@ -90,14 +89,14 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
     original(self, *args, **kwargs)
 
 
-def reset(original: Callable[..., None], self: Any) -> None:
+def reset(original: Original, self: Any) -> None:
     """Reset a bucket group for a window, which waits for no gradient of the window before."""
     _defer_no_more(self)
     original(self)
 
 
 def drain(
-    original: Callable[..., None],
+    original: Original,
     config: Any,
     embedding_activation_buffer: list[Any],
     grad_output_buffer: list[Any],
@@ -150,21 +149,19 @@ def neighbour() -> object:
                 norms.append(model.step()[1])
             if norms[0] != norms[1]:
                 raise RuntimeError(f"gradient norm {norms[1]} deferred, {norms[0]} not")
-            found.append(deferring.parameters().numpy().tobytes())
+            found.append(deferring.bits())
     return found
 
 
 PATCH = Patch(
-    summary="overlapped reductions miss a deferred embedding gradient",
+    "overlapped reductions miss a deferred embedding gradient",
+    *schedule_targets(schedule, *PIPELINED),
+    target("group.start_grad_sync", start_grad_sync),
+    target("group.finish_grad_sync", finish_grad_sync),
+    target("group.reset", reset),
+    target("utils.drain_embedding_wgrad_compute", drain),
     groups=("deferred-embedding",),
     provides=("deferred-embedding-ordered",),
-    targets=(
-        *schedule_targets(schedule, *PIPELINED),
-        target("group.start_grad_sync", start_grad_sync),
-        target("group.finish_grad_sync", finish_grad_sync),
-        target("group.reset", reset),
-        target("utils.drain_embedding_wgrad_compute", drain),
-    ),
     ranks=4,
     stock_error=r"RuntimeError: output layer's gradient norm .* deferred",
 )

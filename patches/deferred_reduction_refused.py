@@ -28,20 +28,19 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _scenarios
 
 _HELD = "_megatron_idempotent_held"
 
 
-def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Dispatch first where `no_sync` has held back all of the chunk."""
     if (
         self.ddp_config.overlap_grad_reduce
@@ -55,13 +54,13 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
     ddp.finished(self)
 
 
-def no_sync(original: Callable[..., Any], self: Any) -> Any:
+def no_sync(original: Original, self: Any) -> Any:
     """Remember that the caller has asked to hold gradients back."""
     setattr(self, _HELD, True)
     return original(self)
 
 
-def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+def zero_grad_buffer(original: Original, self: Any) -> None:
     """Start a window in which nothing was held back or dispatched."""
     original(self)
     setattr(self, _HELD, False)
@@ -92,13 +91,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="finish_grad_sync() asserts on gradients that were accumulated inside of no_sync()",
+    "finish_grad_sync() asserts on gradients that were accumulated inside of no_sync()",
+    target("ddp.finish_grad_sync", finish_grad_sync),
+    target("ddp.no_sync", no_sync),
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
+    target("group.start_grad_sync", ddp.dispatching),
     groups=("overlap",),
-    targets=(
-        target("ddp.finish_grad_sync", finish_grad_sync),
-        target("ddp.no_sync", no_sync),
-        target("ddp.zero_grad_buffer", zero_grad_buffer),
-        target("group.start_grad_sync", ddp.dispatching),
-    ),
     stock_error=r"AssertionError: Communication call has not been issued",
 )

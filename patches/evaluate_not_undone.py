@@ -26,17 +26,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import undone
-from megatron_idempotent.patching import Patch, arguments
+from megatron_idempotent.patching import Original, Patch, arguments
 
 from . import _scenarios
 
 
-def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run upstream's `evaluate`, and undo its changes also if it raises."""
     from megatron.training import get_timers
 
@@ -66,18 +65,16 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="an evaluate() that raises leaves evaluation mode, its timer and rerun mode DISABLED",
-    groups=("abort",),
-    targets=(
-        target(
-            "training.evaluate",
-            evaluate,
-            "rerun_state_machine.set_mode(rerun_mode)",
-            "timers('evaluate').stop()",
-            "model_module.eval()",
-            "model_module.train()",
-            "config.timers = None",
-        ),
+    "an evaluate() that raises leaves evaluation mode, its timer and rerun mode DISABLED",
+    target(
+        "training.evaluate",
+        evaluate,
+        "rerun_state_machine.set_mode(rerun_mode)",
+        "timers('evaluate').stop()",
+        "model_module.eval()",
+        "model_module.train()",
+        "config.timers = None",
     ),
+    groups=("abort",),
     stock_error=r"RuntimeError: the model is in evaluation mode after evaluate\(\)",
 )

@@ -27,15 +27,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, a_body_has, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, a_body_has, no_body_has
 
 
-def count(
-    original: Callable[..., None], self: Any, routing_map: Any, padding_mask: Any = None
-) -> None:
+def count(original: Original, self: Any, routing_map: Any, padding_mask: Any = None) -> None:
     """Give upstream a mask that leaves out tokens."""
     if padding_mask is not None and padding_mask.dim() == 1:
         padding_mask = padding_mask[:, None]
@@ -70,9 +68,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a router with an expert bias and a padding mask raises, or counts padding",
+    "a router with an expert bias and a padding mask raises, or counts padding",
+    target("moe.router:TopKRouter._apply_expert_bias", count),
     since="0.16",
-    targets=(Target("megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias", count),),
     fixed_when=lambda bodies: (
         a_body_has("(~padding_mask).unsqueeze(-1)", "(~flat_mask).unsqueeze(-1)")(bodies)
         or no_body_has("padding_mask")(bodies)  # it is not told of padding yet

@@ -25,16 +25,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
-_LAYERS = "megatron.core.tensor_parallel.layers"
 _ASKED = "self.explicit_expert_comm = self.is_expert and (world_size > 1 or self.expert_parallel)"
 
 
-def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Build a linear layer that leaves all communication to others if it is an expert's."""
     original(self, *args, **kwargs)
     self.explicit_expert_comm = self.is_expert
@@ -47,12 +46,7 @@ def reproduce() -> None:
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
-        tp=2,
-        etp=1,
-        experts=2,
-        sequence_parallel=False,
-        distributed_optimizer=False,
-        overlap_grad_reduce=False,
+        tp=2, etp=1, experts=2, distributed_optimizer=False, overlap_grad_reduce=False
     )
     (chunk,) = model.chunks
     layer = chunk.module.decoder.layers[0].mlp.experts.local_experts[0].linear_fc2
@@ -65,12 +59,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="with EP 1 and ETP 1, experts take part in tensor parallelism of dense layers",
+    "with EP 1 and ETP 1, experts take part in tensor parallelism of dense layers",
+    target("layers.ColumnParallelLinear.__init__", init, _ASKED),
+    target("layers.RowParallelLinear.__init__", init, _ASKED),
     before="0.13",
-    targets=tuple(
-        Target(f"{_LAYERS}:{name}.__init__", init, _ASKED)
-        for name in ("ColumnParallelLinear", "RowParallelLinear")
-    ),
     fixed_when=a_body_has("self.tp_group"),
     stock_error="RuntimeError: an expert's output is 2 times the right one",
 )

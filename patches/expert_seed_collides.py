@@ -22,16 +22,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
-_MODULE = "megatron.core.tensor_parallel.random"
 _OFFSET = 2**20
 
 
-def add(original: Callable[..., None], self: Any, name: str, seed: int) -> None:
+def add(original: Original, self: Any, name: str, seed: int) -> None:
     """Move the expert layers' seed where it would meet another one."""
     from megatron.core.tensor_parallel.random import _EXPERT_PARALLEL_RNG_TRACKER_NAME
 
@@ -48,9 +47,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="seeding raises on some ranks from expert rank 16 on: two seeds are the same",
+    "seeding raises on some ranks from expert rank 16 on: two seeds are the same",
+    target("random.CudaRNGStatesTracker.add", add),
     since="0.13",
-    targets=(Target(f"{_MODULE}:CudaRNGStatesTracker.add", add),),
     ranks=1,
     stock_error=r"Exception: seed 2725 already exists",
 )

@@ -28,15 +28,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments
 
-_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+from . import _scenarios
 
 
-def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap a module in which experts' weights are marked, where they are split otherwise."""
     given = arguments(original, (self, *args), kwargs)
     config = given["config"]
@@ -62,7 +62,6 @@ def _mark_experts(model: Any) -> None:
 def reproduce() -> None:
     """Compare the gradients of two ranks' halves of an expert; they must not be the same."""
     import torch
-    import torch.distributed as dist
 
     from megatron_idempotent.proof.cpu import tiny
 
@@ -72,15 +71,13 @@ def reproduce() -> None:
     model.forward_backward(1, data_seed=0)
     (chunk,) = model.chunks
     mine = chunk.module.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight.main_grad
-    halves = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(halves, mine)
-    if torch.equal(*halves):
+    if torch.equal(*_scenarios.gathered(mine)):
         raise RuntimeError("the two halves of an expert have one gradient, which is their mean")
 
 
 PATCH = Patch(
-    summary="with EP 1 and another ETP than TP, experts get the gradients of other ranks' parts",
+    "with EP 1 and another ETP than TP, experts get the gradients of other ranks' parts",
+    target("ddp.__init__", init, "getattr(param, 'allreduce', True)"),
     before="0.19",
-    targets=(Target(f"{_DDP}.__init__", init, "getattr(param, 'allreduce', True)"),),
     stock_error="RuntimeError: the two halves of an expert have one gradient",
 )

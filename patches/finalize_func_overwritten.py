@@ -25,14 +25,13 @@ Remove when:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import TRAINING, target
-from megatron_idempotent.patching import Patch, arguments
+from megatron_idempotent.patching import Original, Patch, arguments
 
 
-def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run upstream's `train` so that it assigns the finalize function that the config holds."""
     module: Any = sys.modules[TRAINING]
     config = arguments(original, args, kwargs)["config"]
@@ -76,11 +75,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="train() overwrites a custom config.finalize_model_grads_func",
+    "train() overwrites a custom config.finalize_model_grads_func",
+    target("training.train", train, "config.finalize_model_grads_func = finalize_model_grads"),
     before="0.19",
     groups=("train-again",),
-    targets=(
-        target("training.train", train, "config.finalize_model_grads_func = finalize_model_grads"),
-    ),
     stock_error=r"RuntimeError: train\(\) did not call the custom finalize_model_grads_func",
 )

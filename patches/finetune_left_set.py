@@ -23,13 +23,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Load, and let `args.finetune` be what it was before."""
     from megatron.training import get_args
 
@@ -65,14 +65,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="after a start from pretrained_checkpoint each load resets iteration, not optimizer",
-    targets=(
-        Target(
-            "megatron.training.checkpointing:load_checkpoint",
-            load_checkpoint,
-            "args.finetune = True",
-        ),
-    ),
+    "after a start from pretrained_checkpoint each load resets iteration, not optimizer",
+    target("checkpointing.load_checkpoint", load_checkpoint, "args.finetune = True"),
     ranks=1,
     stock_error=r"RuntimeError: saved at iteration 1, loaded at iteration 0",
 )

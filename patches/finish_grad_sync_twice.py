@@ -25,16 +25,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Finish a reduction, unless no gradient has come since the last one."""
     if ddp.is_idle(self):
         for group in bucket_groups(self):
@@ -47,7 +46,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
     ddp.finished(self)
 
 
-def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Start a chunk's reductions; without overlap that reduces, and is done once."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
@@ -56,14 +55,14 @@ def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
         ddp.finished(self)
 
 
-def start(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def start(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Start a bucket group's reduction, unless it is under way already."""
     if self.ddp_config.overlap_grad_reduce and ddp.dispatched(self) and ddp.late(self) is None:
         return
     ddp.dispatching(original, self, *args, **kwargs)
 
 
-def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+def zero_grad_buffer(original: Original, self: Any) -> None:
     """Start a window whose gradients are not reduced."""
     original(self)
     ddp.began(self)
@@ -85,13 +84,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a second finish_grad_sync() reduces the gradients again: wrong values",
+    "a second finish_grad_sync() reduces the gradients again: wrong values",
+    target("ddp.finish_grad_sync", finish_grad_sync),
+    target("ddp.start_grad_sync", start_all),
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
+    target("group.start_grad_sync", start),
     groups=("overlap",),
-    targets=(
-        target("ddp.finish_grad_sync", finish_grad_sync),
-        target("ddp.start_grad_sync", start_all),
-        target("ddp.zero_grad_buffer", zero_grad_buffer),
-        target("group.start_grad_sync", start),
-    ),
     stock_error=r"RuntimeError: a second finish_grad_sync\(\) changed the gradients",
 )

@@ -34,26 +34,25 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _scenarios
 
 _REDUCED = "_megatron_idempotent_first_window_reduced"
 
 
-def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Note that the first window of a bucket group was reduced as a whole."""
     original(self, *args, **kwargs)
     if self.is_first_batch:
         setattr(self, _REDUCED, True)
 
 
-def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+def zero_grad_buffer(original: Original, self: Any) -> None:
     """Let upstream learn from a first window that all bucket groups which took part finished."""
     learning = [
         group
@@ -93,12 +92,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a first window that was aborted, or left parameters unused, breaks all later ones",
+    "a first window that was aborted, or left parameters unused, breaks all later ones",
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
+    target("group.finish_grad_sync", finish_grad_sync),
     since="0.16",
     groups=("overlap", "abort"),
-    targets=(
-        target("ddp.zero_grad_buffer", zero_grad_buffer),
-        target("group.finish_grad_sync", finish_grad_sync),
-    ),
     stock_error=r"AssertionError",
 )

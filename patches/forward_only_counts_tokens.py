@@ -23,23 +23,23 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
 from megatron_idempotent.megatron.targets import schedule_targets
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
+
+from . import _scenarios
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule; after a forward-only one with gradients enabled, puts the counts back."""
     import torch
-    from megatron.core.utils import get_model_config
 
     chunks = schedules.chunks(kwargs["model"])
     if (
         not kwargs.get("forward_only", False)
-        or not getattr(get_model_config(chunks[0]), "moe_router_enable_expert_bias", False)
+        or not getattr(schedules.config_of(chunks), "moe_router_enable_expert_bias", False)
         or not torch.is_grad_enabled()
     ):
         return original(*args, **kwargs)
@@ -59,38 +59,22 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run a forward-only window in eval mode, with gradients enabled."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from megatron_idempotent.proof.cpu import tiny
 
-    bias = {
-        "moe_router_enable_expert_bias": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-    }
-    model = tiny.build(experts=4, config_overrides=bias)
+    model = tiny.build(experts=4, config_overrides=_scenarios.EXPERT_BIAS)
     (chunk,) = model.chunks
     chunk.eval()
-    get_forward_backward_func()(
-        forward_step_func=model._forward_step([]),
-        data_iterator=tiny.microbatches(0),
-        model=model.chunks,
-        num_microbatches=2,
-        seq_length=tiny.SEQUENCE,
-        micro_batch_size=tiny.BATCH,
-        forward_only=True,
-    )
+    model.schedule(tiny.microbatches(0), 2, forward_only=True)
     counted = chunk.module.decoder.layers[0].mlp.router.local_tokens_per_expert.sum()
     if counted:
         raise RuntimeError(f"a forward-only window counted {int(counted)} tokens")
 
 
 PATCH = Patch(
-    summary="forward-only passes outside of no_grad move the MoE expert bias",
+    "forward-only passes outside of no_grad move the MoE expert bias",
+    *schedule_targets(schedule),
     groups=("aux-loss",),
     provides=("forward-only-counts-nothing",),
-    targets=schedule_targets(schedule),
     ranks=1,
     stock_error=r"RuntimeError: a forward-only window counted \d+ tokens",
 )

@@ -26,12 +26,10 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
-
-_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
 class _NoHandle:
@@ -41,7 +39,7 @@ class _NoHandle:
         """Do nothing, because nothing was registered."""
 
 
-def disable(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def disable(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Make the handles match the module tree, then let upstream remove them and synchronise."""
     handles = self.remove_forward_pre_hook_handles
     modules = list(self.module.modules())
@@ -55,7 +53,7 @@ def disable(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
     original(self, *args, **kwargs)
 
 
-def enable(original: Callable[..., None], self: Any) -> None:
+def enable(original: Original, self: Any) -> None:
     """Do nothing where the hooks are on."""
     if not self.remove_forward_pre_hook_handles:
         original(self)
@@ -74,11 +72,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="disable_forward_pre_hook() raises KeyError where they are off, as in a second train()",
+    "disable_forward_pre_hook() raises KeyError where they are off, as in a second train()",
+    target("ddp.disable_forward_pre_hook", disable),
+    target("ddp.enable_forward_pre_hook", enable),
     groups=("train-again", "overlap"),
-    targets=(
-        Target(f"{_DDP}.disable_forward_pre_hook", disable),
-        Target(f"{_DDP}.enable_forward_pre_hook", enable),
-    ),
     stock_error=r"KeyError: ",
 )

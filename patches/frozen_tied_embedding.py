@@ -23,13 +23,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
 
-def add_up(original: Callable[..., None], model: list[Any], config: Any) -> None:
+def add_up(original: Original, model: list[Any], config: Any) -> None:
     """Add up the shared weight's gradients, unless it is frozen and has none."""
     if not (_is_shared() and any(map(_is_frozen, model))):
         original(model, config)
@@ -89,13 +89,9 @@ def neighbour() -> object:
 
 
 PATCH = Patch(
-    summary="a frozen embedding that both ends of a pipeline share ends each window in a TypeError",
+    "a frozen embedding that both ends of a pipeline share ends each window in a TypeError",
+    target("finalize._allreduce_word_embedding_grads", add_up),
     before="0.13",
-    targets=(
-        Target(
-            "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads", add_up
-        ),
-    ),
     # 0.13 asks whether there is a gradient; from 0.14 on a function of its own does.
     fixed_when=a_body_has("grad is None", "_allreduce_embedding_grad"),
     stock_error=r"TypeError: .*Expected parameter `tensor` of type torch.Tensor",

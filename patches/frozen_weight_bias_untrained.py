@@ -24,15 +24,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments
 
-_LAYERS = "megatron.core.tensor_parallel.layers"
 
-
-def linear(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def linear(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Compute the product alone, and add the bias where autograd sees it."""
     given = arguments(original, args, kwargs)
     bias = given["bias"]
@@ -62,11 +60,7 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a bias that is trained beside a frozen weight gets no gradient",
-    targets=(
-        Target(
-            f"{_LAYERS}:linear_with_frozen_weight", linear, "LinearWithFrozenWeight.apply(*args)"
-        ),
-    ),
+    "a bias that is trained beside a frozen weight gets no gradient",
+    target("layers.linear_with_frozen_weight", linear, "LinearWithFrozenWeight.apply(*args)"),
     stock_error="RuntimeError: 2 biases have no gradient",
 )

@@ -28,12 +28,11 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import fsdp
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _scenarios
 
@@ -42,7 +41,7 @@ _STOCK_ERROR = (
 )
 
 
-def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+def zero_grad_buffer(original: Original, self: Any) -> None:
     """Drop what an interrupted backward left along with the gradients."""
     if fsdp.was_interrupted(self):
         fsdp.start_over(self)
@@ -67,10 +66,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="once a backward under Megatron-FSDP was interrupted, all later gradients are wrong",
+    "once a backward under Megatron-FSDP was interrupted, all later gradients are wrong",
+    target("fsdp.zero_grad_buffer", zero_grad_buffer),
     since="0.15",
     groups=("abort",),
-    targets=(target("fsdp.zero_grad_buffer", zero_grad_buffer),),
     needs=("einops",),
     stock_error=_STOCK_ERROR,
 )

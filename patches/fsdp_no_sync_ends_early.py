@@ -65,18 +65,16 @@ def neighbour() -> object:
             chunk.zero_grad_buffer()
         model.forward_backward(2, data_seed=data_seed)
         model.step()
-        found.append(model.parameters().numpy().tobytes())
+        found.append(model.bits())
     return found
 
 
 PATCH = Patch(
-    summary="no_sync() of Megatron-FSDP ends at an inner exit, or at one of a window that raised",
+    "no_sync() of Megatron-FSDP ends at an inner exit, or at one of a window that raised",
+    target("fsdp.no_sync", no_sync),
+    target("fsdp.zero_grad_buffer", zero_grad_buffer),
     since="0.16",
     groups=("overlap", "abort"),
-    targets=(
-        target("fsdp.no_sync", no_sync),
-        target("fsdp.zero_grad_buffer", zero_grad_buffer),
-    ),
     needs=("einops",),
     stock_error=r"RuntimeError: gradients are reduced inside of no_sync\(\)",
 )

@@ -28,14 +28,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import OPEN, Original, Patch, no_body_has
 
 from . import _scenarios
 
-_MODULE = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module"
 
-
-def pre_forward(original: Callable[..., None], self: Any) -> None:
+def pre_forward(original: Original, self: Any) -> None:
     """Start over where the root's forward comes upon modules of a pass that did not end."""
     if self.is_root() and not _in_backward():
         modules = list(self.context.forward_order)
@@ -83,11 +82,15 @@ def _interrupted(model: Any, fail: Callable[..., None]) -> Any:
 
 
 PATCH = Patch(
-    summary="after a window that raised, a model in Megatron-FSDP v2 raises in every forward",
+    "after a window that raised, a model in Megatron-FSDP v2 raises in every forward",
+    target(
+        "core.distributed.fsdp.src.megatron_fsdp.experimental.module:FsdpModule.pre_forward",
+        pre_forward,
+    ),
     since="0.20",
     before=OPEN,
     groups=("abort",),
-    fixed_when=no_body_has("FsdpModule.Phase.BACKWARD"),  # there are no phases yet
-    targets=(Target(f"{_MODULE}:FsdpModule.pre_forward", pre_forward),),
+    # There are no phases yet.
+    fixed_when=no_body_has("FsdpModule.Phase.BACKWARD"),
     stock_error="RuntimeError: Invalid FSDP module phase transition",
 )

@@ -12,17 +12,17 @@ Cause:
     input buffers, on the class, by training and validation only.
 
 Affects:
-    0.14 and later, on a GPU. Never run there: the CPU runtime has no CUDA graphs, so the
-    reproduction's stand-in runs the schedule once where a graph would be captured and nothing where
-    it would be replayed. The patch is therefore off by default; name it in `only=` to use it. What
-    it does: where the model's chunks, the number of microbatches, the forward-step function, the
-    schedule, or the sequence and micro batch lengths are others than those of the graph, the state
-    of training, or of validation, starts again, warm-up included. One model's graph at a time is
-    kept, as upstream does: models that take turns run without a graph, and so does a step function
-    that is made again for each call. A new wrapper alone, which each `evaluate()` makes, keeps the
-    graph. All ranks must change together, because the capture has barriers. Other arguments
-    (`collect_non_loss_data`, which one rank alone passes, and `force_all_reduce`) are still those
-    of the capture. The optimizer's own graph, `OptimizerCudaGraphWrapper`, is not covered.
+    0.14 and later, on a GPU. Proven with real graphs on an H100; the CPU runtime has none, so the
+    reproduction's stand-in there runs the schedule once where a graph would be captured and nothing
+    where it would be replayed. What the patch does: where the model's chunks, the number of
+    microbatches, the forward-step function, the schedule, or the sequence and micro batch lengths
+    are others than those of the graph, the state of training, or of validation, starts again,
+    warm-up included. One model's graph at a time is kept, as upstream does: models that take turns
+    run without a graph, and so does a step function that is made again for each call. A new wrapper
+    alone, which each `evaluate()` makes, keeps the graph. All ranks must change together, because
+    the capture has barriers. Other arguments (`collect_non_loss_data`, which one rank alone passes,
+    and `force_all_reduce`) are still those of the capture. The optimizer's own graph,
+    `OptimizerCudaGraphWrapper`, is not covered.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/full_cuda_graph.py,
@@ -41,7 +41,8 @@ from types import MethodType
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 _NEEDED = ("model", "data_iterator", "num_microbatches", "seq_length", "forward_only")
 _NUMBERS = ("num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length")
@@ -50,7 +51,7 @@ _NUMBERS = ("num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_l
 _captured: dict[str, tuple[list[Callable[[], Any]], list[Any]]] = {}
 
 
-def replay(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def replay(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run or replay a window, and drop a graph that was captured from other arguments."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
@@ -188,7 +189,7 @@ def build(**options: Any) -> Any:
     """Return a bench without an optimizer, which a graph can capture where there is a GPU."""
     from megatron_idempotent.proof.cpu import is_enabled, tiny
 
-    return tiny.build(with_optimizer=False, graph_safe_rng=not is_enabled(), **options)
+    return tiny.build(with_optimizer=False, capturable=not is_enabled(), **options)
 
 
 def reproduce() -> None:
@@ -213,9 +214,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a full-iteration CUDA graph is replayed for another model or number of microbatches",
+    "a full-iteration CUDA graph is replayed for another model or number of microbatches",
+    target("core.full_cuda_graph:FullCudaGraphWrapper.__call__", replay),
     since="0.14",
-    targets=(Target("megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__", replay),),
-    default=False,
+    ranks=1,
     stock_error=r"RuntimeError: a window of 3 .* returned 2 losses, and left no gradient",
 )

@@ -23,14 +23,13 @@ Remove when:
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, a_body_has
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
 
-def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run upstream's `train`, then turn the collector on again if it was on."""
     was_on = gc.isenabled()
     try:
@@ -51,9 +50,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="train() with --manual-gc leaves garbage collection off for good",
+    "train() with --manual-gc leaves garbage collection off for good",
+    target("training.train", train, "gc.disable()"),
     groups=("train-again",),
-    targets=(target("training.train", train, "gc.disable()"),),
     fixed_when=a_body_has("gc.enable()"),
     ranks=1,
     stock_error=r"RuntimeError: garbage collection is off after train\(\)",

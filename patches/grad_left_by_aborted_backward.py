@@ -24,16 +24,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _scenarios
 
 
-def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+def zero_grad_buffer(original: Original, self: Any) -> None:
     """Drop what lies in `param.grad` along with what lies in the buffer."""
     for param in self.params_with_grad:
         if param.grad is not None:
@@ -55,8 +54,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a gradient that an aborted backward left in param.grad adds to the next window's",
+    "a gradient that an aborted backward left in param.grad adds to the next window's",
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("abort",),
-    targets=(target("ddp.zero_grad_buffer", zero_grad_buffer),),
     stock_error=_scenarios.SPOILT_ERROR,
 )

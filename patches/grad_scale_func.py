@@ -32,16 +32,11 @@ Remove when:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.megatron.optimizers import OURS, SCALED, LossScale, parts
 from megatron_idempotent.megatron.targets import step_targets, target
-from megatron_idempotent.patching import (
-    Patch,
-    a_body_has,
-    arguments,
-)
+from megatron_idempotent.patching import Original, Patch, a_body_has, arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +45,7 @@ if TYPE_CHECKING:
 _SCALE_THEMSELVES = {"areal.engine.megatron_engine": ("MegatronEngine", "train_batch")}
 
 
-def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def build(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Build an optimizer, and wire its loss scale into the configs of its chunks."""
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.utils import get_model_config
@@ -91,7 +86,7 @@ def _of_an_optimizer(function: Any) -> bool:
     )
 
 
-def scale_loss(original: Callable[..., Any], self: Any, loss: Tensor) -> Any:
+def scale_loss(original: Original, self: Any, loss: Tensor) -> Any:
     """Scale a loss; note that the program scales by hand, which then holds for its whole step."""
     # Not one that asks for the scale of a number.
     if loss.requires_grad and OURS not in vars(self):
@@ -99,7 +94,7 @@ def scale_loss(original: Callable[..., Any], self: Any, loss: Tensor) -> Any:
     return original(self, loss)
 
 
-def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Take a step, after which no loss counts as scaled by hand."""
     for part in parts(self):
         vars(part).pop(SCALED, None)
@@ -129,13 +124,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="gradients are divided by a loss scale that the loss was never multiplied by",
+    "gradients are divided by a loss scale that the loss was never multiplied by",
+    target("optimizer.get_megatron_optimizer", build, "model_chunks"),
+    target("any.scale_loss", scale_loss),
+    *step_targets(step),
     groups=("loss-scale",),
-    targets=(
-        target("optimizer.get_megatron_optimizer", build, "model_chunks"),
-        target("any.scale_loss", scale_loss),
-        *step_targets(step),
-    ),
     fixed_when=a_body_has("model_config.grad_scale_func"),
     stock_error=r"RuntimeError: gradient norm .* at loss scale 1024",
 )

@@ -32,18 +32,17 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _scenarios
 
 
-def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Look for gradients that no reduction contains, then finish."""
     for group in bucket_groups(self):
         counts, expected = ddp.registered(group), _expected(group)
@@ -79,7 +78,7 @@ def _never_starts(group: Any) -> bool:
     )
 
 
-def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+def zero_grad_buffer(original: Original, self: Any) -> None:
     """Start a window without reductions."""
     original(self)
     ddp.ended(self)
@@ -139,12 +138,10 @@ def neighbour() -> object:
 
 
 PATCH = Patch(
-    summary="gradients that arrive after their bucket's reduction stay local, silently",
+    "gradients that arrive after their bucket's reduction stay local, silently",
+    target("ddp.finish_grad_sync", finish_grad_sync),
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
+    target("group.start_grad_sync", ddp.dispatching),
     groups=("overlap",),
-    targets=(
-        target("ddp.finish_grad_sync", finish_grad_sync),
-        target("ddp.zero_grad_buffer", zero_grad_buffer),
-        target("group.start_grad_sync", ddp.dispatching),
-    ),
     stock_error=r"RuntimeError: the second microbatch's gradients are not reduced",
 )

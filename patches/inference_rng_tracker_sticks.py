@@ -24,15 +24,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments
 
-_MODULE = "megatron.core.tensor_parallel.random"
+from . import _scenarios
 
 
-def seed(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def seed(original: Original, *args: Any, **kwargs: Any) -> None:
     """Forget a tracker that was made for inference, then seed for training."""
     from megatron.core.tensor_parallel import random
 
@@ -57,23 +57,19 @@ def reproduce() -> None:
     random.model_parallel_cuda_manual_seed(1)
     with random.get_cuda_rng_tracker().fork():
         drawn = torch.rand(8, device=torch.cuda.current_device())
-    ranks = [torch.empty_like(drawn) for _ in range(2)]
     group = parallel_state.get_tensor_model_parallel_group()
-    torch.distributed.all_gather(ranks, drawn, group=group)
-    if torch.equal(*ranks):
+    if torch.equal(*_scenarios.gathered(drawn, group)):
         raise RuntimeError("tensor-parallel ranks 0 and 1 draw the same dropout")
 
 
 PATCH = Patch(
-    summary="training after inference in one process shares dropout between tensor-parallel ranks",
-    groups=("generation",),
-    targets=(
-        Target(
-            f"{_MODULE}:model_parallel_cuda_manual_seed",
-            seed,
-            "_CUDA_RNG_STATE_TRACKER.reset()",
-            "initialize_rng_tracker",
-        ),
+    "training after inference in one process shares dropout between tensor-parallel ranks",
+    target(
+        "random.model_parallel_cuda_manual_seed",
+        seed,
+        "_CUDA_RNG_STATE_TRACKER.reset()",
+        "initialize_rng_tracker",
     ),
+    groups=("generation",),
     stock_error=r"RuntimeError: tensor-parallel ranks 0 and 1 draw the same dropout",
 )

@@ -23,21 +23,18 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
 from megatron_idempotent.megatron.targets import schedule_targets
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run the interleaved schedule; if a forward-only window raises, puts both functions back."""
     if not kwargs.get("forward_only", False):
         return original(*args, **kwargs)
-    from megatron.core.utils import get_model_config
-
-    config = get_model_config(schedules.chunks(kwargs["model"])[0])
+    config = schedules.config_of(kwargs["model"])
     before = config.grad_sync_func, config.param_sync_func
     try:
         return original(*args, **kwargs)
@@ -61,8 +58,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a forward-only interleaved window that raises loses grad_sync_func, param_sync_func",
+    "a forward-only interleaved window that raises loses grad_sync_func, param_sync_func",
+    *schedule_targets(schedule, "forward_backward_pipelining_with_interleaving"),
     groups=("overlap", "abort"),
-    targets=schedule_targets(schedule, "forward_backward_pipelining_with_interleaving"),
     stock_error=r"RuntimeError: the window lost grad_sync_func and param_sync_func",
 )

@@ -24,15 +24,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
-_FUNCTION = "megatron.core.tensor_parallel.random:CheckpointFunction"
 
-
-def clear_on_error(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def clear_on_error(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run the forward or backward of upstream's checkpoint; clear the flag if it raises."""
     try:
         return original(*args, **kwargs)
@@ -75,13 +73,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="is_checkpointing() stays True after an exception in a recomputed layer",
+    "is_checkpointing() stays True after an exception in a recomputed layer",
+    target("random.CheckpointFunction.forward", clear_on_error),
+    target("random.CheckpointFunction.backward", clear_on_error),
     since="0.16",
     groups=("abort",),
-    targets=(
-        Target(f"{_FUNCTION}.forward", clear_on_error),
-        Target(f"{_FUNCTION}.backward", clear_on_error),
-    ),
     ranks=1,
     stock_error=r"RuntimeError: is_checkpointing\(\) is True outside of any layer",
 )

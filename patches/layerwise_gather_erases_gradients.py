@@ -37,16 +37,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Finish a bucket group's reduction, and note that its gradients wait for a step."""
     result = original(self, *args, **kwargs)
     if gather.gathers_by_lists(self):
@@ -54,7 +53,7 @@ def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwar
     return result
 
 
-def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+def zero_grad_buffer(original: Original, self: Any) -> None:
     """Wait for gathers into the gradients' memory, then zero the gradients."""
     import torch
 
@@ -66,7 +65,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     original(self)
 
 
-def step(original: Callable[..., Any], self: Any) -> Any:
+def step(original: Original, self: Any) -> Any:
     """Note that no gradient waits any more, then run a chain's update."""
     for group in gather.deferred_groups(self):
         if gather.gathers_by_lists(group):
@@ -75,7 +74,7 @@ def step(original: Callable[..., Any], self: Any) -> Any:
     return original(self)
 
 
-def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
+def start(original: Original, self: Any, force_sync: bool = False) -> Any:
     """Start a bucket group's gather, unless it would overwrite gradients that wait for a step."""
     if (
         gather.holds_gradients(self)
@@ -108,17 +107,14 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="with Muon's layer-wise optimizer, a forward between reduction and step zeroes the "
-    "gradients",
+    "with Muon's layer-wise optimizer, a forward between reduction and step zeroes the gradients",
+    target("group.start_param_sync", start),
+    target("group.finish_grad_sync", finish_grad_sync),
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
+    target("chained.step_with_ready_grads", step),
+    target("layer_wise.set_bucket_layerwise_params_list", gather.remember_chunks),
     since="0.18",
     groups=("layer-wise",),
     provides=("list-gathers-watched",),
-    targets=(
-        target("group.start_param_sync", start),
-        target("group.finish_grad_sync", finish_grad_sync),
-        target("ddp.zero_grad_buffer", zero_grad_buffer),
-        target("chained.step_with_ready_grads", step),
-        target("layer_wise.set_bucket_layerwise_params_list", gather.remember_chunks),
-    ),
     stock_error=r"RuntimeError: a forward-only pass changed the gradients: .* is 0\.000",
 )

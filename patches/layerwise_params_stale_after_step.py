@@ -35,17 +35,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _scenarios
 
 
-def step(original: Callable[..., Any], self: Any) -> Any:
+def step(original: Original, self: Any) -> Any:
     """Mark groups whose gather is left to a forward as outdated, then run a chain's update."""
     gather.watch_layer_wise(self)
     for group in gather.deferred_groups(self):
@@ -53,7 +52,7 @@ def step(original: Callable[..., Any], self: Any) -> Any:
     return original(self)
 
 
-def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
+def start(original: Original, self: Any, force_sync: bool = False) -> Any:
     """Start a group's gather; wait for one in flight so that its result is copied."""
     if force_sync and self.param_gather_handle is not None and gather.gathers_by_lists(self):
         gather.wait(self)
@@ -79,15 +78,12 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="with Muon's layer-wise optimizer and overlapped gathers, a step is read before it is "
-    "gathered",
+    "with Muon's layer-wise optimizer and overlapped gathers, a step is read before it is gathered",
+    target("chained.step_with_ready_grads", step),
+    target("layer_wise.set_bucket_layerwise_params_list", gather.remember_chunks),
+    target("group.start_param_sync", start),
     since="0.17",
     groups=("layer-wise",),
     provides=("layer-wise-gathers-watched", "list-gathers-watched"),
-    targets=(
-        target("chained.step_with_ready_grads", step),
-        target("layer_wise.set_bucket_layerwise_params_list", gather.remember_chunks),
-        target("group.start_param_sync", start),
-    ),
     stock_error=r"RuntimeError: parameters differ .* in a forward after a layer-wise step",
 )

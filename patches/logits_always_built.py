@@ -28,7 +28,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, a_body_has, arguments
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, a_body_has, arguments
 
 
 class _Logits:
@@ -86,7 +87,7 @@ class _OutputLayer:
 
 
 def forward(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     *args: Any,
     output_processor: Callable[..., Any] | None = None,
@@ -193,25 +194,19 @@ def neighbour() -> object:
 
 
 def _model() -> tuple[Any, tuple[Any, ...]]:
-    import torch
 
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
-    tokens_BT = next(tiny.microbatches(0))
-    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand_as(tokens_BT)
-    mask = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
-    return model, (tokens_BT, positions_BT, mask)
+    return model, tiny.inputs(0)
 
 
 PATCH = Patch(
-    summary="before 0.18 a loss of log-probs cannot have hidden states instead of logits",
+    "before 0.18 a loss of log-probs cannot have hidden states instead of logits",
+    # Read with what they call: `_postprocess` from 0.13 on, and the MTP block.
+    target("core.models.gpt.gpt_model:GPTModel.forward", forward),
     before="0.18",
     provides=("output-processor",),
-    targets=(
-        # Read with what they call: `_postprocess` from 0.13 on, and the MTP block.
-        Target("megatron.core.models.gpt.gpt_model:GPTModel.forward", forward),
-    ),
     fixed_when=a_body_has("output_processor"),
     ranks=1,
     stock_error=r"TypeError: .*unexpected keyword argument 'output_processor'",

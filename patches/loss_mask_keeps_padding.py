@@ -25,13 +25,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
 
-def getitem(original: Callable[..., dict[str, Any]], self: Any, idx: int | None) -> dict[str, Any]:
+def getitem(original: Original, self: Any, idx: int | None) -> Any:
     """Serve the sample, and keep a mask for the next one in which all tokens count."""
     import torch
 
@@ -74,14 +74,12 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="padding of a dataset's first sample masks the loss of all later ones",
-    targets=(
-        Target(
-            "megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__",
-            getitem,
-            "self.cached_loss_mask = loss_mask",
-            "loss_mask[labels == self._pad_token_id] = 0.0",
-        ),
+    "padding of a dataset's first sample masks the loss of all later ones",
+    target(
+        "core.datasets.gpt_dataset:GPTDataset.__getitem__",
+        getitem,
+        "self.cached_loss_mask = loss_mask",
+        "loss_mask[labels == self._pad_token_id] = 0.0",
     ),
     fixed_when=a_body_has("self.cached_loss_mask = loss_mask.clone()"),
     ranks=1,

@@ -13,8 +13,8 @@ Affects:
     values for which the distributed format lets such weights pass. Releases before 0.17 carry
     `megatron.training` in a source checkout only. Megatron-Bridge has the same code, which this
     does not reach. What the patch does: only extra states may be missing or too many. Otherwise it
-    raises, or warns with their names where `--dist-ckpt-strictness` allows them. With
-    `strict=False`, and in Megatron-FSDP, all is as before.
+    raises, or warns with their names where `--dist-ckpt-strictness` allows them. What a load with
+    `strict=False` raises is raised, on all ranks. In Megatron-FSDP all is as before.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/6032 is about Megatron-Bridge's copy.
@@ -29,10 +29,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments
+from megatron_idempotent.window import agreement
 
 
-def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Load, and look at which names are missing where upstream loads with `strict=False`."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
@@ -41,18 +43,34 @@ def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     call = arguments(original, args, kwargs)
     # Up to 0.18 upstream itself is not strict where a retriever is added to a model.
     strict = call["strict"] and not getattr(get_args(), "retro_add_retriever", False)
+    dropped: list[Exception] = []
+    load = _load if strict else functools.partial(_load_not_strictly, dropped)
     chunks = [
         chunk
         for chunk in call["ddp_model"]
-        if strict and isinstance(chunk, (DistributedDataParallel, Float16Module))
+        if isinstance(chunk, (DistributedDataParallel, Float16Module))
     ]
     for chunk in chunks:
-        vars(chunk)["load_state_dict"] = functools.partial(_load, chunk)
+        vars(chunk)["load_state_dict"] = functools.partial(load, chunk)
+    with agreement.as_one("Ranks have loaded the rest."):
+        try:
+            loaded = original(*args, **kwargs)
+        finally:
+            for chunk in chunks:
+                del vars(chunk)["load_state_dict"]
+        if dropped:
+            raise dropped[0]
+    return loaded
+
+
+def _load_not_strictly(
+    dropped: list[Exception], chunk: Any, state_dict: dict[str, Any], strict: bool
+) -> None:
     try:
-        return original(*args, **kwargs)
-    finally:
-        for chunk in chunks:
-            del vars(chunk)["load_state_dict"]
+        type(chunk).load_state_dict(chunk, state_dict, strict=strict)
+    except Exception as error:
+        dropped.append(error)
+        raise
 
 
 def _load(chunk: Any, state_dict: dict[str, Any], strict: bool) -> None:
@@ -78,17 +96,22 @@ def _load(chunk: Any, state_dict: dict[str, Any], strict: bool) -> None:
     logging.getLogger("megatron_idempotent").warning("%s", message)
 
 
-def _loaded(change: Callable[[dict[str, Any]], Any]) -> bytes:
-    """Save a model, change what was saved, load it, and return the parameters."""
+def _program() -> Any:
+    from megatron_idempotent.proof.cpu import program
+
+    return program.start(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
+
+
+def _load_changed(
+    running: Any, change: Callable[[dict[str, Any]], Any], *, strict: bool = True
+) -> None:
+    """Save the model, change what was saved, and load it."""
     import tempfile
     from pathlib import Path
 
     import torch
     from megatron.training import checkpointing
 
-    from megatron_idempotent.proof.cpu import program
-
-    running = program.start(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
     with tempfile.TemporaryDirectory() as folder:
         running.args.save = running.args.load = folder
         checkpointing.save_checkpoint(1, running.chunks, None, None, 0)
@@ -96,37 +119,43 @@ def _loaded(change: Callable[[dict[str, Any]], Any]) -> bytes:
         saved = torch.load(path, weights_only=False)
         change(saved["model"])
         torch.save(saved, path)
-        checkpointing.load_checkpoint(running.chunks, None, None)
-    return running.parameters().numpy().tobytes()
+        checkpointing.load_checkpoint(running.chunks, None, None, strict=strict)
 
 
 def reproduce() -> None:
-    """Take a weight out of a checkpoint, and load that."""
+    """Take a weight out of a checkpoint, and half of a weight, and load that."""
     name = "embedding.word_embeddings.weight"
-    try:
-        _loaded(lambda saved: saved.pop(name))
-    except RuntimeError as error:
-        if f"lacks {name}" not in str(error):
-            raise
-        return
-    raise RuntimeError("a checkpoint without the embedding was loaded")
+    spoilt: dict[str, Callable[[dict[str, Any]], Any]] = {
+        f"lacks {name}": lambda saved: saved.pop(name),
+        f"size mismatch for {name}": lambda saved: saved.update({name: saved[name][::2]}),
+    }
+    running = _program()
+    for said, change in spoilt.items():
+        try:
+            _load_changed(running, change, strict=said.startswith("lacks"))
+        except RuntimeError as error:
+            if said not in str(error):
+                raise
+        else:
+            raise RuntimeError(f"a checkpoint was loaded that {said}")
 
 
 def neighbour() -> object:
     """Load a checkpoint that has an extra state besides."""
-    return _loaded(lambda saved: saved.update({"decoder.final_layernorm._extra_state": None}))
+    running = _program()
+    extra = "decoder.final_layernorm._extra_state"
+    _load_changed(running, lambda saved: saved.update({extra: None}))
+    return running.parameters().numpy().tobytes()
 
 
 PATCH = Patch(
-    summary="a load with strict=True leaves weights random that the checkpoint lacks",
-    targets=(
-        Target(
-            "megatron.training.checkpointing:load_checkpoint",
-            load_checkpoint,
-            "module.load_state_dict(state_dict, strict=strict)",
-            "load_return = module.load_state_dict(state_dict, strict=False)",
-        ),
+    "a load with strict=True leaves weights random that the checkpoint lacks",
+    target(
+        "checkpointing.load_checkpoint",
+        load_checkpoint,
+        "module.load_state_dict(state_dict, strict=strict)",
+        "load_return = module.load_state_dict(state_dict, strict=False)",
     ),
     ranks=1,
-    stock_error=r"RuntimeError: a checkpoint without the embedding was loaded",
+    stock_error=r"RuntimeError: a checkpoint was loaded that lacks embedding",
 )

@@ -30,16 +30,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
 from megatron_idempotent.megatron.targets import schedule_targets, target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
 def build(
-    original: Callable[..., Any],
+    original: Original,
     cls: Any,
     gbuf_ranges: Any,
     param_gbuf_map: Any,
@@ -60,13 +59,12 @@ def build(
     return found
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule, then detach what the dispatchers of its MoE layers keep."""
     import torch
-    from megatron.core.utils import get_model_config
 
     chunks = schedules.chunks(kwargs["model"])
-    if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
+    if not getattr(schedules.config_of(chunks), "num_moe_experts", None):
         return original(*args, **kwargs)
     try:
         return original(*args, **kwargs)
@@ -101,11 +99,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a model that was deleted stays in memory, if it has experts or fp32 parameters",
-    targets=(
-        target("distributed._build_model_and_main_param_groups", build),
-        *schedule_targets(schedule),
-    ),
+    "a model that was deleted stays in memory, if it has experts or fp32 parameters",
+    target("distributed._build_model_and_main_param_groups", build),
+    *schedule_targets(schedule),
     ranks=1,
     stock_error=r"RuntimeError: models outlive their deletion: (fp32, )?experts",
 )

@@ -27,18 +27,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
-_MODULE = "megatron.core.transformer.moe.moe_utils"
 
-
-def reduce(
-    original: Callable[..., None], track_names: Any = None, *args: Any, **kwargs: Any
-) -> None:
+def reduce(original: Original, track_names: Any = None, *args: Any, **kwargs: Any) -> None:
     """Let all stages have the same metrics, in one order, then reduce them.
 
     Takes part: all ranks of the pipeline.
@@ -78,9 +74,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="pipeline stages that have recorded different MoE metrics hang in their reduction",
+    "pipeline stages that have recorded different MoE metrics hang in their reduction",
+    target("moe.moe_utils:reduce_aux_losses_tracker_across_ranks", reduce),
     before="0.18",
-    fixed_when=a_body_has("get_moe_metrics_tracker()"),  # reduced in another place then
-    targets=(Target(f"{_MODULE}:reduce_aux_losses_tracker_across_ranks", reduce),),
+    # They are reduced in another place then.
+    fixed_when=a_body_has("get_moe_metrics_tracker()"),
     stock_error=r"RuntimeError: a metric of 1 is 2 after its reduction over the pipeline",
 )

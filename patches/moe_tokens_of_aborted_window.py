@@ -27,15 +27,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.moe import forget_tokens
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
+
+from . import _scenarios
 
 
-def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+def zero_grad_buffer(original: Original, self: Any) -> None:
     """Throw the tokens away with their gradients."""
     config = self.config
     # A dense model need not pay for the walk over its modules, nor a router that counts nothing.
@@ -53,25 +54,9 @@ def reproduce() -> None:
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
-        experts=4,
-        overlap_grad_reduce=False,
-        config_overrides={
-            "moe_router_enable_expert_bias": True,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-        },
+        experts=4, overlap_grad_reduce=False, config_overrides=_scenarios.EXPERT_BIAS
     )
-
-    def fail(index: int, loss: Any) -> None:
-        if index == 1:
-            raise ValueError("interrupted")
-
-    model.on_microbatch = fail
-    try:
-        model.forward_backward(2, data_seed=0)
-    except ValueError:
-        model.on_microbatch = None
+    _scenarios.interrupt_window(model, at=1)
     (chunk,) = model.chunks
     chunk.zero_grad_buffer()
     counts = [
@@ -84,8 +69,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="token counts of an aborted window go into the next expert bias and auxiliary loss",
+    "token counts of an aborted window go into the next expert bias and auxiliary loss",
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("abort", "aux-loss"),
-    targets=(target("ddp.zero_grad_buffer", zero_grad_buffer),),
     stock_error=r"RuntimeError: \d+ tokens of the aborted window are still counted",
 )

@@ -26,16 +26,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def sync(
-    original: Callable[..., None], self: Any, metric_names: list[str], pg_collection: Any = None
-) -> None:
+def sync(original: Original, self: Any, metric_names: list[str], pg_collection: Any = None) -> None:
     """Let all stages have the same metrics, in one order, then reduce them.
 
     Takes part: all ranks of the pipeline.
@@ -68,10 +66,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="pipeline stages that have recorded different MoE metrics hang in the tracker's report",
+    "pipeline stages that have recorded different MoE metrics hang in the tracker's report",
+    target("moe.moe_logging:MoEMetricsTracker._sync_metrics", sync),
     since="0.18",
-    targets=(
-        Target("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics", sync),
-    ),
     stock_error=r"RuntimeError: of two metrics of 1 this stage logs \{'stage . loss': 2",
 )

@@ -25,17 +25,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 
-_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 _GATHER = "all_gather_last_dim_from_tensor_parallel_region"
 _CALL = f"hidden_states = {_GATHER}(hidden_states)"
 
 
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the layer with a gather whose backward gives each rank its part, and adds none up.
 
     Takes part: all tensor-parallel ranks.
@@ -57,12 +56,7 @@ def reproduce() -> None:
 
     from megatron_idempotent.proof.cpu import tiny
 
-    model = tiny.build(
-        tp=2,
-        overlap_grad_reduce=False,
-        config_overrides={"mtp_num_layers": 1},
-        model_overrides={"position_embedding_type": "none"},
-    )
+    model = tiny.build(tp=2, overlap_grad_reduce=False, mtp=1)
     (chunk,) = model.chunks
     (layer,) = chunk.module.mtp.layers
     shape = tiny.SEQUENCE, tiny.BATCH, model.config.hidden_size
@@ -70,7 +64,7 @@ def reproduce() -> None:
     embedded, hidden, weights = (
         torch.randn(shape, generator=generator).cuda() for _ in ("embedded", "hidden", "weights")
     )
-    masked = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
+    *_, masked = tiny.inputs(0)
 
     def loss(hidden: Any) -> Any:
         return (layer(embedded, hidden, masked) * weights).sum()
@@ -86,9 +80,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="an MTP layer's gradient is TP times the right one under tensor parallelism",
+    "an MTP layer's gradient is TP times the right one under tensor parallelism",
+    target("mtp.MultiTokenPredictionLayer.forward", forward, _CALL),
     before="0.13",
-    targets=(Target(f"{_LAYER}.forward", forward, _CALL),),
     fixed_when=no_body_has(_CALL),
     stock_error="RuntimeError: an MTP layer's gradient is 2 times the right one",
 )

@@ -34,10 +34,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 from megatron_idempotent.patching.record import arguments
 
-_MODULE = "megatron.core.transformer.multi_token_prediction"
+from . import _scenarios
+
 _COUNTED = "original_num_tokens = loss_mask.sum()"
 _SHIFTED = (
     "(loss_mask, num_tokens) = roll_tensor(loss_mask, shifts=-1, dims=-1, cp_group=cp_group, "
@@ -45,7 +47,7 @@ _SHIFTED = (
 )
 
 
-def process(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def process(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Let each MTP layer's loss weigh what all context-parallel ranks count.
 
     Takes part: all context-parallel ranks.
@@ -78,11 +80,11 @@ def process(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module.MTPLossAutoScaler = theirs
 
 
-def _tokens(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _tokens(original: Original, args: Any, kwargs: Any) -> Any:
     return arguments(original, args, kwargs).get("input_ids")  # from 0.19 on
 
 
-def _called(original: Callable[..., Any], args: Any, kwargs: Any, **other: Any) -> Any:
+def _called(original: Original, args: Any, kwargs: Any, **other: Any) -> Any:
     return original(**{**arguments(original, args, kwargs), **other})
 
 
@@ -127,7 +129,6 @@ class _Weighing:
 def reproduce() -> None:
     """Let one token count, which is predicted on one rank and is another's."""
     import torch
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.step import own_positions
@@ -136,9 +137,8 @@ def reproduce() -> None:
         cp=2,
         overlap_grad_reduce=False,
         distributed_optimizer=False,
-        exact_attention=True,
-        config_overrides={"mtp_num_layers": 1, "calculate_per_token_loss": True},
-        model_overrides={"position_embedding_type": "none"},
+        mtp=1,
+        config_overrides={"calculate_per_token_loss": True},
     )
     (chunk,) = model.chunks
     length = tiny.SEQUENCE
@@ -150,34 +150,20 @@ def reproduce() -> None:
 
     def forward_step(data: Any, chunk: Any) -> Any:
         next(data)
-        output = chunk(
-            own_positions(tokens),
-            own_positions(torch.arange(length, device="cuda")[None]),
-            None,
-            labels=own_positions(tokens.roll(-1, 1)),
-            loss_mask=mask,
-        )
+        output = _scenarios.of_context_rank(chunk, tokens, mask)
         return output, lambda output: ((output * mask).sum(), mask.sum().int(), {})
 
     chunk.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter([None]),
-        model=chunk,
-        num_microbatches=1,
-        seq_length=length,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    model.schedule(iter([None]), 1, forward_step, micro_batch_size=1)
     (layer,) = chunk.module.mtp.layers
     if not layer.eh_proj.weight.main_grad.any():
         raise RuntimeError("an MTP layer learns nothing of a token that another rank counts")
 
 
 PATCH = Patch(
-    summary="an MTP loss weighs each context-parallel rank's tokens by themselves",
+    "an MTP loss weighs each context-parallel rank's tokens by themselves",
+    target("mtp.process_mtp_loss", process, _COUNTED, _SHIFTED),
     since="0.17",
-    targets=(Target(f"{_MODULE}:process_mtp_loss", process, _COUNTED, _SHIFTED),),
     fixed_when=no_body_has("loss_mask.sum()"),
     given=("mtp-without-transformer-engine",),
     stock_error="RuntimeError: an MTP layer learns nothing of a token that another rank counts",

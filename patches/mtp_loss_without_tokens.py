@@ -26,15 +26,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import address, target
+from megatron_idempotent.patching import Original, Patch
 
-_MODULE = "megatron.core.transformer.multi_token_prediction"
+from . import _scenarios
 
 
-def roll(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Shift, and return a number of tokens that every rank can divide by.
 
     Takes part: all context-parallel ranks.
@@ -61,31 +61,24 @@ def reproduce() -> None:
         cp=2,
         overlap_grad_reduce=False,
         distributed_optimizer=False,
-        exact_attention=True,
-        config_overrides={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5},
-        model_overrides={"position_embedding_type": "none"},
+        mtp=1,
+        config_overrides={"mtp_loss_scaling_factor": 0.5},
     )
     (chunk,) = model.chunks
-    tokens = next(tiny.microbatches(0)).cuda()
+    tokens = next(tiny.microbatches(0))
     counts = torch.zeros_like(tokens, dtype=torch.float32)
     counts[:, 1 : tiny.SEQUENCE // 4] = 1  # the first rank's first piece
     chunk.zero_grad_buffer()
-    chunk(
-        own_positions(tokens),
-        own_positions(torch.arange(tiny.SEQUENCE, device="cuda").expand_as(tokens)),
-        None,
-        labels=own_positions(tokens.roll(-1, 1)),
-        loss_mask=own_positions(counts),
-    ).mean().backward()
+    _scenarios.of_context_rank(chunk, tokens, own_positions(counts)).mean().backward()
     gradient = chunk.module.mtp.layers[0].eh_proj.weight.main_grad
     if not gradient.isfinite().all():
         raise RuntimeError("an MTP gradient is NaN where no token of a rank counts")
 
 
 PATCH = Patch(
-    summary="an MTP loss is NaN where none of a rank's tokens counts",
+    "an MTP loss is NaN where none of a rank's tokens counts",
+    target("mtp.roll_tensor", roll),
     before="0.17",
-    targets=(Target(f"{_MODULE}:roll_tensor", roll),),
-    fixed_by=(f"{_MODULE}:process_mtp_loss", "num_tokens.clamp(min=1)"),
+    fixed_by=(address("mtp.process_mtp_loss"), "num_tokens.clamp(min=1)"),
     stock_error=r"RuntimeError: an MTP gradient is NaN where no token of a rank counts",
 )

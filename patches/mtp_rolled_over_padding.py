@@ -25,16 +25,14 @@ Remove when:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import address, target
+from megatron_idempotent.patching import Original, Patch
 from megatron_idempotent.patching.record import arguments
 
-_MODULE = "megatron.core.transformer.multi_token_prediction"
 
-
-def roll(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Shift by the borders between which tokens and padding lie."""
     call = arguments(original, args, kwargs)
     packed = call["packed_seq_params"]
@@ -79,9 +77,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="with padding between a pack's sequences MTP layers predict tokens of other sequences",
+    "with padding between a pack's sequences MTP layers predict tokens of other sequences",
+    target("mtp.roll_tensor", roll),
     since="0.16",
-    targets=(Target(f"{_MODULE}:roll_tensor", roll),),
-    fixed_by=(f"{_MODULE}:_get_packed_roll_cu_seqlens", "packed_seq_params.cu_seqlens_q_padded"),
+    fixed_by=(address("mtp._get_packed_roll_cu_seqlens"), "packed_seq_params.cu_seqlens_q_padded"),
     stock_error=r"RuntimeError: tokens of two sequences are shifted to",
 )

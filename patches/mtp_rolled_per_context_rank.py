@@ -25,15 +25,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
-_MODULE = "megatron.core.transformer.multi_token_prediction"
 
-
-def roll(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Shift whole rows, and return this rank's part of the result and the mean of all parts' sums.
 
     Takes part: all context-parallel ranks.
@@ -46,7 +44,7 @@ def roll(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _roll_whole(
-    original: Callable[..., Any], tensor: Any, shifts: int = -1, dims: int = -1
+    original: Original, tensor: Any, shifts: int = -1, dims: int = -1
 ) -> tuple[Any, Any]:
     from megatron.core import parallel_state
 
@@ -65,7 +63,7 @@ def reproduce() -> None:
     from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.step import own_positions
 
-    tiny.build(cp=2, overlap_grad_reduce=False, distributed_optimizer=False, exact_attention=True)
+    tiny.build(cp=2, overlap_grad_reduce=False, distributed_optimizer=False)
     row = torch.arange(1, 9, device="cuda")[None]
     found, _ = roll_tensor(own_positions(row), shifts=-1, dims=-1)
     right = own_positions(torch.tensor([[2, 3, 4, 5, 6, 7, 8, 0]], device="cuda"))
@@ -88,9 +86,9 @@ def neighbour() -> object:
 
 
 PATCH = Patch(
-    summary="an MTP layer predicts wrong tokens where a context-parallel rank's part ends",
+    "an MTP layer predicts wrong tokens where a context-parallel rank's part ends",
+    target("mtp.roll_tensor", roll),
     before="0.14",
-    targets=(Target(f"{_MODULE}:roll_tensor", roll),),
     fixed_when=a_body_has("cp_group.size()"),
     stock_error="RuntimeError: positions are followed by others than those that come next",
 )

@@ -32,15 +32,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
-_MODULE = "megatron.core.models.common.language_module.language_module"
 
-
-def setup(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def setup(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Set up a model whose output layer owns a weight only if it uses it."""
     if self.share_embeddings_and_output_weights and getattr(self, "mtp_process", False):
         layer = getattr(self, "output_layer", None)
@@ -61,12 +59,7 @@ def reproduce() -> None:
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(
-        pp=2,
-        tied=True,
-        distributed_optimizer=False,
-        overlap_grad_reduce=False,
-        config_overrides={"mtp_num_layers": 1},
-        model_overrides={"position_embedding_type": "none"},
+        pp=2, tied=True, distributed_optimizer=False, overlap_grad_reduce=False, mtp=1
     )
     (chunk,) = model.chunks
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -77,14 +70,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a tied model with MTP on several stages cannot be written to a checkpoint",
-    targets=(
-        Target(
-            f"{_MODULE}:LanguageModule.setup_embeddings_and_output_layer",
-            setup,
-            "self.share_embeddings_and_output_weights",
-            "self.output_layer.weight",
-        ),
+    "a tied model with MTP on several stages cannot be written to a checkpoint",
+    target(
+        "core.models.common.language_module.language_module:"
+        "LanguageModule.setup_embeddings_and_output_layer",
+        setup,
+        "self.share_embeddings_and_output_weights",
+        "self.output_layer.weight",
     ),
     given=("mtp-without-transformer-engine",),
     stock_error="RuntimeError: the state dict has an output weight that nothing uses",

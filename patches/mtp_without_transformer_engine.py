@@ -23,15 +23,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import OPEN, Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import OPEN, Original, Patch
 
-_LAYERS = "megatron.core.tensor_parallel.inference_layers"
 
-
-def is_inference_linear(original: Callable[..., bool], module: Any) -> bool:
+def is_inference_linear(original: Original, module: Any) -> bool:
     """Return whether a layer is of a class for inference; no layer is of one that is a mock."""
     from megatron.core.tensor_parallel import inference_layers
 
@@ -43,17 +41,17 @@ def reproduce() -> None:
     """Build a small model with an MTP layer."""
     from megatron_idempotent.proof.cpu import tiny
 
-    tiny.build(
-        config_overrides={"mtp_num_layers": 1},
-        model_overrides={"position_embedding_type": "none"},
-    )
+    tiny.build(mtp=1)
 
 
 PATCH = Patch(
-    summary="a model with MTP layers cannot be built without Transformer Engine",
+    "a model with MTP layers cannot be built without Transformer Engine",
+    target(
+        "core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
+        is_inference_linear,
+    ),
     since="0.20",
     before=OPEN,
-    targets=(Target(f"{_LAYERS}:is_inference_column_parallel_linear", is_inference_linear),),
     ranks=1,
     stock_error=r"TypeError: isinstance\(\) arg 2 must be a type",
 )

@@ -29,11 +29,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.ddp import (
-    bucket_groups,
-    no_sync,
-    zero_grad_buffer,
-)
+from megatron_idempotent.megatron.ddp import bucket_groups, no_sync, zero_grad_buffer
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Patch
 
@@ -82,16 +78,14 @@ def neighbour() -> object:
         model.forward_backward(1, data_seed=data_seed, zero_first=False)
         chunk.finish_grad_sync()
         model.step()
-        found.append(model.parameters().numpy().tobytes())
+        found.append(model.bits())
     return found
 
 
 PATCH = Patch(
-    summary="no_sync() ends at an inner exit, or at one of a window that raised: reduced too early",
+    "no_sync() ends at an inner exit, or at one of a window that raised: reduced too early",
+    target("ddp.no_sync", no_sync),
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("overlap", "abort"),
-    targets=(
-        target("ddp.no_sync", no_sync),
-        target("ddp.zero_grad_buffer", zero_grad_buffer),
-    ),
     stock_error=r"RuntimeError: gradients are reduced inside of no_sync\(\)",
 )

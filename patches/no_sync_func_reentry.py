@@ -25,15 +25,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.ddp import is_no_sync_of
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, arguments, no_body_has
+from megatron_idempotent.patching import Original, Patch, arguments, no_body_has
 
 
-def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Clear the `no_sync` that an earlier call installed, then run upstream's `train`."""
     call = arguments(original, args, kwargs)
     config = call["config"]
@@ -62,16 +61,14 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a second train() with overlap_grad_reduce asserts on config.no_sync_func",
-    groups=("train-again", "overlap"),
-    targets=(
-        target(
-            "training.train",
-            train,
-            "config.no_sync_func is None",
-            "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
-        ),
+    "a second train() with overlap_grad_reduce asserts on config.no_sync_func",
+    target(
+        "training.train",
+        train,
+        "config.no_sync_func is None",
+        "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
     ),
+    groups=("train-again", "overlap"),
     fixed_when=no_body_has("config.no_sync_func"),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

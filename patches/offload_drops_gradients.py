@@ -33,12 +33,11 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.patching import Original, Patch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +47,7 @@ _DROPPED = "megatron_idempotent_dropped"
 _OWNERS = "megatron_idempotent_gradient_owners"
 
 
-def offload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def offload(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Run `offload_grad_buffers`, and note which gradients it drops that no step has used."""
     in_flight = sum(group.grad_reduce_handle is not None for group in bucket_groups(self))
     if in_flight:
@@ -64,7 +63,7 @@ def offload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
         setattr(_whole(buffer.grad_data), _DROPPED, True)
 
 
-def offload_buffer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def offload_buffer(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Run a buffer's `offload_to_cpu`, and note if it drops gradients that no step has used."""
     grads = self.grad_data
     pending = grads is not None and _pending(grads)
@@ -73,13 +72,13 @@ def offload_buffer(original: Callable[..., None], self: Any, *args: Any, **kwarg
         setattr(_whole(grads), _DROPPED, True)
 
 
-def reset(original: Callable[..., None], self: Any) -> None:
+def reset(original: Original, self: Any) -> None:
     """Zero a buffer, after which its dropped gradients are not missed any more."""
     original(self)
     vars(_whole(self.grad_data)).pop(_DROPPED, None)
 
 
-def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Raise if gradients were dropped; else run a step or an update, and note they are used."""
     grads = [
         grad
@@ -177,7 +176,7 @@ def neighbour() -> object:
                 raise RuntimeError(f"step {data_seed} returned {success}")
             _offloaded(chunk)
             _offloaded_one_by_one(chunk)
-        found.append(model.parameters().numpy().tobytes())
+        found.append(model.bits())
     return found
 
 
@@ -193,23 +192,14 @@ def _offloaded_one_by_one(chunk: Any) -> None:
 
 
 PATCH = Patch(
-    summary="offload_grad_buffers() between backward and step zeroes the gradients silently",
+    "offload_grad_buffers() between backward and step zeroes the gradients silently",
+    target("ddp.offload_grad_buffers", offload),
+    target("buffer.offload_to_cpu", offload_buffer),
+    target("buffer.reset", reset),
+    target("chained.step", step),
+    target("mixed.step_with_ready_grads", step),
+    target("fp32.step_with_ready_grads", step),
     since="0.16",
     groups=("offload",),
-    targets=(
-        Target(
-            "megatron.core.distributed.distributed_data_parallel:"
-            "DistributedDataParallel.offload_grad_buffers",
-            offload,
-        ),
-        Target(
-            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.offload_to_cpu",
-            offload_buffer,
-        ),
-        target("buffer.reset", reset),
-        target("chained.step", step),
-        target("mixed.step_with_ready_grads", step),
-        target("fp32.step_with_ready_grads", step),
-    ),
     stock_error=r"RuntimeError: the step's gradient norm is 0",
 )

@@ -38,24 +38,20 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.megatron.targets import schedule_targets
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import schedule_targets, target
+from megatron_idempotent.patching import Original, Patch
 
-_MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _IDLE = "_megatron_idempotent_idle"
 
 _running = {"forward_only": False}
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule, note whether it is forward-only, and drop what it leaves if it raises."""
-    from megatron.core.utils import get_model_config
-
-    config = get_model_config(schedules.chunks(kwargs["model"])[0])
+    config = schedules.config_of(kwargs["model"])
     if not getattr(config, "fine_grained_activation_offloading", False):
         return original(*args, **kwargs)
     outer = _running["forward_only"]
@@ -88,7 +84,7 @@ def _abort() -> None:
             group._tensors.clear()
 
 
-def begin_forward(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def begin_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Begin a forward's chunk, unless no backward will follow."""
     idle = _no_backward()
     setattr(self, _IDLE, idle)
@@ -98,7 +94,7 @@ def begin_forward(original: Callable[..., None], self: Any, *args: Any, **kwargs
         original(self, *args, **kwargs)
 
 
-def next_chunk(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def next_chunk(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the next chunk; None if no backward will follow, so that nothing is offloaded."""
     # Both: a recomputed layer's first forward has no gradients, and the capture of CUDA graphs
     # calls layers without beginning a forward.
@@ -169,13 +165,19 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="activation offload raises, or offloads nothing, after a forward-only first window",
-    since="0.16",
-    targets=(
-        Target(f"{_MODULE}:PipelineOffloadManager.init_model_chunk_offload_handler", begin_forward),
-        Target(f"{_MODULE}:PipelineOffloadManager.pop_forward_chunk", next_chunk),
-        *schedule_targets(schedule),
+    "activation offload raises, or offloads nothing, after a forward-only first window",
+    target(
+        "core.pipeline_parallel.fine_grained_activation_offload:"
+        "PipelineOffloadManager.init_model_chunk_offload_handler",
+        begin_forward,
     ),
+    target(
+        "core.pipeline_parallel.fine_grained_activation_offload:"
+        "PipelineOffloadManager.pop_forward_chunk",
+        next_chunk,
+    ),
+    *schedule_targets(schedule),
+    since="0.16",
     stock_error=r"AssertionError: Chunk mismatch"
     r"|AttributeError: 'NoneType' object has no attribute 'tensor_pop'",
 )

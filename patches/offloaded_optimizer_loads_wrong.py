@@ -27,15 +27,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.patching import Original, Patch
 
 
-def update_fp32(original: Callable[..., None], self: Any) -> None:
+def update_fp32(original: Original, self: Any) -> None:
     """Run upstream's loop over the parameters that have a float32 copy."""
     state = self.state
     self.state = {each: held for each, held in state.items() if each in self.param_to_fp32_param}
@@ -45,7 +44,7 @@ def update_fp32(original: Callable[..., None], self: Any) -> None:
         self.state = state
 
 
-def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
+def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
     """Run upstream's load, then bring counters, moments and copies to what was loaded."""
     import torch
 
@@ -109,16 +108,11 @@ def _parameter_state(part: Any) -> dict[str, Any]:
 
 
 PATCH = Patch(
-    summary="an optimizer_cpu_offload checkpoint does not load, or Adam's step restarts",
-    targets=(
-        target("distributed.load_state_dict", load_state_dict),
-        Target(
-            "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:"
-            "HybridDeviceOptimizer._update_fp32_params_by_new_state",
-            update_fp32,
-        ),
+    "an optimizer_cpu_offload checkpoint does not load, or Adam's step restarts",
+    target("distributed.load_state_dict", load_state_dict),
+    target(
+        "core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer._update_fp32_params_by_new_state",
+        update_fp32,
     ),
-    stock_error=(
-        r"RuntimeError: two steps were saved, and the counters loaded are \{1.0\}|KeyError: tensor"
-    ),
+    stock_error=r"RuntimeError: two steps were saved, and the counters loaded are|KeyError: tensor",
 )

@@ -29,13 +29,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def offload(original: Callable[..., None], self: Any) -> None:
+def offload(original: Original, self: Any) -> None:
     """Run `offload_to_cpu`, and keep the parameters that are views of the buffers as views."""
     buffers = {
         buffer.param_data.untyped_storage().data_ptr()
@@ -68,11 +68,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="after optimizer.offload_to_cpu() and back its parameters are copies of the model's",
+    "after optimizer.offload_to_cpu() and back its parameters are copies of the model's",
+    target("any.offload_to_cpu", offload),
     since="0.16",
-    targets=(
-        Target("megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu", offload),
-    ),
     default=False,
     stock_error=r"RuntimeError: the optimizer's fp32 parameters are no views",
 )

@@ -24,16 +24,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, arguments
+from megatron_idempotent.patching import Original, Patch, arguments
 
 from . import _scenarios
 
 
-def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run upstream's `train`, and put `optimizer.step` back also if it raises."""
     optimizer = arguments(original, args, kwargs)["optimizer"]
     if optimizer is None:  # Megatron's inference-only mode
@@ -60,10 +59,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a raising train() with --optimizer-cuda-graph leaves its wrapper on optimizer.step",
+    "a raising train() with --optimizer-cuda-graph leaves its wrapper on optimizer.step",
+    target("training.train", train, "del optimizer.step"),
     since="0.17",
     groups=("train-again",),
-    targets=(target("training.train", train, "del optimizer.step"),),
     ranks=1,
     stock_error=r"RuntimeError: optimizer\.step is left as .*OptimizerCudaGraphWrapper",
 )

@@ -26,14 +26,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments
 
 
-def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def save(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Let the folder be no checkpoint until the new one is complete."""
     import torch
 
@@ -92,15 +92,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="an interrupted save over an older checkpoint leaves a mixture that loads",
+    "an interrupted save over an older checkpoint leaves a mixture that loads",
+    target("core.dist_checkpointing.serialization:save", save, "save_preprocess"),
     since="0.13",
-    targets=(
-        Target(
-            "megatron.core.dist_checkpointing.serialization:save",
-            save,
-            "save_preprocess",
-        ),
-    ),
     needs=("psutil",),
     stock_error=r"RuntimeError: saved 1, then 2 on rank 0 alone: rank \d loads \d",
 )

@@ -23,19 +23,19 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, a_body_has
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
 _PLACE = "_megatron_idempotent_place"
 _RATES = ("max_lr", "min_lr")
 Groups = list[dict[str, Any]]
 
 
-def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
+def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
     """Mark which of the saved groups is whose, and let the distributed optimizer load them."""
     saved = [dict(group) for group in state_dict["optimizer"]["param_groups"]]
     inner = {**state_dict["optimizer"], "param_groups": saved}
@@ -47,9 +47,7 @@ def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[s
             group.pop(_PLACE, None)
 
 
-def reorder(
-    original: Callable[..., Groups], current_groups: Groups, state_dict_groups: Groups
-) -> Groups:
+def reorder(original: Original, current_groups: Groups, state_dict_groups: Groups) -> Groups:
     """Mark which of the saved groups is whose, and let other optimizers order them."""
     saved = [dict(group) for group in state_dict_groups]
     with _told_apart(current_groups, saved):
@@ -112,14 +110,12 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="parameter groups that differ in their rates have the same ones after a load",
+    "parameter groups that differ in their rates have the same ones after a load",
+    target("distributed.load_state_dict", load_state_dict),
+    target("any._filter_and_reorder_param_groups", reorder),
     since="0.16",
     before="0.19",
     # The commit that made rates a part of what identifies a group writes it so.
     fixed_when=a_body_has("needed_groups.append(value)"),
-    targets=(
-        target("distributed.load_state_dict", load_state_dict),
-        target("any._filter_and_reorder_param_groups", reorder),
-    ),
     stock_error=r"RuntimeError: groups with rates \[.*\] have \[.*\] after a load",
 )

@@ -24,14 +24,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, arguments, no_body_has
+from megatron_idempotent.patching import Original, Patch, arguments, no_body_has
 
 
-def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run upstream's `train`, and put `param_sync_func` back also if it raises."""
     from megatron.training import get_args
 
@@ -61,17 +60,15 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="train() loses config.param_sync_func when it ends before its second iteration",
-    groups=("train-again", "overlap"),
-    targets=(
-        target(
-            "training.train",
-            train,
-            "config.param_sync_func = None",
-            "config.param_sync_func = param_sync_func",
-            "config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]",
-        ),
+    "train() loses config.param_sync_func when it ends before its second iteration",
+    target(
+        "training.train",
+        train,
+        "config.param_sync_func = None",
+        "config.param_sync_func = param_sync_func",
+        "config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]",
     ),
+    groups=("train-again", "overlap"),
     fixed_when=no_body_has("config.param_sync_func = None"),
     stock_error=r"RuntimeError: config\.param_sync_func is None after train\(\)",
 )

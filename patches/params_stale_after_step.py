@@ -27,17 +27,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 from . import _scenarios
 
 
-def step(original: Callable[..., Any], self: Any) -> Any:
+def step(original: Original, self: Any) -> Any:
     """Wait for gathers in flight and mark them as outdated, then run the optimizer's update."""
     for group in gather.owned_groups(self):
         if group.param_gather_handle is not None:
@@ -62,12 +61,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a forward between reduction and step makes the step's update reach no other rank",
+    "a forward between reduction and step makes the step's update reach no other rank",
+    target("distributed.step_with_ready_grads", step),
+    target("group.start_param_sync", gather.start_param_sync),
     groups=("overlap",),
     provides=("gathers-watched",),
-    targets=(
-        target("distributed.step_with_ready_grads", step),
-        target("group.start_param_sync", gather.start_param_sync),
-    ),
     stock_error=r"RuntimeError: parameters differ .* in a hooked forward after the step",
 )

@@ -31,19 +31,18 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.patching import Original, Patch
 
 from . import _scenarios
 
 
 def disable(
-    original: Callable[..., None], self: Any, param_sync: bool = True, *args: Any, **kwargs: Any
+    original: Original, self: Any, param_sync: bool = True, *args: Any, **kwargs: Any
 ) -> None:
     """Run `disable_forward_pre_hook`, and make the gathers that the hooks still had to make."""
     original(self, param_sync, *args, **kwargs)
@@ -55,7 +54,7 @@ def disable(
         gather.gather(self)
 
 
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Gather an update that came while the hooks were off, then run a chunk's forward."""
     # Megatron-FSDP shares the method and has no such hooks.
     if getattr(self, "use_forward_hook", False) and not self.remove_forward_pre_hook_handles:
@@ -93,18 +92,12 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="with the forward pre-hooks off, ranks train on parameters that lack the last update",
+    "with the forward pre-hooks off, ranks train on parameters that lack the last update",
+    target("ddp.disable_forward_pre_hook", disable),
+    target("chunk.forward", forward),
+    target("distributed.step_with_ready_grads", gather.updating),
+    target("group.start_param_sync", gather.start_param_sync),
     groups=("overlap",),
     provides=("gathers-watched",),
-    targets=(
-        Target(
-            "megatron.core.distributed.distributed_data_parallel:"
-            "DistributedDataParallel.disable_forward_pre_hook",
-            disable,
-        ),
-        target("chunk.forward", forward),
-        target("distributed.step_with_ready_grads", gather.updating),
-        target("group.start_param_sync", gather.start_param_sync),
-    ),
     stock_error=r"RuntimeError: parameters differ .* in a window with the hooks off",
 )

@@ -29,11 +29,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import STAGE_OFFSET
-from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.patching import Original, Patch, a_body_has
+
+from . import _scenarios
 
 
-def seed_all_stages(original: Callable[..., Any], seed: int, *args: Any, **kwargs: Any) -> Any:
+def seed_all_stages(original: Original, seed: int, *args: Any, **kwargs: Any) -> Any:
     """Seed; if all pipeline stages have the same states then, seeds again with an offset."""
     result = original(seed, *args, **kwargs)
     offset = _missing_offset()
@@ -93,11 +96,8 @@ def reproduce() -> None:
     random.model_parallel_cuda_manual_seed(42)
     with random.get_cuda_rng_tracker().fork():
         drawn = torch.rand(8, device=torch.cuda.current_device())
-    stages = [torch.empty_like(drawn) for _ in range(2)]
-    torch.distributed.all_gather(
-        stages, drawn, group=parallel_state.get_pipeline_model_parallel_group()
-    )
-    if torch.equal(stages[0], stages[1]):
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if torch.equal(*_scenarios.gathered(drawn, group)):
         raise RuntimeError("pipeline stages 0 and 1 draw the same weights")
 
 
@@ -157,16 +157,14 @@ def _drawn(seed: Callable[[int], object]) -> list[bytes]:
 
 
 PATCH = Patch(
-    summary="pipeline stages given one seed get identical initial weights and dropout",
-    targets=(
-        Target(
-            "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
-            seed_all_stages,
-            "offset = seed + 2718",
-            "data_parallel_seed = seed",
-            "_CUDA_RNG_STATE_TRACKER.reset()",
-            "initialize_rng_tracker",
-        ),
+    "pipeline stages given one seed get identical initial weights and dropout",
+    target(
+        "random.model_parallel_cuda_manual_seed",
+        seed_all_stages,
+        "offset = seed + 2718",
+        "data_parallel_seed = seed",
+        "_CUDA_RNG_STATE_TRACKER.reset()",
+        "initialize_rng_tracker",
     ),
     fixed_when=a_body_has("get_pipeline_model_parallel_rank()"),
     stock_error=r"RuntimeError: pipeline stages 0 and 1 draw the same weights",

@@ -30,15 +30,12 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from megatron_idempotent.megatron.process_groups import alive, held, live_groups
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
-_ADDRESS = "megatron.core.parallel_state:destroy_model_parallel"
 
-
-def destroy(original: Callable[[], None]) -> None:
+def destroy(original: Original) -> None:
     """Let upstream drop the groups, then destroys those that nothing else refers to."""
     import gc
 
@@ -85,7 +82,7 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="destroy_model_parallel() leaves its process groups alive: some 20 more per cycle",
-    targets=(Target(_ADDRESS, destroy),),
+    "destroy_model_parallel() leaves its process groups alive: some 20 more per cycle",
+    target("core.parallel_state:destroy_model_parallel", destroy),
     stock_error=r"RuntimeError: \d+ process groups are left over from 3 cycles",
 )

@@ -37,14 +37,15 @@ Remove when:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
 def checkpoint(
-    original: Callable[..., Any], function: Any, distribute_saved_activations: bool, *args: Any
+    original: Original, function: Any, distribute_saved_activations: bool, *args: Any
 ) -> Any:
     """Run `tensor_parallel.checkpoint` so that a piece with trained parameters is recorded."""
     import torch
@@ -143,7 +144,7 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="with recomputation and a frozen embedding, adapters get no gradient, silently",
-    targets=(Target("megatron.core.tensor_parallel.random:checkpoint", checkpoint),),
+    "with recomputation and a frozen embedding, adapters get no gradient, silently",
+    target("random.checkpoint", checkpoint),
     stock_error=r"RuntimeError: recomputed with 'uniform', the gradient's norm is 0;",
 )

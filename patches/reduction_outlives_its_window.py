@@ -26,17 +26,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, a_body_has
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
 from . import _scenarios
 
 
-def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+def zero_grad_buffer(original: Original, self: Any) -> None:
     """Wait, then zero: the other way round a late reduction would write over the zeros."""
     for group in self.bucket_groups:
         ddp.drain(group)
@@ -60,9 +59,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="after an abort in the last backward, old reductions break or spoil later windows",
+    "after an abort in the last backward, old reductions break or spoil later windows",
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("overlap", "abort"),
-    targets=(target("ddp.zero_grad_buffer", zero_grad_buffer),),
     fixed_when=a_body_has("grad_reduce_handle.wait()"),
     stock_error=r"AssertionError: Should not have multiple communication calls outstanding at once",
 )

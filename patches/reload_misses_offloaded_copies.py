@@ -29,15 +29,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def copy_to_main(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def copy_to_main(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Copy the model to the main parameters as without offload, then these to the copies."""
     hybrid = self.optimizer
     in_fsdp = ("use_megatron_fsdp", "use_custom_fsdp")  # which has main parameters of its own
@@ -52,7 +51,7 @@ def copy_to_main(original: Callable[..., None], self: Any, *args: Any, **kwargs:
     optimizers.renew_copies(hybrid)
 
 
-def reload_fp32(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def reload_fp32(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Copy the model's parameters to the copies on the host."""
     original(self, *args, **kwargs)
     if optimizers.is_hybrid(self.optimizer):
@@ -79,10 +78,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="with optimizer_cpu_offload the first step after a weights-only load undoes it",
-    targets=(
-        target("distributed._copy_model_params_to_main_params", copy_to_main),
-        target("fp32.reload_model_params", reload_fp32),
-    ),
+    "with optimizer_cpu_offload the first step after a weights-only load undoes it",
+    target("distributed._copy_model_params_to_main_params", copy_to_main),
+    target("fp32.reload_model_params", reload_fp32),
     stock_error=r"RuntimeError: a weight that was loaded as 5.0 is -?[01]\.\d+ after a step",
 )

@@ -27,17 +27,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.ddp import GATHERED, REDUCTIONS, bucket_groups
 from megatron_idempotent.megatron.targets import step_targets, target
-from megatron_idempotent.patching import Patch, arguments
+from megatron_idempotent.patching import Original, Patch, arguments
 
 _CHUNKS = "_megatron_idempotent_chunks"
 
 
-def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def build(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Build an optimizer, and remember which chunks it updates."""
     from megatron.core.optimizer import MegatronOptimizer
 
@@ -47,7 +46,7 @@ def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return optimizer
 
 
-def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare the replicas, then run the step."""
     from megatron_idempotent.megatron.replica_check import check_replicas
 
@@ -60,7 +59,7 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> 
     return result
 
 
-def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def start_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Count reductions per window."""
     in_flight = self.grad_reduce_handle is not None
     original(self, *args, **kwargs)
@@ -68,13 +67,13 @@ def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwar
         setattr(self, REDUCTIONS, getattr(self, REDUCTIONS, 0) + 1)
 
 
-def reset(original: Callable[..., None], self: Any) -> None:
+def reset(original: Original, self: Any) -> None:
     """Start a window without reductions."""
     original(self)
     setattr(self, REDUCTIONS, 0)
 
 
-def start_param_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def start_param_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Remember that parameters are those of the latest step on all ranks."""
     original(self, *args, **kwargs)
     setattr(self, GATHERED, True)
@@ -105,15 +104,13 @@ def neighbour() -> object:
 
 
 PATCH = Patch(
-    summary="nothing notices that data-parallel ranks step on different gradients (debug mode)",
+    "nothing notices that data-parallel ranks step on different gradients (debug mode)",
+    target("optimizer.get_megatron_optimizer", build, "model_chunks"),
+    *step_targets(step),
+    target("group.start_grad_sync", start_grad_sync),
+    target("group.reset", reset),
+    target("group.start_param_sync", start_param_sync),
     default=False,
     debug=True,
-    targets=(
-        target("optimizer.get_megatron_optimizer", build, "model_chunks"),
-        *step_targets(step),
-        target("group.start_grad_sync", start_grad_sync),
-        target("group.reset", reset),
-        target("group.start_param_sync", start_param_sync),
-    ),
     stock_error=r"RuntimeError: a step on gradients that differ between ranks went unnoticed",
 )

@@ -29,11 +29,11 @@ from functools import partial
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
 def forward(
-    original: Callable[..., Any], forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any
+    original: Original, forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run `forward_step` with a loss function whose reports do not share memory with the loss."""
     return original(partial(_forward, forward_step_func), *args, **kwargs)
@@ -65,15 +65,10 @@ def _memory(value: Any) -> int | None:
 
 def reproduce() -> None:
     """Run four equal microbatches, whose mean loss is that of each."""
-    import torch
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_grad_reduce=False, with_optimizer=False)
-    tokens_BT = next(tiny.microbatches(0))
-    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
+    tokens_BT, *places = tiny.inputs(0)
     losses = []
 
     def loss_func(loss_BT: Any) -> tuple[Any, dict[str, Any]]:
@@ -82,24 +77,16 @@ def reproduce() -> None:
         return loss, {"loss": loss.detach()}
 
     def forward_step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
-        return chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT), loss_func
+        return chunk(tokens_BT, *places, labels=tokens_BT), loss_func
 
-    reports = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=None,
-        model=model.chunks,
-        num_microbatches=4,
-        seq_length=tiny.SEQUENCE,
-        micro_batch_size=tiny.BATCH,
-    )
-    reported = [report["loss"].item() for report in reports]
+    reported = [report["loss"].item() for report in model.schedule(None, 4, forward_step)]
     if reported != losses:
         raise RuntimeError(f"the losses are {losses}, reported were {reported}")
 
 
 PATCH = Patch(
-    summary="a loss function that reports loss.detach() reports the loss ÷ microbatches",
-    targets=(target("schedules.forward_step", forward),),
+    "a loss function that reports loss.detach() reports the loss ÷ microbatches",
+    target("schedules.forward_step", forward),
     ranks=1,
     stock_error=r"RuntimeError: the losses are .*, reported were",
 )

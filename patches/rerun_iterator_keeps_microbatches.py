@@ -28,7 +28,6 @@ from megatron_idempotent.patching import Limit
 
 def reproduce() -> None:
     """Run five windows of two microbatches, without the state machine's loop."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import (
         RerunDataIterator,
         RerunMode,
@@ -42,15 +41,7 @@ def reproduce() -> None:
     data = RerunDataIterator(tiny.microbatches(0))
     for _ in range(5):
         model.chunks[0].zero_grad_buffer()
-        get_forward_backward_func()(
-            forward_step_func=model._forward_step([]),
-            data_iterator=data,
-            model=model.chunks,
-            num_microbatches=2,
-            seq_length=tiny.SEQUENCE,
-            micro_batch_size=tiny.BATCH,
-            forward_only=False,
-        )
+        model.schedule(data, 2)
     if len(data.saved_microbatches) > 2:
         raise RuntimeError(f"{len(data.saved_microbatches)} microbatches kept after five windows")
 

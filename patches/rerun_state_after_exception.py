@@ -39,12 +39,11 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_idempotent.megatron import training
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def should_run_forward_backward(
-    original: Callable[..., bool], self: Any, *args: Any, **kwargs: Any
-) -> bool:
+def should_run_forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """End a step that an exception has left, then ask `should_run_forward_backward`."""
     training.abandon_if_left(self)
     runs = original(self, *args, **kwargs)
@@ -55,7 +54,7 @@ def should_run_forward_backward(
     return runs
 
 
-def state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """End a step that an exception has left, then make the state of a checkpoint."""
     training.abandon_if_left(self)
     return original(self, *args, **kwargs)
@@ -75,7 +74,6 @@ def reproduce() -> None:
 
 def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
     """Run two microbatches, and ask the machine before and after them as NeMo-RL does."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     from megatron_idempotent.proof.cpu import tiny
@@ -83,15 +81,7 @@ def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
     machine = get_rerun_state_machine()
     data = tiny.microbatches(0)
     while machine.should_run_forward_backward(data):
-        losses_reduced = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=data,
-            model=model.chunks,
-            num_microbatches=2,
-            seq_length=tiny.SEQUENCE,
-            micro_batch_size=tiny.BATCH,
-            forward_only=False,
-        )
+        losses_reduced = model.schedule(data, 2, forward_step)
     return losses_reduced
 
 
@@ -103,14 +93,13 @@ def _unreadable(data_iterator: Any, model: Any) -> Any:
     raise _Unreadable
 
 
-_MACHINE = "megatron.core.rerun_state_machine:RerunStateMachine"
-
 PATCH = Patch(
-    summary="after an exception in a step the next one reads no batch and still updates",
-    groups=("abort",),
-    targets=(
-        Target(f"{_MACHINE}.should_run_forward_backward", should_run_forward_backward),
-        Target(f"{_MACHINE}.state_dict", state_dict),
+    "after an exception in a step the next one reads no batch and still updates",
+    target(
+        "core.rerun_state_machine:RerunStateMachine.should_run_forward_backward",
+        should_run_forward_backward,
     ),
+    target("core.rerun_state_machine:RerunStateMachine.state_dict", state_dict),
+    groups=("abort",),
     stock_error=r"UnboundLocalError: .*losses_reduced",
 )

@@ -23,17 +23,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def set_states(
-    original: Callable[..., None], self: Any, model_param: Any, tensors: dict[str, Any]
-) -> None:
+def set_states(original: Original, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
     """Let upstream copy the counter that the parameter has, if it is given none."""
     if "step" not in tensors and optimizers.is_torch_adam(self):
         index, order = self.model_param_group_index_map[model_param]
@@ -68,9 +65,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="torch's Adam cannot load fully reshardable optimizer state",
+    "torch's Adam cannot load fully reshardable optimizer state",
+    target("distributed._set_main_param_and_optimizer_states", set_states),
     since="0.15",
-    targets=(target("distributed._set_main_param_and_optimizer_states", set_states),),
     given=("reshardable-state-shifted",),
     stock_error=r"KeyError: 'step'",
 )

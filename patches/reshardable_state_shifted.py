@@ -24,14 +24,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch, a_body_has
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
 
-def sharded_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def sharded_state(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let buffers say during the call where parameters are without the buckets' padding."""
     padded = [(buffer, buffer.param_index_map) for buffer in self.buffers]
     for buffer, positions in padded:
@@ -71,15 +70,15 @@ def reproduce() -> None:
     )
     params = [param for buffer in optimizer.buffers for param in buffer.param_index_map]
     saved = [entry["param"].data for entry in state["param_state"].values()]
-    wrong = sum(not torch.equal(*pair) for pair in zip(saved, params, strict=True))
+    wrong = sum(not torch.equal(a, b.cpu()) for a, b in zip(saved, params, strict=True))
     if wrong:
         raise RuntimeError(f"the state of {wrong} of {len(params)} parameters is another's")
 
 
 PATCH = Patch(
-    summary="fully reshardable optimizer state is saved shifted where buckets are padded",
+    "fully reshardable optimizer state is saved shifted where buckets are padded",
+    target("distributed.sharded_param_state_fully_reshardable", sharded_state),
     since="0.15",
-    targets=(target("distributed.sharded_param_state_fully_reshardable", sharded_state),),
     fixed_when=a_body_has("param_world_start - padding_adjustment"),
     stock_error=r"RuntimeError: the state of \d+ of \d+ parameters is another's",
 )

@@ -25,13 +25,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def set_states(original: Callable[..., None], self: Any, states: Mapping[str, Any]) -> None:
+def set_states(original: Original, self: Any, states: Mapping[str, Any]) -> None:
     """Put the states back, in a dictionary of the tracker's own."""
     original(self, dict(states))
 
@@ -55,14 +56,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a snapshot of the random states changes once it was rolled back to",
-    targets=(
-        Target(
-            "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.set_states",
-            set_states,
-            "self.states_ = states",
-        ),
-    ),
+    "a snapshot of the random states changes once it was rolled back to",
+    target("random.CudaRNGStatesTracker.set_states", set_states, "self.states_ = states"),
     ranks=1,
     stock_error=r"RuntimeError: the second roll back to one snapshot draws other numbers",
 )

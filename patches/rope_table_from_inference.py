@@ -26,15 +26,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
-_EMBEDDINGS = "megatron.core.models.common.embeddings"
 
-
-def table(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def table(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Make the table as an ordinary tensor, whether training or inference asks first."""
     import torch
 
@@ -59,13 +57,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="rotary tables cached under inference mode cannot be saved for a backward",
+    "rotary tables cached under inference mode cannot be saved for a backward",
+    target("core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_emb", table),
+    target(
+        "core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_emb", table
+    ),
     since="0.16",
     groups=("generation",),
-    targets=(
-        Target(f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_emb", table),
-        Target(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_emb", table),
-    ),
     ranks=1,
     stock_error=r"RuntimeError: Inference tensors cannot be saved for backward",
 )

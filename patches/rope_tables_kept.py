@@ -50,11 +50,8 @@ def deleted_model() -> Any:
         max_sequence_length=tiny.SEQUENCE,
         position_embedding_type="rope",
     ).cuda()
-    tokens_BT = next(tiny.microbatches(0))
-    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
-    mask = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
     with torch.no_grad():
-        model(tokens_BT, positions_BT, mask)
+        model(*tiny.inputs(0))
     whole, embedding = weakref.ref(model), weakref.ref(model.rotary_pos_emb)
     del model
     gc.collect()

@@ -23,14 +23,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
 def forward(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input: Any,
     padding_mask: Any = None,
@@ -67,14 +67,12 @@ def reproduce() -> None:
         pre_process=False,
         vocab_size=tiny.VOCABULARY,
         max_sequence_length=tiny.SEQUENCE,
-    )
+    ).cuda()
     half = tiny.SEQUENCE // 2
     stage.set_input_tensor(torch.randn(half, tiny.BATCH, tiny.HIDDEN, device="cuda"))
-    tokens = next(tiny.microbatches(0))
+    tokens, places, hidden = tiny.inputs(0)
     padding = torch.zeros_like(tokens, dtype=torch.bool)
     padding[:, half:] = True
-    places = torch.arange(tiny.SEQUENCE, device="cuda").expand_as(tokens)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
     (stage(tokens, places, hidden, padding_mask=padding) * 0.0).sum().backward()
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     if bool(stage.decoder.layers[0].mlp.router.weight.grad.any()) != first:
@@ -82,8 +80,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="under sequence parallelism routers of later pipeline stages refuse a padding mask",
+    "under sequence parallelism routers of later pipeline stages refuse a padding mask",
+    target("moe.router:TopKRouter.forward", forward),
     since="0.16",
-    targets=(Target("megatron.core.transformer.moe.router:TopKRouter.forward", forward),),
     stock_error=r"RuntimeError: The size of tensor a",
 )

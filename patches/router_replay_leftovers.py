@@ -28,20 +28,17 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
 from megatron_idempotent.megatron.targets import schedule_targets
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule, then empties the replay lists of its routers."""
-    from megatron.core.utils import get_model_config
-
     chunks = schedules.chunks(kwargs["model"])
-    if not getattr(get_model_config(chunks[0]), "moe_enable_routing_replay", False):
+    if not getattr(schedules.config_of(chunks), "moe_enable_routing_replay", False):
         return original(*args, **kwargs)
     try:
         return original(*args, **kwargs)
@@ -79,10 +76,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="recomputation replays the MoE routing of an earlier window",
+    "recomputation replays the MoE routing of an earlier window",
+    *schedule_targets(schedule),
     since="0.16",
     groups=("abort",),
-    targets=schedule_targets(schedule),
     ranks=1,
     stock_error=r"RuntimeError: recomputation takes the routing of the forward-only window",
 )

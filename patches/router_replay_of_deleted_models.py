@@ -26,18 +26,18 @@ Remove when:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
-_MOE = "megatron.core.transformer.moe"
 #: The router of each RouterReplay, neither kept alive.
 _routers: PerProcessWeakKeys[Any, weakref.ref[Any]] = PerProcessWeakKeys(__name__, "_routers")
 
 
-def router(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def router(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Build a router, and remember that its RouterReplay is its own."""
     original(self, *args, **kwargs)
     if getattr(self, "router_replay", None) is not None:  # miles' fork replays by its own manager
@@ -54,7 +54,7 @@ def _without_deleted() -> list[Any]:
     return listed
 
 
-def set_data(original: Callable[..., None], all_layers_topk_indices: Sequence[Any]) -> None:
+def set_data(original: Original, all_layers_topk_indices: Sequence[Any]) -> None:
     """Give each router that is left the routing of its layer."""
     import gc
 
@@ -64,7 +64,7 @@ def set_data(original: Callable[..., None], all_layers_topk_indices: Sequence[An
     original(all_layers_topk_indices)
 
 
-def get_data(original: Callable[..., list[Any]]) -> list[Any]:
+def get_data(original: Original) -> Any:
     """Read what the routers that are left have recorded."""
     _without_deleted()
     return original()
@@ -92,13 +92,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="routing replay counts the routers of models that were deleted",
+    "routing replay counts the routers of models that were deleted",
+    target("moe.router:TopKRouter.__init__", router),
+    target("moe.router_replay:RouterReplay.set_replay_data", set_data),
+    target("moe.router_replay:RouterReplay.get_recorded_data", get_data),
     since="0.16",
-    targets=(
-        Target(f"{_MOE}.router:TopKRouter.__init__", router),
-        Target(f"{_MOE}.router_replay:RouterReplay.set_replay_data", set_data),
-        Target(f"{_MOE}.router_replay:RouterReplay.get_recorded_data", get_data),
-    ),
     ranks=1,
     stock_error=r"ValueError: The number of replay tensors \(\d+\) does not match instances",
 )

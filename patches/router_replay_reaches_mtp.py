@@ -26,13 +26,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Build an MTP layer, and take its routers out of the replay."""
     original(self, *args, **kwargs)
     for module in self.modules():
@@ -75,18 +75,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="under router replay an MTP layer takes the routing of the decoder's first layer",
+    "under router replay an MTP layer takes the routing of the decoder's first layer",
+    target("mtp.MultiTokenPredictionLayer.__init__", build),
     since="0.16",
-    targets=(
-        Target(
-            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
-            build,
-        ),
-    ),
     given=("mtp-without-transformer-engine",),
     ranks=1,
-    stock_error=(
-        r"RuntimeError: the MTP layer is routed as the decoder's first layer is|"
-        r"AttributeError: 'NoneType' object has no attribute 'to'"
-    ),
+    stock_error=r"RuntimeError: the MTP layer is routed as the decoder's first layer is|"
+    r"AttributeError: 'NoneType' object has no attribute 'to'",
 )

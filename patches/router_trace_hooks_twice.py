@@ -21,13 +21,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def register(original: Callable[..., Any], self: Any, model: Any) -> None:
+def register(original: Original, self: Any, model: Any) -> None:
     """Take the tracer's hooks off the modules, then run `RouterTracer.register_hooks`."""
     chunks = model if isinstance(model, (list, tuple)) else [model]
     here = {id(module._forward_hooks) for chunk in chunks for module in chunk.modules()}
@@ -59,12 +59,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="each train() adds another hook per router: the trace has every record twice",
+    "each train() adds another hook per router: the trace has every record twice",
+    target("moe.router_trace:RouterTracer.register_hooks", register),
     since="0.19",
     groups=("train-again",),
-    targets=(
-        Target("megatron.core.transformer.moe.router_trace:RouterTracer.register_hooks", register),
-    ),
     ranks=1,
     stock_error=r"RuntimeError: a router has 2 hooks of one tracer",
 )

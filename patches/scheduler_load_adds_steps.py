@@ -29,13 +29,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
+def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
     """Let upstream add the saved steps to none, then set learning rates and weight decays."""
     before = dict(vars(self))
     self.num_steps = 0
@@ -80,12 +80,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="loading the learning-rate scheduler adds the saved steps to those counted since",
-    targets=(
-        Target(
-            "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
-            load_state_dict,
-        ),
+    "loading the learning-rate scheduler adds the saved steps to those counted since",
+    target(
+        "core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict", load_state_dict
     ),
     ranks=1,
     stock_error=r"RuntimeError: saved at step 30 with lr 0\.7, loaded at step 70 with 0\.3",

@@ -31,22 +31,20 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
-from megatron_idempotent.megatron.ddp import (
-    bucket_groups,
-)
+from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 _LOOKED_AT = "_megatron_idempotent_looked_at"
 _ZEROED = "_megatron_idempotent_zeroed"
 _AGAIN = "_megatron_idempotent_reduced_again"
 
 
-def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Finish a reduction, again if new gradients came on top of reduced ones, or raise."""
     if ddp.grown(self):
         _require_exact(self)
@@ -62,7 +60,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
     _finished(self)
 
 
-def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Start a chunk's reductions; without overlap that reduces, and raises as finishing does."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
@@ -85,7 +83,7 @@ def _require_exact(chunk: Any) -> None:
             _refuse([chunk], why)
 
 
-def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+def finalize(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
     """Run `finalize_model_grads`; raise if it would apply sums to reduced gradients again."""
     chunks = list(model)
     if any(ddp.grown(chunk) and not getattr(chunk, _ZEROED, False) for chunk in chunks):
@@ -96,7 +94,7 @@ def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: An
     original(model, *args, **kwargs)
 
 
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Note if the caller has zeroed gradients without `zero_grad_buffer`, then run a forward."""
     reduced = ddp.reduced(self)
     if reduced is not None and not getattr(self, _ZEROED, False):
@@ -122,7 +120,7 @@ def _is_any(gradients: Any) -> bool:
     return bool(gradients.untyped_storage().size()) and bool(gradients.any())
 
 
-def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+def zero_grad_buffer(original: Original, self: Any) -> None:
     """Start a window whose gradients are not reduced."""
     if getattr(self, _AGAIN, False) or ddp.grown(self):
         for group in bucket_groups(self):
@@ -256,16 +254,14 @@ def _shards(model: Any) -> bytes:
 
 
 PATCH = Patch(
-    summary="a second window without zero_grad_buffer() is not reduced, or to wrong values",
+    "a second window without zero_grad_buffer() is not reduced, or to wrong values",
+    target("ddp.finish_grad_sync", finish_grad_sync),
+    target("ddp.start_grad_sync", start_all),
+    target("ddp.zero_grad_buffer", zero_grad_buffer),
+    target("finalize.finalize_model_grads", finalize),
+    target("chunk.forward", forward),
+    target("group.start_grad_sync", ddp.dispatching),
     groups=("overlap",),
-    targets=(
-        target("ddp.finish_grad_sync", finish_grad_sync),
-        target("ddp.start_grad_sync", start_all),
-        target("ddp.zero_grad_buffer", zero_grad_buffer),
-        target("finalize.finalize_model_grads", finalize),
-        target("chunk.forward", forward),
-        target("group.start_grad_sync", ddp.dispatching),
-    ),
     stock_error=r"Cannot set grad twice|Communication call has not been issued"
     r"|gradients of a second window are not reduced|has registered 2 gradients",
 )

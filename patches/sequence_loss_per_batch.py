@@ -23,15 +23,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.patching import Patch, Target, a_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, a_body_has
 from megatron_idempotent.patching.record import arguments
 
 
-def apply(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def apply(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Apply the loss of all rows; upstream logs it divided by its coefficient."""
     call = arguments(original, args, kwargs)
     router = call["self"]
@@ -48,10 +48,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="per token, MoE's loss of sequences is divided by a microbatch's rows",
+    "per token, MoE's loss of sequences is divided by a microbatch's rows",
+    target("moe.router:TopKRouter._apply_seq_aux_loss", apply),
     since="0.16",
     groups=("aux-loss",),
-    targets=(Target("megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss", apply),),
     fixed_when=a_body_has("local_num_tokens * bsz"),
     ranks=1,
     stock_error=r"RuntimeError: router gradient norm .* per token",

@@ -27,12 +27,11 @@ Remove when:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 
-_BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer"
 _ASKED = "param_start_index % self.data_parallel_world_size != 0"
 
 
@@ -43,7 +42,7 @@ class _Divisor(int):
         return place % math.lcm(int(self), 128)
 
 
-def init(original: Callable[..., None], self: Any, ddp_config: Any, *args: Any, **kw: Any) -> None:
+def init(original: Original, self: Any, ddp_config: Any, *args: Any, **kw: Any) -> None:
     """Lays out a buffer in which a bucket begins at the padded end of the one before it."""
     if not ddp_config.use_distributed_optimizer:
         original(self, ddp_config, *args, **kw)
@@ -67,9 +66,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a tied embedding begins in the padding of another bucket, and the set-up raises",
+    "a tied embedding begins in the padding of another bucket, and the set-up raises",
+    target("buffer.__init__", init, _ASKED),
     before="0.13",
-    targets=(Target(f"{_BUFFER}.__init__", init, _ASKED),),
     fixed_when=no_body_has(_ASKED),
     stock_error="AssertionError: Param should not be in param_gbuf_map",
 )

@@ -26,14 +26,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.moe import reset_shared_experts
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def pre_forward_comm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def pre_forward_comm(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Drop what an interrupted forward has left, then run the first of the pieces."""
     reset_shared_experts(self)
     original(self, *args, **kwargs)
@@ -71,13 +71,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="after an exception in an MoE layer, overlapped shared experts refuse every forward",
+    "after an exception in an MoE layer, overlapped shared experts refuse every forward",
+    target("moe.shared_experts:SharedExpertMLP.pre_forward_comm", pre_forward_comm),
     groups=("abort",),
-    targets=(
-        Target(
-            "megatron.core.transformer.moe.shared_experts:SharedExpertMLP.pre_forward_comm",
-            pre_forward_comm,
-        ),
-    ),
     stock_error=r"AssertionError",
 )

@@ -26,15 +26,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
+def start(original: Original, self: Any, force_sync: bool = False) -> Any:
     """Start a bucket group's gather, unless one that carries the same is in flight."""
     if not force_sync and self.param_gather_handle is not None:
         current = self.param_gather_dispatched
@@ -56,8 +55,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="start_param_sync() asserts where a gather is in flight, as after an aborted forward",
+    "start_param_sync() asserts where a gather is in flight, as after an aborted forward",
+    target("group.start_param_sync", start),
     groups=("overlap", "abort"),
-    targets=(target("group.start_param_sync", start),),
     stock_error=r"^AssertionError:$",
 )

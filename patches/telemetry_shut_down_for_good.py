@@ -23,18 +23,17 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import OPEN, Patch
+from megatron_idempotent.patching import OPEN, Original, Patch
 from megatron_idempotent.patching.base import PerProcessDict
 
 #: Under "handle" the one that was shut down last.
 _ended: dict[str, Any] = PerProcessDict(__name__, "_ended")
 
 
-def end_job_spans(original: Callable[[], None]) -> None:
+def end_job_spans(original: Original) -> None:
     """Run `_end_otel_job_spans` so that it shuts a new handle down after an old one, too."""
     from megatron.training import training
 
@@ -70,11 +69,11 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a second pretrain() in one process never ends its telemetry, and loses the last of it",
+    "a second pretrain() in one process never ends its telemetry, and loses the last of it",
+    target("training._end_otel_job_spans", end_job_spans),
     since="0.20",
     before=OPEN,
     groups=("train-again",),
-    targets=(target("training._end_otel_job_spans", end_job_spans),),
     ranks=1,
     stock_error=r"RuntimeError: telemetry .* shut down \[1, 0\] times",
 )

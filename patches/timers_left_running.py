@@ -26,32 +26,29 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
 from megatron_idempotent.megatron.targets import schedule_targets, step_targets, target
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
+
+from . import _scenarios
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a schedule; if it raises, stops the timers that it started."""
-    from megatron.core.utils import get_model_config
-
     original = schedules.around(original, kwargs["model"])
-    timers = get_model_config(schedules.chunks(kwargs["model"])[0]).timers
+    timers = schedules.config_of(kwargs["model"]).timers
     return stopping(timers, original, *args, **kwargs)
 
 
-def finalize(original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any) -> Any:
+def finalize(original: Original, model: list[Any], *args: Any, **kwargs: Any) -> Any:
     """Run `finalize_model_grads`; if it raises, stops the timers that it started."""
-    from megatron.core.utils import get_model_config
-
-    return stopping(get_model_config(model[0]).timers, original, model, *args, **kwargs)
+    return stopping(schedules.config_of(model).timers, original, model, *args, **kwargs)
 
 
-def step(original: Callable[..., Any], self: Any) -> Any:
+def step(original: Original, self: Any) -> Any:
     """Run an optimizer's `step`; if it raises, stops the timers that it started."""
     # A chain of no optimizers, on a rank whose parameters are frozen, has no config.
     return stopping(getattr(getattr(self, "config", None), "timers", None), original, self)
@@ -63,30 +60,18 @@ def reproduce() -> None:
 
     from megatron_idempotent.proof.cpu import tiny
 
-    from ._scenarios import Broken
-
     model = tiny.build(overlap_grad_reduce=False)
     model.config.timers = Timers(2, "minmax")
-
-    def broken(index: int, loss: Any) -> None:
-        raise Broken("a microbatch that cannot be read")
-
-    model.on_microbatch = broken
-    try:
-        model.forward_backward(2, data_seed=0, forward_only=True)
-    except Broken:
-        model.on_microbatch = None
+    _scenarios.interrupt_window(model, at=0, forward_only=True)
     model.forward_backward(2, data_seed=0, forward_only=True)
 
 
 PATCH = Patch(
-    summary="an exception in a window or a step leaves timers running, and the next one asserts",
+    "an exception in a window or a step leaves timers running, and the next one asserts",
+    *schedule_targets(schedule),
+    target("finalize.finalize_model_grads", finalize),
+    *step_targets(step),
     groups=("abort",),
     provides=(schedules.ASKS_WINDOWS,),
-    targets=(
-        *schedule_targets(schedule),
-        target("finalize.finalize_model_grads", finalize),
-        *step_targets(step),
-    ),
     stock_error=r"AssertionError: timer has already been started",
 )

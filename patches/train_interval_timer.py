@@ -25,17 +25,16 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import Patch, a_body_has
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
 _TIMER = "interval-time"
 
 
-def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Reset the timer that an earlier call left running, then run upstream's `train`."""
     from megatron.training import get_timers
 
@@ -47,7 +46,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return stopping(timers, original, *args, **kwargs)
 
 
-def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run upstream's `train_step`; if it raises, stops the timers that it started."""
     from megatron.training import get_timers
 
@@ -64,12 +63,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary='a second train() fails with "timer has already been started"',
+    'a second train() fails with "timer has already been started"',
+    target("training.train", train, f"timers('{_TIMER}', log_level=0).start(barrier=True)"),
+    target("training.train_step", train_step, "timers('optimizer', log_level=1)"),
     groups=("train-again",),
-    targets=(
-        target("training.train", train, f"timers('{_TIMER}', log_level=0).start(barrier=True)"),
-        target("training.train_step", train_step, "timers('optimizer', log_level=1)"),
-    ),
     # The loop stops and restarts the timer around evaluation; only a stop after it is a repair.
     fixed_when=a_body_has(f"timers('{_TIMER}').stop()", outside_loops=True),
     stock_error=r"AssertionError: timer has already been started",

@@ -33,12 +33,11 @@ Remove when:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import training
 from megatron_idempotent.megatron.targets import TRAINING, target
-from megatron_idempotent.patching import Patch, a_body_has
+from megatron_idempotent.patching import Original, Patch, a_body_has
 
 # The iteration of this train() whose train_step has returned; empty before the first one has.
 _stepped: list[int | None] = []
@@ -46,7 +45,7 @@ _stepped: list[int | None] = []
 _COUNTERS = frozenset({"start_iteration", "iteration", "num_floating_point_operations_so_far"})
 
 
-def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run upstream's `train`, and keep `args.iteration` up to date."""
     from megatron.training import get_args
 
@@ -75,7 +74,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return returned
 
 
-def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run upstream's `train_step`, and note that it is done."""
     from megatron.training import get_args
 
@@ -127,18 +126,16 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="train() never writes args.iteration back: the next call starts over",
-    groups=("train-again",),
-    targets=(
-        target(
-            "training.train",
-            train,
-            "iteration = args.iteration",
-            "args.curr_iteration = iteration",
-            "return iteration, num_floating_point_operations_so_far",
-        ),
-        target("training.train_step", train_step, "skipped_iter = 0"),
+    "train() never writes args.iteration back: the next call starts over",
+    target(
+        "training.train",
+        train,
+        "iteration = args.iteration",
+        "args.curr_iteration = iteration",
+        "return iteration, num_floating_point_operations_so_far",
     ),
+    target("training.train_step", train_step, "skipped_iter = 0"),
+    groups=("train-again",),
     fixed_when=a_body_has("args.iteration = iteration"),
     stock_error=r"RuntimeError: args\.iteration is 0 after one iteration",
 )

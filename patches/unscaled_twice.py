@@ -29,19 +29,18 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_OPTIMIZER = "megatron.core.optimizer.optimizer"
 _MEMORY = "megatron_idempotent_unscaled"
 
 
-def prepare_grads(original: Callable[..., bool], self: Any) -> bool:
+def prepare_grads(original: Original, self: Any) -> Any:
     """Run `prepare_grads`, and unscales each gradient once."""
     # A stub holds no gradient to tell a new window by; Megatron-FSDP keeps its own.
     if self.grad_scaler is None or self.is_stub_optimizer or _is_fsdp(self):
@@ -55,7 +54,7 @@ def prepare_grads(original: Callable[..., bool], self: Any) -> bool:
     return found_inf
 
 
-def clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def clip_grad_norm(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Clips gradients, which stay unscaled although clipping writes to them."""
     unscaled = [o for o in getattr(self, "chained_optimizers", (self,)) if _is_unscaled(o)]
     result = original(self, *args, **kwargs)
@@ -64,7 +63,7 @@ def clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     return result
 
 
-def step_with_ready_grads(original: Callable[..., bool], self: Any) -> bool:
+def step_with_ready_grads(original: Original, self: Any) -> Any:
     """Run the update, whose gradients count as unscaled, although its caller has clipped them."""
     if hasattr(self, _MEMORY):
         _remember(self)
@@ -153,14 +152,10 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a second step() or prepare_grads() divides the same gradients by the loss scale again",
+    "a second step() or prepare_grads() divides the same gradients by the loss scale again",
+    target("mixed.prepare_grads", prepare_grads),
+    target("any.clip_grad_norm", clip_grad_norm),
+    target("mixed.step_with_ready_grads", step_with_ready_grads),
     groups=("loss-scale",),
-    targets=(
-        Target(f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads", prepare_grads),
-        Target(f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm", clip_grad_norm),
-        Target(
-            f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads", step_with_ready_grads
-        ),
-    ),
     stock_error=r"RuntimeError: gradient norm .* after prepare_grads\(\)",
 )

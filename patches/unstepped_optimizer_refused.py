@@ -25,15 +25,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def state_dict(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
+def state_dict(original: Original, self: Any) -> Any:
     """Fill the state if there is none at all, then has upstream read it."""
     if not self.optimizer.state and optimizers.is_torch_adam(self):
         for one in optimizers.stepping(self.optimizer):
@@ -80,7 +79,7 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="loading a checkpoint asserts unless the distributed optimizer has stepped before",
-    targets=(target("distributed.state_dict", state_dict),),
+    "loading a checkpoint asserts unless the distributed optimizer has stepped before",
+    target("distributed.state_dict", state_dict),
     stock_error=r"AssertionError",
 )

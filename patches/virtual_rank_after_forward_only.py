@@ -22,14 +22,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import schedule_targets
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run the interleaved schedule; if forward-only, or if it raises, puts the rank back."""
     from megatron.core import parallel_state
 
@@ -60,8 +59,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="a forward-only interleaved window leaves another virtual pipeline rank",
+    "a forward-only interleaved window leaves another virtual pipeline rank",
+    *schedule_targets(schedule, "forward_backward_pipelining_with_interleaving"),
     before="0.13",
-    targets=schedule_targets(schedule, "forward_backward_pipelining_with_interleaving"),
     stock_error=r"RuntimeError: virtual rank 1 after a forward-only window, 0 before it",
 )

@@ -22,14 +22,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patching import Original, Patch
 
 
-def reset(original: Callable[..., None], self: Any) -> None:
+def reset(original: Original, self: Any) -> None:
     """Zero a buffer; while its gradients are offloaded, zeroes all but them."""
     if self.grad_data.untyped_storage().size() or not self.grad_data.numel():
         original(self)
@@ -58,9 +57,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="zero_grad_buffer() while the gradient buffers are offloaded is a segmentation fault",
+    "zero_grad_buffer() while the gradient buffers are offloaded is a segmentation fault",
+    target("buffer.reset", reset),
     since="0.16",
     groups=("offload",),
-    targets=(target("buffer.reset", reset),),
-    stock_error=r"the process ended without a result",
+    stock_error=r"the process ended without a result|CUDA error: an illegal memory access",
 )

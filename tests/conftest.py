@@ -1,4 +1,7 @@
-"""Temporary files go where pytest puts its own, and a run that outlives its budget says so."""
+"""Temporary files go where pytest puts its own, and a run that outlives its budget says so.
+
+`tiers.txt` names the tests that `make test` leaves to the matrix or to the weekly run.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,31 @@ from typing import Any
 import pytest
 
 _STARTED_S = time.monotonic()
+TIERS = Path(__file__).with_name("tiers.txt")
+#: Lines of TIERS that name no test of a file that was collected as a whole.
+STALE = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--budget", type=float, metavar="MINUTES", help="say so if it takes longer")
+
+
+def tiers() -> dict[str, str]:
+    """Return the marker of each test that TIERS names."""
+    lines = filter(None, TIERS.read_text("utf-8").splitlines())
+    said = (line.partition(" ") for line in lines if not line.startswith("#"))
+    return {f"tests/{test}": marker for marker, _, test in said}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what TIERS names, before `-m` chooses."""
+    left = tiers()
+    for item in items:
+        if (marker := left.pop(item.nodeid, None)) is not None:
+            item.add_marker(marker)
+    whole = {item.nodeid.partition("::")[0] for item in items if "::" not in str(config.args)}
+    config.stash[STALE] = [test for test in left if test.partition("::")[0] in whole]
 
 
 @pytest.hookimpl(trylast=True)
@@ -35,6 +59,12 @@ def pytest_terminal_summary(
     terminalreporter.write_line(told, red=True)
     if "GITHUB_ACTIONS" in os.environ:  # shown on the page of the run
         terminalreporter.write_line(f"::warning title=Slower than the budget::{told}")
+
+
+@pytest.fixture
+def stale_tiers(pytestconfig: pytest.Config) -> list[str]:
+    """List the tests that TIERS names and files do not have, of those collected as a whole."""
+    return pytestconfig.stash[STALE]
 
 
 @pytest.fixture(scope="session", autouse=True)

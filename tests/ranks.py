@@ -128,40 +128,11 @@ def groups(model: Any) -> list[Any]:
     return [group for chunk in model.chunks for group in bucket_groups(chunk)]
 
 
-def schedule_call(
-    model: Any, data: Any, microbatches: int, *, forward_step: Any = None, **options: Any
-) -> Any:
-    """Call Megatron's schedule on a bench's chunks, without zeroing; return what it returns."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_idempotent.proof.cpu import tiny
-
-    return get_forward_backward_func()(
-        forward_step_func=forward_step or model._forward_step([]),
-        data_iterator=data,
-        model=model.chunks,
-        num_microbatches=microbatches,
-        seq_length=tiny.SEQUENCE,
-        micro_batch_size=tiny.BATCH,
-        **{"forward_only": False, **options},
-    )
-
-
-def inputs(seed: int) -> tuple[Any, Any, Any]:
-    """Return (tokens [B, T], positions [B, T], mask) of one microbatch."""
-    import torch
-
-    from megatron_idempotent.proof.cpu import tiny
-
-    tokens_BT = next(tiny.microbatches(seed))
-    positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
-    return tokens_BT, positions_BT, hidden
-
-
 def loss_of(chunk: Any, seed: int) -> Any:
     """Return the mean loss of one microbatch, past the schedules."""
-    tokens_BT, positions_BT, hidden = inputs(seed)
+    from megatron_idempotent.proof.cpu import tiny
+
+    tokens_BT, positions_BT, hidden = tiny.inputs(seed)
     return chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float().mean()
 
 

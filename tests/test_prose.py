@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +36,15 @@ NOUNS_ALLOWED = {"benchmarks", "tests"}
 WORDS = re.compile(r"\b(anew|whoever|behind)\b", re.IGNORECASE)
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """List the nodes of a file's tree; two rules read each file."""
+    return list(ast.walk(ast.parse(path.read_text("utf-8"))))
+
+
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """The line and text of each docstring, and of each string that documents a field."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in nodes(path):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             match statement:
@@ -63,7 +70,7 @@ def functions_without_a_verb(path: Path) -> list[str]:
     """List the functions whose docstring begins with something else than a verb."""
     return [
         f"{path.name}:{node.lineno} {node.name}"
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and NO_VERB.match(ast.get_docstring(node) or "Verb")
         and not any("property" in ast.unparse(each) for each in node.decorator_list)

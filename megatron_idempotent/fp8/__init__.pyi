@@ -4,6 +4,4 @@ from .export import Fp8Export as Fp8Export
 from .packing import Pack as Pack
 from .packing import TokenAlignment as TokenAlignment
 from .packing import token_alignment as token_alignment
-from .padding import recover_left_padding as recover_left_padding
-from .padding import remove_left_padding as remove_left_padding
 from .settings import fp8_settings as fp8_settings

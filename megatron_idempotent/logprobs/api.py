@@ -50,7 +50,6 @@ from .sources import (
     ProductParts,
     Products,
     Source,
-    SummedWeightGradient,
     WeightGradient,
     as_matrices,
     flat_indices,
@@ -109,7 +108,6 @@ def token_logprobs(
     ownership: Literal["borrow", "consume"] = "borrow",
     hidden_layout: Literal["replicated", "sequence_parallel"] = "replicated",
     gradient_accumulation_fusion: bool = False,
-    compiled: bool = False,
     triton: bool | None = None,
     workspace_bytes: int | None = None,
 ) -> TokenStats:
@@ -151,8 +149,6 @@ def token_logprobs(
             along the first dimension; targets are those of all pieces.
         gradient_accumulation_fusion: adds the weight's gradient to its `main_grad`, and gives
             autograd zeros, as Megatron's option of that name does.
-        compiled: computes with `torch.compile`, which fuses all operations on a logit into one
-            loop; the first call takes seconds, and all ranks must pass the same.
         triton: True computes with Triton's kernels, which read logits once and write gradients
             once; False with PyTorch. None follows the environment's MEGATRON_IDEMPOTENT_TRITON, 1
             or 0, and if that is not set uses the kernels on GPUs of compute capability 8.0 or
@@ -187,7 +183,7 @@ def token_logprobs(
     )
     positive(_NAME, temperature, inputs.shape, tokens)
     keep = ids_to_keep(_NAME, sampling, inputs.shape, tokens, columns.vocabulary)
-    backend = _backend(inputs, asked_targets, sampling, compiled=compiled, triton=triton)
+    backend = _backend(inputs, asked_targets, sampling, triton)
     rows = inputs.rows()
     layout = ResultLayout(rows, tokens)
     wanted = ComputeOptions(
@@ -213,12 +209,7 @@ def token_logprobs(
 
 
 def _backend(
-    inputs: Inputs,
-    targets: Targets,
-    sampling: Sampling | None,
-    *,
-    compiled: bool,
-    triton: bool | None,
+    inputs: Inputs, targets: Targets, sampling: Sampling | None, triton: bool | None
 ) -> Backend:
     """Choose what computes a call; PyTorch computes K targets, on any device.
 
@@ -226,10 +217,8 @@ def _backend(
         ValueError: K targets with an option that knows one target per token.
     """
     if not targets.many:
-        device, dtype = inputs.given.device, inputs.given.dtype
-        return backend_of(device, dtype, compiled=compiled, triton=triton)
-    given = {"compiled": compiled, "triton": triton, "sampling": sampling}
-    for name, value in given.items():
+        return backend_of(inputs.given.device, inputs.given.dtype, triton)
+    for name, value in (("triton", triton), ("sampling", sampling)):
         if value:
             raise ValueError(
                 f"{_NAME}() got targets of shape {tuple(targets.ids.shape)}, several for each "
@@ -256,18 +245,12 @@ _CAPABILITY = (8, 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def backend_of(
-    device: torch.device, dtype: torch.dtype, *, compiled: bool, triton: bool | None
-) -> Backend:
+def backend_of(device: torch.device, dtype: torch.dtype, triton: bool | None) -> Backend:
     """Choose what computes logits of this type on this device.
 
     Raises:
-        ValueError: kernels were asked for where they cannot run, or beside `compiled`.
+        ValueError: kernels were asked for where they cannot run.
     """
-    if compiled and triton:
-        raise ValueError("token_logprobs() got compiled=True and triton=True: pass one of them")
-    if compiled:
-        return "compiled"
     found = uses_triton("token_logprobs()", device, asked=triton, capability=_CAPABILITY)
     return "triton" if found and dtype in DTYPES else "eager"
 
@@ -338,13 +321,10 @@ def _partial_by_tokens(
     hidden_NH: Tensor, weight_VH: Tensor, asked: TokenBatch, parts: ProductParts
 ) -> Partial:
     """Compute statistics of this rank's columns, with one product for each block of tokens."""
-    columns, product = asked.columns, Product()
-    weight_HV = weight_VH[: columns.real].t()
     found = []
-    for tokens in parts.of_tokens(len(hidden_NH), columns.real, hidden_NH.dtype):
-        logits_nV = product(hidden_NH[tokens], weight_HV)
+    for tokens, logits_nV in Products(hidden_NH, weight_VH, asked.columns, parts).parts():
         temperature = temperature_of(asked.temperature, tokens)
-        arguments = (asked.local[tokens], None, temperature, columns, asked.wanted)
+        arguments = (asked.local[tokens], None, temperature, asked.columns, asked.wanted)
         found.append(local_statistics(logits_nV, *arguments))
     return found[0] if len(found) == 1 else Partial(*map(torch.cat, zip(*found, strict=True)))
 
@@ -395,20 +375,21 @@ def _gradients_by_tokens(
         made = torch.empty_like if every and columns.real else torch.zeros_like
         summed = slopes.factor.dtype if parts.reduce else dtype
         d_hidden_NH = made(hidden_NH, dtype=summed)
-    d_weight = SummedWeightGradient(weight, of_weight, parts.fused, columns.real, len(blocks))
+    rows, number = slice(columns.real), len(blocks)
+    d_weight = WeightGradient(weight, of_weight, parts.fused, written=rows.stop, parts=number)
     product = Product()
     for block in blocks if columns.real else ():
         chosen: Any = block if every else token_L[block]
         hidden_nH, some = hidden_NH[chosen], slopes.of(chosen)
         logits_nV = product(hidden_nH, real_VH.t())
-        temperature, rows = temperature_of(asked.temperature, chosen), [logits_nV]
-        on_gpu.write_gradient(rows, rows, None, None, some, temperature, columns)
+        temperature, in_place = temperature_of(asked.temperature, chosen), [logits_nV]
+        on_gpu.write_gradient(in_place, in_place, None, None, some, temperature, columns)
         if isinstance(chosen, slice) and d_hidden_NH is not None:
             product_into(d_hidden_NH[chosen], logits_nV, real_VH)
         elif d_hidden_NH is not None:
             d_hidden_nH = d_hidden_NH.new_empty(hidden_nH.shape)
             d_hidden_NH[chosen] = product_into(d_hidden_nH, logits_nV, real_VH)
-        d_weight.add(logits_nV, hidden_nH)
+        d_weight.add(rows, logits_nV, hidden_nH)
     return of_all_ranks(d_hidden_NH, parts, columns), d_weight.done()
 
 

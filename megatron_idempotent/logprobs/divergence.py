@@ -16,14 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import (
-    Scratch,
-    columns_of_blocks,
-    differentiated,
-    divisors,
-    picked,
-    scaled_logits,
-)
+from .kernels import Scratch, columns_of_blocks, differentiated, divisors, picked, scaled_logits
 from .sources import (
     Order,
     Product,

@@ -32,14 +32,10 @@ from .statistics import (
     Whole,
     accumulated,
     combine,
-    compiled,
-    gradient,
     is_ours,
     is_unit_temperature,
     per_row,
     place_of,
-    statistics,
-    temperature_of,
 )
 
 #: Between these values of log Σ exp(logits) the gradient uses exp(logit) as it is. Below them
@@ -263,14 +259,6 @@ def local_statistics(
     rows = [panel[:, : columns.real] for panel in as_matrices(logits)[0]]
     sizes = [len(panel) for panel in rows]
     scratch = _scratch(rows, columns, wanted)
-    if wanted.backend == "compiled":
-        for block in blocks(sizes, kept_N, scratch.rows):
-            of_rows_n = _of_rows(temperature, like, block)
-            targets_n = local_N[block.kept]
-            made = compiled(statistics)(block.read(rows), targets_n, of_rows_n, wanted.entropy)
-            for into_N, values_n in zip(found, made, strict=True):
-                into_N[block.kept] = values_n
-        return found
     place_NK, ours_NK = place_of(local_N, columns.real)
     # The targets are no part of the sums; another rank's go where no column is.
     apart_NK = torch.where(ours_NK, place_NK, columns.real)
@@ -366,14 +354,6 @@ def write_gradient(
     cut = list(blocks(sizes, kept_N, scratch.rows))
     if not cut:
         return
-    if wanted.backend == "compiled":
-        for block in cut:
-            of_rows_n = _of_rows(temperature, slopes.factor, block)
-            here = slopes.of(block.kept)
-            if here.origin is None:
-                here = here._replace(origin=torch.zeros_like(of_rows_n))
-            block.write(into, compiled(gradient)(block.read(rows), *here, of_rows_n))
-        return
     per_token = slopes.origin, slopes.factor, slopes.slope
     of_blocks = zip(
         cut,
@@ -432,8 +412,3 @@ def divisors(temperature: Tensor | float, cut: list[RowBlock]) -> Sequence[Any]:
         if isinstance(temperature, Tensor)
         else [temperature] * len(cut)
     )
-
-
-def _of_rows(temperature: Tensor | float, like_N: Tensor, block: RowBlock) -> Tensor:
-    """Return a temperature for each row of the block, which compiled functions need."""
-    return torch.ones_like(like_N[block.kept]).mul_(temperature_of(temperature, block.kept))

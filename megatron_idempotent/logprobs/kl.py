@@ -11,20 +11,8 @@ import torch
 from torch import Tensor
 
 from .api import TokenStats, token_logprobs
-from .arguments import (
-    Inputs,
-    ResultLayout,
-    floating,
-    masked_tokens,
-    one_of,
-    positive,
-)
-from .divergence import (
-    DirectionWeights,
-    Distillation,
-    DivergenceFromHidden,
-    DivergenceFromLogits,
-)
+from .arguments import Inputs, ResultLayout, floating, masked_tokens, one_of, positive
+from .divergence import DirectionWeights, Distillation, DivergenceFromHidden, DivergenceFromLogits
 from .sources import as_matrices
 
 _NAME = "token_kl"

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_idempotent.megatron.expert_replay import ExpertReplay
 from megatron_idempotent.patching.needs import absent, is_provided
 
 from .api import TokenStats, token_logprobs
@@ -175,8 +176,8 @@ def model_logprobs(
     vocab_size: int | None = None,
     workspace_bytes: int | None = None,
     sampling: Sampling | None = None,
-    compiled: bool = False,
     triton: bool | None = None,
+    routed_experts: Tensor | None = None,
     **forward: Any,
 ) -> TokenStats | Tensor:
     """Run one forward of a GPTModel, and make log-probs of its hidden states, part by part.
@@ -195,7 +196,9 @@ def model_logprobs(
         targets: [B, S] of int64 or int32, each position's target, or [B, S, K] for K of them, such
             as a teacher's tokens. With context parallelism those of this rank's positions.
         temperature, entropy, token_mask, ignore_index, vocab_size, workspace_bytes, sampling,
-            compiled, triton: as of `token_logprobs`; values for each token are [B, S].
+            triton: as of `token_logprobs`; values for each token are [B, S].
+        routed_experts: [B, S, layers with routers, experts of a token], the experts that routers
+            take, of this rank's positions under context parallelism; see `step.ExpertReplay`.
         forward: other arguments of `model.forward`. MTP heads have their loss in the forward that
             is given `labels` [B, S], and `loss_mask`.
 
@@ -223,7 +226,6 @@ def model_logprobs(
         vocab_size=vocab_size,
         workspace_bytes=workspace_bytes,
         sampling=sampling,
-        compiled=compiled,
         triton=triton,
     )
     found: list[TokenStats] = []
@@ -232,13 +234,20 @@ def model_logprobs(
         found.append(processor(**given))
         return found[-1]
 
-    output: Any = model(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        attention_mask=attention_mask,
-        output_processor=kept,
-        **forward,
-    )
+    def called() -> Any:
+        return model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            output_processor=kept,
+            **forward,
+        )
+
+    if routed_experts is None:
+        output = called()
+    else:
+        replay = ExpertReplay([model], of="model_logprobs()")
+        output = replay.run(model, routed_experts, called)
     if not gpt.post_process:
         stage: Tensor = output
         return stage

@@ -311,91 +311,63 @@ Source = Logits | Products
 
 
 class WeightGradient:
-    """Makes the gradient of a weight [V, H], some rows at a time.
+    """Adds up the gradient of a weight [V, H], from products of a few columns or a few tokens.
 
-    `add` has to be called once for each of the first `written` rows; the others start as zeros.
+    Args:
+        weight_VH: the parameter, with the `main_grad`.
+        needed: False to add up nothing.
+        fused: True to add to `main_grad`.
+        written: the number of rows, from the first on, that have a product; others stay zero.
+        parts: the number of products that add up in each of these rows.
     """
 
-    def __init__(self, weight_VH: Tensor, needed: bool, fused: bool, written: int = 0) -> None:
-        self._weight_VH, self._fused = weight_VH, needed and fused
-        self._own: Tensor | None = None
-        if needed:
-            # A gradient that is already in main_grad comes back as zeros, because weights that are
-            # tied to another layer's have theirs added to it, and DDP's hook wants one.
-            self._own = torch.empty_like(weight_VH)
-            self._own[0 if fused else written :].zero_()
-
-    def add(self, rows: slice | Tensor, d_logits_Nv: Tensor, hidden_NH: Tensor) -> None:
-        """Write the weight's rows for these columns of the logits; each row once."""
-        if self._own is None:
-            return
-        if self._fused:
-            main_grad: Tensor = self._weight_VH.main_grad  # type: ignore[attr-defined]
-            if isinstance(rows, slice) and main_grad.dtype == hidden_NH.dtype:
-                main_grad[rows].addmm_(d_logits_Nv.t(), hidden_NH)
-                return
-            product_vH = d_logits_Nv.t() @ hidden_NH
-            if isinstance(rows, slice):
-                main_grad[rows] += product_vH
-            else:
-                main_grad.index_add_(0, rows, product_vH.to(main_grad.dtype))
-        elif isinstance(rows, slice):
-            torch.mm(d_logits_Nv.t(), hidden_NH, out=self._own[rows])
-        else:
-            self._own[rows] = d_logits_Nv.t() @ hidden_NH
-
-    def done(self) -> Tensor | None:
-        """Return the gradient for autograd; zeros if it went into `main_grad`."""
-        if self._fused and hasattr(self._weight_VH, "grad_added_to_main_grad"):
-            self._weight_VH.grad_added_to_main_grad = True
-        return self._own
-
-
-class SummedWeightGradient:
-    """Adds up the gradient of a whole weight [V, H] in float32, a few tokens at a time."""
-
     def __init__(
-        self, weight_VH: Tensor, needed: bool, fused: bool, written: int, parts: int
+        self, weight_VH: Tensor, needed: bool, fused: bool, *, written: int = 0, parts: int = 1
     ) -> None:
         self._weight_VH, self._fused = weight_VH, needed and fused
         self._sum: Tensor | None = None
-        self._into_main_grad = False
-        if not needed:
-            return
-        like = weight_VH
-        if fused:
-            main_grad: Tensor = weight_VH.main_grad  # type: ignore[attr-defined]
-            self._into_main_grad = main_grad.dtype == accumulated(like.dtype)
-            if self._into_main_grad:
-                self._sum = main_grad[:written]
-                return
-        # One product is rounded once, straight to what autograd is given.
-        dtype = like.dtype if parts <= 1 and not fused else accumulated(like.dtype)
-        self._sum = torch.zeros(written, like.shape[1], dtype=dtype, device=like.device)
+        # One product is rounded once, straight to what it is for; several add up in float32.
+        self._adds = fused or parts > 1
+        exact = accumulated(weight_VH.dtype)
+        if self._fused and (parts <= 1 or self._main_grad.dtype == exact):
+            self._sum = self._main_grad
+        elif needed and self._adds:
+            self._sum = torch.zeros_like(weight_VH, dtype=exact)
+        elif needed:
+            self._sum = torch.empty_like(weight_VH)
+            self._sum[written if parts else 0 :].zero_()
 
-    def add(self, d_logits_nV: Tensor, hidden_nH: Tensor) -> None:
-        """Add the product of these tokens' gradients and hidden states."""
-        if self._sum is not None:
-            product_into(self._sum, d_logits_nV.t(), hidden_nH, add=True)
+    @property
+    def _main_grad(self) -> Tensor:
+        return self._weight_VH.main_grad  # type: ignore[attr-defined,no-any-return]
+
+    def add(self, rows: slice | Tensor, d_logits_nv: Tensor, hidden_nH: Tensor) -> None:
+        """Add the product of these columns' gradients, of some tokens, and the hidden states."""
+        if self._sum is None:
+            return
+        if isinstance(rows, slice):
+            product_into(self._sum[rows], d_logits_nv.t(), hidden_nH, add=self._adds)
+            return
+        product_vH = (d_logits_nv.t() @ hidden_nH).to(self._sum.dtype)
+        if self._adds:
+            self._sum.index_add_(0, rows, product_vH)
+        else:
+            self._sum[rows] = product_vH
 
     def done(self) -> Tensor | None:
         """Return the gradient for autograd; zeros if it went into `main_grad`."""
         if self._sum is None:
             return None
-        written = len(self._sum)
+        weight_VH = self._weight_VH
         if not self._fused:
-            if written == len(self._weight_VH):
-                return self._sum.to(self._weight_VH.dtype)
-            own = torch.zeros_like(self._weight_VH)
-            own[:written] = self._sum
-            return own
-        if not self._into_main_grad:
-            main_grad: Tensor = self._weight_VH.main_grad  # type: ignore[attr-defined]
-            main_grad[:written] += self._sum
-        if hasattr(self._weight_VH, "grad_added_to_main_grad"):
-            self._weight_VH.grad_added_to_main_grad = True
-        # Zeros, because weights that are tied to another layer's have theirs added to it.
-        return torch.zeros_like(self._weight_VH)
+            return self._sum.to(weight_VH.dtype)
+        if self._sum is not self._main_grad:
+            self._main_grad.add_(self._sum)
+        if hasattr(weight_VH, "grad_added_to_main_grad"):
+            weight_VH.grad_added_to_main_grad = True
+        # Zeros, because weights that are tied to another layer's have theirs added to it, and DDP's
+        # hook wants a gradient.
+        return torch.zeros_like(weight_VH)
 
 
 def product_into(into: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> Tensor:

@@ -1,15 +1,12 @@
 """Holds a call's records, and combines statistics of the ranks' columns with one collective.
 
-All ranks get the same bits. `statistics` and `gradient` are single expressions, which
-`torch.compile` can fuse.
+All ranks get the same bits.
 
 Legend: N tokens, K targets of a token, P parts of the columns, R ranks.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 #: Types of ids that callers may have; they are computed as int64.
 ID_DTYPES = (torch.int64, torch.int32)
 
-Backend = Literal["eager", "compiled", "triton"]
+Backend = Literal["eager", "triton"]
 
 
 class Columns(NamedTuple):
@@ -178,13 +175,12 @@ def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, grou
     fewer.
     """
     dtype = partial.origin.dtype
-    if owner_N.dim() == 1:
-        parts_RN4 = all_gathered(partial.packed(), group)
-        own_RN = owner_N == torch.arange(len(parts_RN4), device=owner_N.device)[:, None]
-        return with_target(*_together(parts_RN4, own_RN, temperature), dtype)
     parts_RNX = all_gathered(partial.packed(), group)
-    own_RNK = owner_N == torch.arange(len(parts_RNX), device=owner_N.device)[:, None, None]
-    found = _together(parts_RNX, own_RNK, temperature)
+    rank_R = torch.arange(len(parts_RNX), device=owner_N.device)
+    own_RN = owner_N == rank_R.view(-1, *(1 for _ in owner_N.shape))  # [R, N, K] for K targets
+    found = _together(parts_RNX, own_RN, temperature)
+    if owner_N.dim() == 1:
+        return with_target(*found, dtype)
     return with_targets(*found, owner_N >= 0, temperature, dtype)
 
 
@@ -289,44 +285,3 @@ def per_row(temperature: Tensor | float) -> Tensor | float:
 
 #: Stands for -inf where it is multiplied by a probability of 0: the product is then 0, not NaN.
 FINITE = -1e30
-
-
-def statistics(
-    logits_nV: Tensor, local_n: Tensor, temperature_n: Tensor, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of `Partial`, with sums in float64: fused loops do not add in pairs."""
-    logits_nV = logits_nV.to(temperature_n.dtype)
-    maximum_n = logits_nV.amax(-1).clamp(min=FINITE)
-    z_nV = (logits_nV - maximum_n[:, None]) / temperature_n[:, None]
-    target_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device) == local_n[:, None]
-    exponentials_nV = torch.where(target_nV, 0.0, z_nV.exp())
-    moments_n = torch.zeros_like(maximum_n)
-    if entropy:
-        moments_n = (exponentials_nV * z_nV.clamp(min=FINITE)).sum(-1, dtype=torch.float64)
-    target_n = torch.where(target_nV, z_nV, 0.0).sum(-1)
-    return maximum_n, exponentials_nV.sum(-1, dtype=torch.float64), moments_n, target_n
-
-
-def gradient(
-    logits_nV: Tensor,
-    local_n: Tensor,
-    origin_n: Tensor,
-    factor_n: Tensor,
-    slope_n: Tensor | None,
-    of_target_n: Tensor,
-    temperature_n: Tensor,
-) -> Tensor:
-    """Return the gradient that `kernels.write_gradient` writes, rounded to the logits' type."""
-    z_nV = (logits_nV.to(temperature_n.dtype) - origin_n[:, None]) / temperature_n[:, None]
-    factor_nV = factor_n[:, None]
-    if slope_n is not None:
-        factor_nV = factor_nV + z_nV.clamp(min=FINITE) * slope_n[:, None]
-    target_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device) == local_n[:, None]
-    gradient_nV = torch.where(target_nV, of_target_n[:, None], z_nV.exp() * factor_nV)
-    return gradient_nV.to(logits_nV.dtype)
-
-
-@functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for any number of rows and columns."""
-    return torch.compile(function, dynamic=True)

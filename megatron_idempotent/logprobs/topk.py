@@ -11,12 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import (
-    Inputs,
-    ResultLayout,
-    masked_tokens,
-    positive,
-)
+from .arguments import Inputs, ResultLayout, masked_tokens, positive
 from .kernels import local_statistics
 from .sources import Logits, Products, Source
 from .statistics import (

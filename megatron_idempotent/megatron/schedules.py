@@ -29,6 +29,13 @@ def chunks(model: Any) -> list[Any]:
     return list(model) if isinstance(model, list) else [model]
 
 
+def config_of(model: Any) -> Any:
+    """Return the config of the first chunk of a schedule's `model` argument."""
+    from megatron.core.utils import get_model_config
+
+    return get_model_config(chunks(model)[0])
+
+
 class Window(Protocol):
     """Runs the schedule calls of some model chunks."""
 

@@ -1,4 +1,4 @@
-"""Names the functions of Megatron that patches wrap, by a short word for the place."""
+"""Names the functions that patches wrap, by a short word for the place."""
 
 from __future__ import annotations
 
@@ -35,13 +35,29 @@ _PLACES = {
     "schedules": "megatron.core.pipeline_parallel.schedules:",
     "training": f"{TRAINING}:",
     "utils": "megatron.core.utils:",
+    "random": "megatron.core.tensor_parallel.random:",
+    "layers": "megatron.core.tensor_parallel.layers:",
+    "moe": "megatron.core.transformer.moe.",
+    "mtp": "megatron.core.transformer.multi_token_prediction:",
+    "checkpointing": "megatron.training.checkpointing:",
+    "core": "megatron.core.",
+    "bridge": "megatron.bridge.",
+    "peft": "megatron.bridge.peft.",
 }
 
 
-def target(place: str, wrapper: Callable[..., Any], *relies_on: str) -> Target:
-    """Return the target for a function, such as `ddp.no_sync` or `training.train`."""
-    owner, _, name = place.partition(".")
-    return Target(f"{_PLACES[owner]}{name}", wrapper, *relies_on)
+def address(place: str) -> str:
+    """Return `module:qualname` of a function, given that or a short form, such as `ddp.no_sync`.
+
+    `moe.router:TopKRouter.forward` and `core.parallel_state:destroy_model_parallel` are short, too.
+    """
+    first, _, rest = place.partition(".")
+    return f"{_PLACES[first]}{rest}" if first in _PLACES else place
+
+
+def target(place: str, wrapper: Callable[..., Any], *relies_on: str, **more: Any) -> Target:
+    """Return the target for a function; `place` is as of `address`, and all else as of `Target`."""
+    return Target(address(place), wrapper, *relies_on, **more)
 
 
 def step_targets(wrapper: Callable[..., Any]) -> tuple[Target, ...]:

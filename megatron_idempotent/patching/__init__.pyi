@@ -5,6 +5,7 @@ from .catalog import OPEN as OPEN
 from .catalog import UNTRIED as UNTRIED
 from .record import Helper as Helper
 from .record import Limit as Limit
+from .record import Original as Original
 from .record import Patch as Patch
 from .record import Target as Target
 from .record import a_body_has as a_body_has

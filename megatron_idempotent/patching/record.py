@@ -38,9 +38,11 @@ if TYPE_CHECKING:
     Bodies = Mapping[str, Body]
 
 
-def arguments(
-    original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+Original = Callable[..., Any]
+"""Is what a wrapper gets first: upstream's function, or another patch's wrapper around it."""
+
+
+def arguments(original: Original, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the call's arguments by upstream's parameter names, defaults included.
 
     Raises:
@@ -222,8 +224,9 @@ class Hazard(Record):
     """Regular expression that the error of `reproduce` on stock Megatron must match, `Type:
     message`."""
 
-    distribution: str = MEGATRON
-    """The package whose releases `since` and `before` speak of."""
+    distribution: str = ""
+    """The package whose releases `since` and `before` speak of; by default the one that the first
+    target is in."""
 
     since: str = ""
     """First release that is affected; by default the oldest megatron-core that is supported."""
@@ -258,6 +261,11 @@ class Hazard(Record):
             raise ValueError(
                 f"patch id {self.id!r} is not kebab-case: write it like 'train-interval-timer'"
             )
+        if not self.distribution:
+            module = next((each.module for each in getattr(self, "targets", ())), "")
+            packages = (module.partition(".")[0], ".".join(module.split(".")[:2]))
+            found = [_FRAMEWORKS[each] for each in packages if each in _FRAMEWORKS]
+            self.__dict__["distribution"] = found[0] if found else MEGATRON
         if self.distribution == MEGATRON:
             self.__dict__["since"] = self.since or OLDEST
         if not self.before:
@@ -329,7 +337,15 @@ class Hazard(Record):
 
 
 class Patch(Hazard):
-    """Describes a hazard that wrappers around Megatron's functions repair."""
+    r"""Describes a hazard that wrappers around Megatron's functions repair.
+
+    Example:
+        PATCH = Patch(
+            "train() with --manual-gc leaves garbage collection off for good",
+            target("training.train", train, "gc.disable()"),
+            stock_error=r"RuntimeError: garbage collection is off after train\(\)",
+        )
+    """
 
     targets: tuple[Target, ...]
     """The wrapped functions: all of them or none."""
@@ -351,6 +367,10 @@ class Patch(Hazard):
 
     debug: bool = False
     """True if the patch only looks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on too."""
+
+    def __init__(self, summary: str | None = None, *targets: Target, **fields: Any) -> None:
+        given: dict[str, Any] = {} if summary is None else {"summary": summary}
+        super().__init__(**{**given, "targets": targets, **fields})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -433,6 +453,20 @@ def _declaring_module() -> str:
         assert frame.f_back is not None
         frame = frame.f_back
     return str(frame.f_globals["__name__"])
+
+
+#: Packages of frameworks, by the distribution that they are in.
+_FRAMEWORKS = {
+    "mcore_adapter": "mcore-adapter",
+    "megatron.bridge": "megatron-bridge",
+    "miles": "miles",
+    "nemo_rl": "nemo-rl",
+    "roll": "roll",
+    "skyrl": "skyrl",
+    "slime": "slime",
+    "swift": "ms-swift",
+    "verl": "verl",
+}
 
 
 def _docstring(module: Any) -> str:

@@ -195,9 +195,12 @@ def _ended(
     An error is `Type: message`.
     """
     ranks = hazards()[hazard_id].ranks
+    all_of_them = set(applied) == set(patches())
     try:
         return None, run(
-            ranks, function, hazard_id, tuple(applied), *arguments, timeout_s=DEADLINE_S
+            *(ranks, function, hazard_id, tuple(applied), *arguments),
+            timeout_s=DEADLINE_S,
+            already_applied=all_of_them,
         )
     except RankError as error:
         return f"{error.exception_type}: {error.message}".strip(), []

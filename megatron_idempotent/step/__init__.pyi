@@ -1,3 +1,5 @@
+from megatron_idempotent.megatron.expert_replay import ExpertReplay as ExpertReplay
+
 from .fsdp import FSDPTrainStep as FSDPTrainStep
 from .loss import POLICY_GRADIENT_NORMALIZERS as POLICY_GRADIENT_NORMALIZERS
 from .loss import Receipt as Receipt

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast, get_args
 import torch.distributed as dist
 
 from megatron_idempotent.fp8.packing import TokenAlignment
+from megatron_idempotent.megatron.expert_replay import ReplayMode
 from megatron_idempotent.window.agreement import (
     checked_deadline,
     control_group,
@@ -83,6 +84,7 @@ class Options:
     """The name of a `TrainStep` beside which others are open over the same modules; else None."""
     undo: bool = False
     order_stable: bool = False
+    router_replay: ReplayMode = "off"
 
     def __post_init__(self) -> None:
         if not callable(self.forward):
@@ -106,6 +108,7 @@ class Options:
         for name, choices in (
             ("non_finite", get_args(NonFinite)),
             ("nothing_valid", get_args(NothingValid)),
+            ("router_replay", get_args(ReplayMode)),
         ):
             value, known = getattr(self, name), ", ".join(map(repr, choices))
             if value not in choices:

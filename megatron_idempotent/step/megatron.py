@@ -18,6 +18,12 @@ from megatron.core.utils import get_model_config
 from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.megatron import gather, moe
 from megatron_idempotent.megatron.ddp import bucket_groups, start_held, trained
+from megatron_idempotent.megatron.expert_replay import (
+    ROUTED_EXPERTS,
+    ExpertReplay,
+    ReplayMode,
+    Span,
+)
 from megatron_idempotent.megatron.optimizers import count_outdated, parts, trained_by
 from megatron_idempotent.megatron.process_groups import live_groups
 from megatron_idempotent.megatron.schedules import (
@@ -55,12 +61,15 @@ from .microbatches import (
     ATTENTION_MASK,
     LENGTHS,
     POSITIONS,
+    TOKEN_MASK,
     TOKENS,
     Batch,
     Piece,
     Tables,
     check_ids,
+    field_of,
     is_packed,
+    on_host,
 )
 from .packs import (
     context_parallel_ranks,
@@ -68,6 +77,7 @@ from .packs import (
     own_positions,
     packed_inputs,
     padding_inputs,
+    real_tokens,
 )
 from .snapshot import (
     LogSnapshot,
@@ -178,6 +188,10 @@ class MegatronBackend:
         self._context_rank, self._context_ranks = context_parallel_ranks()
         self._meets_replicas = across_replicas(config) is not None
         self._sums = ExactSums(self.chunks) if options.order_stable else None
+        self.replay: ExpertReplay | None = None
+        """Gives routers the experts that microbatches bring; None with router_replay="off"."""
+        if options.router_replay != "off":
+            self.replay = ExpertReplay(self.chunks, mode=options.router_replay, of="TrainStep()")
         name = options.tenant
         self.tenant = None if name is None else TenantState(name, self.chunks)
         self._scheduler = scheduler
@@ -208,6 +222,7 @@ class MegatronBackend:
         return {
             "calculate_per_token_loss": self.per_token,
             "order_stable": self._sums is not None,
+            "router_replay": self.replay and self.replay.mode,
             "scheduler": type(self._scheduler).__name__,
         }
 
@@ -289,6 +304,8 @@ class MegatronBackend:
         if self.forward is gpt_forward:
             _check_positions(lists, self.configs[0], self._context_ranks)
             check_ids(self.tables, lists, read=self._reads_ids)
+        if self.replay is not None:
+            _check_routes(self.replay, lists, read=self._reads_ids)
         stages = self.microbatch_multiple
         for microbatches in lists:
             if len(microbatches) % stages:
@@ -493,6 +510,35 @@ class MegatronBackend:
         return torch.tensor(counted, device=self.device).to(kind)
 
 
+def _check_routes(replay: ExpertReplay, lists: Sequence[Sequence[Piece]], *, read: bool) -> None:
+    """Raise `ValueError` for the first microbatch whose routed experts do not fit."""
+    for index, piece in enumerate(each for pieces in lists for each in pieces):
+        given = field_of(piece.batch, ROUTED_EXPERTS)
+        looked = isinstance(given, torch.Tensor) and (read or on_host(given))
+        told = replay.fault(given, piece.shape, _need_routes(piece) if looked else None)
+        if told is not None:
+            raise ValueError(f"microbatch() got a batch whose microbatch {index} {told}")
+
+
+def _need_routes(piece: Piece) -> list[Span]:
+    """Return the tokens of each sequence that predict one that counts, which an engine has run."""
+    if piece.segments is not None:
+        each = zip(piece.segments.starts, piece.segments.lengths, strict=True)
+        return [(0, start, start + max(length - 1, 0)) for start, length in each]
+    rows, width = piece.shape
+    mask_BT = field_of(piece.batch, ATTENTION_MASK)
+    firsts, counts = [0] * rows, [width] * rows
+    if field_of(piece.batch, LENGTHS) is not None or getattr(mask_BT, "ndim", 0) == 2:
+        firsts, counts = real_tokens(piece.batch, rows)
+    elif (mask_BT := field_of(piece.batch, TOKEN_MASK)) is not None:
+        place_T = torch.arange(1, 1 + mask_BT.shape[1], device=mask_BT.device)
+        counts = torch.where(mask_BT > 0, place_T, 0).amax(1).tolist()
+    return [
+        (row, first, first + max(count - 1, 0))
+        for row, (first, count) in enumerate(zip(firsts, counts, strict=True))
+    ]
+
+
 def _check_positions(lists: Sequence[Sequence[Piece]], config: Any, size: int) -> None:
     """Raise `ValueError` unless ranks can share the positions, and each sequence of a pack.
 
@@ -590,6 +636,9 @@ class TrainStep(SplitStep):
         order_stable: add gradients of microbatches up exactly, so that the same microbatches give
             the same bits on any number of replicas, in any order and any calls; see
             docs/train-step/same-bits.md. The same on all ranks.
+        router_replay: "replay" has MoE routers take the `routed_experts` of each microbatch, and
+            "measure" counts where they choose others; see docs/router-replay.md. The same on all
+            ranks.
 
     Raises:
         ValueError: chunks or an optimizer that are not Megatron's, an optimizer of other
@@ -623,6 +672,7 @@ class TrainStep(SplitStep):
         undo: bool = False,
         tenant: str | None = None,
         order_stable: bool = False,
+        router_replay: ReplayMode = "off",
     ) -> None:
         options = Options(
             of="TrainStep",
@@ -637,12 +687,14 @@ class TrainStep(SplitStep):
             tenant=tenant,
             undo=undo,
             order_stable=order_stable,
+            router_replay=router_replay,
         )
         backend = MegatronBackend(model_chunks, optimizer, scheduler, options)
         check_applied("TrainStep()", _NEEDS, backend.chunks)
         super().__init__(backend, options)
         self._chunks = backend.chunks
         self._in_force = backend.in_force
+        self.replay = backend.replay
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:

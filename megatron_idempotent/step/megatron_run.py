@@ -48,6 +48,7 @@ from .lifecycle import Options, skipped_for
 from .loss import Reported, StepLoss, auxiliary_weight, called, has_graph, reported
 from .microbatches import Piece, explained
 from .open_step import LocalFailure
+from .packs import own_routes
 from .snapshot import MegatronSnapshot, Restore, keep_update
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def run_schedule(
             kept = MegatronSnapshot(backend.chunks, auxiliary=backend.has_auxiliary)
             stack.callback(kept.restore)
         _hold(backend, stack, reduce)
+        if backend.replay is not None:
+            stack.callback(backend.replay.clear)
         weight = weights.pop() if even else now.weight
         # The ranks' sums are added up as they are; `update` takes back what DDP averages.
         stack.enter_context(dividing_by(1, auxiliary_weight=weight, context_parallel=False))
@@ -197,12 +200,18 @@ def _forward_step(
     if not backend.per_token and multiplies_by_ranks():
         multiplied = backend.configs[0].context_parallel_size
 
+    def computed(model: Any, microbatch: Any) -> Any:
+        if backend.replay is None:
+            return backend.forward(model, microbatch)
+        run = functools.partial(backend.forward, model, microbatch)
+        return backend.replay.run(model, own_routes(microbatch), run)
+
     def forward_step(data_iterator: Iterator[Piece], model: Any) -> tuple[Any, Any]:
         piece = next(data_iterator)
         now.begin(piece)
         microbatch = piece.batch
         try:
-            output = backend.forward(model, microbatch)
+            output = computed(model, microbatch)
         except IndexError as error:
             raise explained(error, backend.tables, microbatch)  # noqa: B904  it has its cause
 

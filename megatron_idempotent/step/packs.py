@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_idempotent.fp8.packing import Pack, TokenAlignment
 from megatron_idempotent.logprobs.targets import context_parallel_part, context_parallel_whole
+from megatron_idempotent.megatron.expert_replay import ROUTED_EXPERTS
 from megatron_idempotent.patching.needs import absent, is_provided
 
 from .loss import needs_groups
@@ -38,6 +39,7 @@ from .microbatches import (
     doubtful,
     field_of,
     groups_of_rows,
+    is_packed,
     rows_of,
     values_of,
 )
@@ -259,7 +261,7 @@ class PackedRows:
                 "pack that it makes of them: give it another name"
             )
         self._groups = groups_of_rows(batch, self.rows, shared) if grouped else ()
-        self._firsts, self._lengths = _real(batch, self.rows)
+        self._firsts, self._lengths = real_tokens(batch, self.rows)
         self._bins = self._binned(1 if self.rows else 0)
 
     @classmethod
@@ -363,7 +365,7 @@ def _chosen(
     return joined.index_copy(0, pack.place_N.to(value.device), picked)[None]
 
 
-def _real(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
+def real_tokens(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
     """Return the place of each row's first token, in its row or in a nested batch, and its length.
 
     The host reads once from the device.
@@ -594,8 +596,7 @@ def packed_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
     found = {TOKENS: tokens_1T, POSITIONS: positions[None] if positions.dim() == 1 else positions}
     if pack is not None and 0 < sum(pack.lengths) < pack.tokens:
         found |= padding_inputs(get_model_config(model), pack.mask[None])
-    borders = packed.cu_seqlens_q_padded
-    borders = packed.cu_seqlens_q if borders is None else borders
+    borders = _borders(packed)
     parts = {name: own_positions(value, cu_seqlens=borders) for name, value in found.items()}
     return {**parts, ATTENTION_MASK: None, "packed_seq_params": packed}
 
@@ -623,11 +624,27 @@ def _packed_seq_params(microbatch: Batch, pack: Pack | None) -> Any:
     )
 
 
+def _borders(packed: Any) -> Any:
+    padded = packed.cu_seqlens_q_padded
+    return packed.cu_seqlens_q if padded is None else padded
+
+
+def own_routes(microbatch: Any) -> Tensor:
+    """Return a microbatch's routed experts [B, T, L, K] at this rank's `own_positions`."""
+    given: Tensor = field_of(microbatch, ROUTED_EXPERTS)
+    given = given[None] if given.dim() == 3 else given
+    if context_parallel_ranks()[1] == 1:
+        return given
+    borders = None
+    if is_packed(microbatch):
+        pack = next((each for each in values_of(microbatch) if isinstance(each, Pack)), None)
+        borders = _borders(_packed_seq_params(microbatch, pack)).to(given.device)
+    return own_positions(given, cu_seqlens=borders)
+
+
 def _positions(packed: Any, tokens_1T: Tensor) -> Tensor:
     """Count positions [T] from 0 in each sequence, and in the padding after the last one."""
-    given = packed.cu_seqlens_q_padded
-    given = packed.cu_seqlens_q if given is None else given
-    borders: Tensor = given.to(tokens_1T.device, torch.int64)
+    borders: Tensor = _borders(packed).to(tokens_1T.device, torch.int64)
     place_T = torch.arange(tokens_1T.shape[1], device=tokens_1T.device)
     number_T = torch.searchsorted(borders[1:].contiguous(), place_T, right=True)
     return place_T - borders[number_T]

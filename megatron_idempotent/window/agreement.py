@@ -37,6 +37,8 @@ class _Session(PerProcess):
     poisoned: str | None = None
     # Counts rebuilds, so that an old reason in the store is not taken for a new one.
     number = 0
+    # Whether ranks are in an `as_one` block, and nobody has told of an error in it.
+    as_one = False
 
 
 _session = _Session(__name__, "_session")
@@ -160,6 +162,54 @@ def control_group(deadline_s: float) -> Any:
         group = dist.new_group(backend="gloo", timeout=timeout)
         _control["all", deadline_s] = (world, group)
     return group
+
+
+@contextmanager
+def as_one(consequence: str) -> Iterator[None]:
+    """Leave the block on all ranks with an error if one does. All ranks of the default group enter.
+
+    They learn of it at the next `meet`, at the latest at the end of the block. A block within
+    another one is a part of that. `consequence` tells the others what is left to do.
+
+    Raises:
+        WindowAborted: another rank has failed.
+    """
+    if _session.as_one:
+        yield
+        return
+    _session.as_one = True
+    try:
+        yield
+        meet(consequence)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # neither SystemExit nor torch's CheckpointException is one
+        if _session.as_one:
+            with contextlib.suppress(WindowAborted):
+                meet(consequence, error)
+        raise
+    finally:
+        _session.as_one = False
+
+
+def meet(consequence: str, error: BaseException | None = None) -> None:
+    """Raise on all ranks of an `as_one` block if one brings an error; outside of one, raise it.
+
+    The group is the default one: a rank that cannot open files cannot make another.
+    """
+    if not _session.as_one:
+        if error is not None:
+            raise error
+        return
+    own = None if error is None else describe(error)
+    told: list[str | None] = [own]
+    if dist.is_initialized():
+        told *= dist.get_world_size()
+        dist.all_gather_object(told, own)
+    failures = {rank: text for rank, text in enumerate(told) if text is not None}
+    if failures:
+        _session.as_one = False
+        raise WindowAborted(failures, consequence) from error
 
 
 def compare(what: str, group: Any) -> list[str]:

@@ -250,6 +250,16 @@ class Checkpoints:
             to_yaml=self._describe,
         )
 
+    @staticmethod
+    def after_a_step() -> Checkpoints:
+        """Return those of a tiny model that has made one step."""
+        from megatron_idempotent.proof.cpu import tiny
+
+        model = tiny.build()
+        model.forward_backward(1, data_seed=0)
+        model.step()
+        return Checkpoints(model.chunks, model.optimizer, None, model.config)
+
     @property
     def train_state(self) -> Any:
         """Bridge's counters of steps and samples."""

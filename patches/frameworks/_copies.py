@@ -7,11 +7,12 @@ change around them with every release, and many run from a checkout that says no
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.megatron.ddp import is_no_sync_of
-from megatron_idempotent.patching import Target, arguments
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Target, arguments
 
 if TYPE_CHECKING:
     from megatron_idempotent.patching.source import Body
@@ -36,7 +37,7 @@ def is_megatrons_no_sync(installed: Any) -> bool:
 
 
 def put_back(
-    original: Callable[..., Any],
+    original: Original,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
@@ -58,7 +59,7 @@ def put_back(
             gc.enable()
 
 
-def rollout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def rollout(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run slime's or miles' `train` so that a worker can call it again for the next rollout."""
     from megatron.core.utils import get_model_config
     from megatron.training.global_vars import get_args
@@ -75,7 +76,7 @@ def rollout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def rollout_target(module: str) -> Target:
     """Return the target for slime's or miles' `train`."""
-    return Target(
+    return target(
         f"{module}:train",
         rollout,
         "config = get_model_config(model[0])",

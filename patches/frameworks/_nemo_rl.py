@@ -12,11 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import _standins
-from ._workers import Windows, methods
+from ._workers import Windows, methods, weights_of
 
 POLICY = "nemo_rl.models.policy.workers.megatron_policy_worker:MegatronPolicyWorkerImpl"
 VALUE = "nemo_rl.models.value.workers.megatron_value_worker:MegatronValueWorkerImpl"
-MICROBATCHES = 4
 _ABSENT = ("megatron.bridge", "transformers")
 
 
@@ -90,7 +89,7 @@ class NemoRL(Windows):
                 train_state=SimpleNamespace(floating_point_operations_so_far=0),
             ),
             megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
-            megatron_bridge=SimpleNamespace(export_hf_weights=_weights),
+            megatron_bridge=SimpleNamespace(export_hf_weights=weights_of),
             _policy_like_cfg={"sequence_packing": {"enabled": False}},
             _router_replay_enabled=False,
             _first_train_step_forward_pre_hook_disabled=False,
@@ -148,7 +147,7 @@ class NemoRL(Windows):
     def _data(self, seed: int) -> Any:
         import torch
 
-        batches = self.batches(seed, MICROBATCHES)
+        batches = self.batches(seed)
         data = _Data(
             input_ids=torch.cat([batch["tokens"] for batch in batches]),
             sample_mask=torch.ones(len(batches)),
@@ -192,8 +191,8 @@ class NemoRL(Windows):
         train.from_parallel_logits_to_logprobs = self._logprobs_of
 
     def _logprobs_of(self, logits_BTV: Any, *, target: Any, **_: Any) -> Any:
-        self.loss(logits_BTV, target)
-        return logits_BTV.float().log_softmax(-1).gather(-1, target[..., None])[:, :-1, 0]
+        _, logprobs_BT = self.measured(logits_BTV, target)
+        return logprobs_BT
 
 
 class _Config(dict):  # type: ignore[type-arg]
@@ -253,11 +252,6 @@ def _call_loss(
 ) -> tuple[Any, dict[str, Any]]:
     made: tuple[Any, dict[str, Any]] = loss_fn(logits_BTV, data["input_ids"], global_valid_toks)
     return made
-
-
-def _weights(chunks: list[Any], **_: Any) -> Any:
-    for chunk in chunks:
-        yield from chunk.module.named_parameters()
 
 
 def _bits(tensor: Any) -> bytes:

@@ -15,6 +15,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from megatron_idempotent.patches._scenarios import gathered
+
 from . import _standins
 
 _REAL = (
@@ -230,15 +232,6 @@ def expect_products(chunks: Any) -> None:
 def _trained(chunks: Any) -> list[tuple[str, Any]]:
     module = chunks[0].module
     return [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-
-
-def gathered(tensor: Any, group: Any) -> list[Any]:
-    """Return the tensors of all of a group's ranks, which take part."""
-    import torch
-
-    found = [torch.empty_like(tensor) for _ in range(group.size())]
-    torch.distributed.all_gather(found, tensor.detach().contiguous(), group=group)
-    return found
 
 
 def _summed(tensor: Any, group: Any) -> Any:

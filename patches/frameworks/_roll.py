@@ -10,10 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import _standins
-from ._workers import Windows, methods
+from ._workers import MICROBATCHES, Windows, methods
 
 MODULE = "roll.distributed.strategy.megatron_strategy"
-MICROBATCHES = 4
 _ABSENT = ("codetiming", "transformers", "datasets", "tensordict", "peft")
 
 
@@ -56,7 +55,7 @@ class Roll(Windows):
 
     def train(self, seed: int) -> None:
         """Run one call of the strategy's `train_step`."""
-        rows = [_row(batch) for batch in self.batches(seed, MICROBATCHES)]
+        rows = [_row(batch) for batch in self.batches(seed)]
         batch = SimpleNamespace(
             meta_info={},
             batch=SimpleNamespace(batch_size=[MICROBATCHES]),
@@ -71,9 +70,7 @@ class Roll(Windows):
         return get_forward_backward_func()(data_iterator=data, **call)
 
     def _forward_step(self, _: Any, data: Any, model: Any) -> tuple[Any, Any]:
-        row = next(data).row
-        logits_BTV = model(row["tokens"], row["positions"], row["mask"])
-        return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})
+        return self.forward_step((row.row for row in data), model)
 
 
 class _Models(list):  # type: ignore[type-arg]

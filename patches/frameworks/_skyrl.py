@@ -10,11 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import _standins
-from ._workers import Windows, methods
+from ._workers import MICROBATCHES, Windows, methods, weights_of
 
 WORKERS = "skyrl.backends.skyrl_train.workers.megatron"
 WRAPPER = f"{WORKERS}.megatron_model_wrapper:MegatronModelWrapper"
-MICROBATCHES = 4
 _ABSENT = ("megatron.bridge", "transformers", "omegaconf", "loguru", "huggingface_hub", "peft")
 
 
@@ -62,7 +61,7 @@ class SkyRL(Windows):
             worker.MegatronWeightExtractor,
             actor_module=bench.chunks,
             enable_bucketing=False,
-            bridge=SimpleNamespace(export_hf_weights=_weights),
+            bridge=SimpleNamespace(export_hf_weights=weights_of),
             _ensure_buckets_initialized=lambda: None,
         )
 
@@ -101,7 +100,7 @@ class SkyRL(Windows):
         from megatron_idempotent.proof.cpu import tiny
 
         self.model.forward_backward_mini_batch(
-            micro_batches=[_microbatch(batch) for batch in self.batches(seed, MICROBATCHES)],
+            micro_batches=[_microbatch(batch) for batch in self.batches(seed)],
             seq_len=tiny.SEQUENCE,
             micro_batch_size=tiny.BATCH,
             forward_only=forward_only,
@@ -129,8 +128,8 @@ class SkyRL(Windows):
         module.PolicyLossRegistry.get = lambda _: self._policy_loss
 
     def _logprobs_of(self, logits_BTV: Any, tokens_BT: Any, **_: Any) -> Any:
-        self._last = self.loss(logits_BTV, tokens_BT)
-        return logits_BTV.float().log_softmax(-1).gather(-1, tokens_BT[..., None])[:, :-1, 0]
+        self._last, logprobs_BT = self.measured(logits_BTV, tokens_BT)
+        return logprobs_BT
 
 
 def _optimizer_step(optimizer: Any, model: Any, scheduler: Any, name: str) -> Any:
@@ -156,8 +155,3 @@ def _microbatch(batch: dict[str, Any]) -> dict[str, Any]:
         "rollout_expert_indices": None,
         "num_microbatches": MICROBATCHES,
     }
-
-
-def _weights(chunks: list[Any], **_: Any) -> Any:
-    for chunk in chunks:
-        yield from chunk.module.named_parameters()

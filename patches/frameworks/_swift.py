@@ -7,10 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import _standins
-from ._workers import Windows, methods
 
-_ABSENT = ("mcore_bridge", "modelscope", "transformers")
-MICROBATCHES = 4
+ABSENT = ("mcore_bridge", "modelscope", "transformers")
 
 
 def trainer(method: str, options: Sequence[str]) -> Any:
@@ -24,7 +22,7 @@ def trainer(method: str, options: Sequence[str]) -> Any:
 
     running = program.start(options)
     running.args.is_multimodal = running.args.nccl_comm_warmup = False
-    module = _standins.import_alone("swift.megatron.trainers.base", *_ABSENT)
+    module = _standins.import_alone("swift.megatron.trainers.base", *ABSENT)
     made = SimpleNamespace(
         args=running.args,
         config=running.config,
@@ -36,52 +34,3 @@ def trainer(method: str, options: Sequence[str]) -> Any:
     )
     made.call = lambda *args: getattr(module.BaseMegatronTrainer, method)(made, *args)
     return made
-
-
-class Swift(Windows):
-    """Trains and evaluates a model with `train_step` and `evaluate` of ms-swift's trainer."""
-
-    def __init__(self, **layout: Any) -> None:
-        from megatron_idempotent.proof.cpu import tiny
-
-        super().__init__(**layout)
-        module = _standins.import_alone("swift.megatron.trainers.base", *_ABSENT)
-        module.logical_and_across_model_parallel_group = lambda value: value
-        module.reduce_max_stat_across_model_parallel_group = lambda value: value
-        self.trainer = methods(
-            module.BaseMegatronTrainer,
-            args=SimpleNamespace(
-                num_microbatches=MICROBATCHES,
-                seq_length=tiny.SEQUENCE,
-                micro_batch_size=tiny.BATCH,
-                global_batch_size=1,
-                eval_iters=1,
-            ),
-            wrapped_models=self.bench.chunks,
-            optimizer=self.bench.optimizer,
-            opt_param_scheduler=SimpleNamespace(step=lambda increment: None),
-            enable_routing_replay=False,
-            eval_metrics=None,
-            forward_step=self._forward_step,
-            call_event=lambda _: None,
-            on_log=lambda **_: None,
-            _aggregated_metrics=lambda *_: None,
-        )
-
-    def train(self, seed: int) -> None:
-        """Run one `train_step`, in training mode."""
-        for chunk in self.bench.chunks:
-            chunk.train()
-        self.trainer.train_step(self._data(seed))
-
-    def logprobs(self, seed: int) -> None:
-        """Run one `evaluate`."""
-        self.trainer.evaluate(self._data(seed))
-
-    def _data(self, seed: int) -> Any:
-        return self.reading(self.batches(seed, MICROBATCHES))
-
-    def _forward_step(self, data: Any, model: Any) -> tuple[Any, Any]:
-        row = next(data)
-        logits_BTV = model(row["tokens"], row["positions"], row["mask"])
-        return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})

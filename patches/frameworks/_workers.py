@@ -6,11 +6,14 @@ that has the attributes they read. Its model is a tiny GPT of `cpu.tiny`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_idempotent.patches._scenarios import Broken
 
+#: The microbatches of a window.
+MICROBATCHES = 4
 #: Where a microbatch can fail: before its forward, in its loss function, in its backward.
 SITES = ("data", "loss", "backward")
 
@@ -32,17 +35,12 @@ class Windows:
         """One of `SITES`, and the number of the microbatch that fails there, from 0 on; or None."""
         self._read = 0
 
-    def batches(self, seed: int, number: int) -> list[dict[str, Any]]:
-        """Return `number` microbatches of this data-parallel rank, the same for the same seed."""
-        import itertools
-
-        import torch
-
+    def batches(self, seed: int) -> list[dict[str, Any]]:
+        """Return a window's microbatches of this data-parallel rank, the same for the same seed."""
         from megatron_idempotent.proof.cpu import tiny
 
-        positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
-        hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
-        tokens = itertools.islice(tiny.microbatches(seed), number)
+        _, positions_BT, hidden = tiny.inputs(seed)
+        tokens = itertools.islice(tiny.microbatches(seed), MICROBATCHES)
         return [
             {"tokens": tokens_BT, "positions": positions_BT, "mask": hidden} for tokens_BT in tokens
         ]
@@ -66,6 +64,18 @@ class Windows:
         self._read += 1
         return loss
 
+    def forward_step(self, data: Any, model: Any, **_: Any) -> tuple[Any, Any]:
+        """Compute the logits of the next of `batches`; return them and the function of the loss."""
+        row = next(data)
+        logits_BTV = model(row["tokens"], row["positions"], row["mask"])
+        return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})
+
+    def measured(self, logits_BTV: Any, target_BT: Any) -> tuple[Any, Any]:
+        """Return the loss, and the log-probs [B, T - 1] that a worker's own loss would take."""
+        logprobs_BTV = logits_BTV.float().log_softmax(-1)
+        logprobs_BT = logprobs_BTV.gather(-1, target_BT[..., None])[:, :-1, 0]
+        return self.loss(logits_BTV, target_BT), logprobs_BT
+
     def failing(self, at: tuple[str, int], call: Callable[[], Any]) -> None:
         """Run `call()`, in which a microbatch fails, and forget the losses that it measured.
 
@@ -87,7 +97,13 @@ class Windows:
         for chunk in self.bench.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        return self.losses, self.bench.parameters().numpy().tobytes()
+        return self.losses, self.bench.bits()
+
+    def expect_no_gradients(self) -> None:
+        """Raise if the gradients of a window are still there."""
+        for chunk in self.bench.chunks:
+            if any(bool(buffer.grad_data.any()) for buffer in chunk.buffers):
+                raise RuntimeError("the gradients of a window that raised are still there")
 
     def _break(self, site: str) -> None:
         if self._fails(site):
@@ -108,6 +124,12 @@ def methods(*of: type, **attributes: Any) -> Any:
     made = type(of[-1].__name__, (), own)()
     vars(made).update(attributes)
     return made
+
+
+def weights_of(chunks: list[Any], **_: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the weights that a bridge's `export_hf_weights` would make of these chunks."""
+    for chunk in chunks:
+        yield from chunk.module.named_parameters()
 
 
 def _broken(_: Any) -> None:

@@ -24,15 +24,17 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.patches._scenarios import gathered
+
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments
 
 from . import _peft
 
 
-def describe(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def describe(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the adapter's sharded state, with the magnitudes of gate and up apart."""
     given = arguments(original, (self, *args), kwargs)
     state = original(self, *args, **kwargs)
@@ -62,22 +64,19 @@ def reproduce() -> None:
     dist_checkpointing.save({"weight_magnitude": state["weight_magnitude"]}, folder[0])
     found = dist_checkpointing.load_plain_tensors(folder[0])["weight_magnitude"]
     group = parallel_state.get_tensor_model_parallel_group()
-    halves = [each.chunk(2) for each in _peft.gathered(adapter.weight_magnitude, group)]
+    halves = [each.chunk(2) for each in gathered(adapter.weight_magnitude, group)]
     right = torch.cat([part for half in zip(*halves, strict=True) for part in half])
     if not torch.equal(found, right):
         raise RuntimeError("the magnitudes of gate and up are mixed in the checkpoint")
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Bridge's DoRA magnitudes of gate and up come back mixed in another layout, silently",
-    since="0.2",
-    targets=(
-        Target(
-            "megatron.bridge.peft.dora_layers:ParallelLinearDoRAAdapter.sharded_state_dict",
-            describe,
-            "sharded_state_dict[magnitude_key] = magnitude_sharded_tensor",
-        ),
+    "Bridge's DoRA magnitudes of gate and up come back mixed in another layout, silently",
+    target(
+        "peft.dora_layers:ParallelLinearDoRAAdapter.sharded_state_dict",
+        describe,
+        "sharded_state_dict[magnitude_key] = magnitude_sharded_tensor",
     ),
+    since="0.2",
     stock_error=r"RuntimeError: the magnitudes of gate and up are mixed in the checkpoint",
 )

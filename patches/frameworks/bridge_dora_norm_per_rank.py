@@ -27,15 +27,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 
 from . import _peft
 
 
-def norm(original: Callable[[Any], Any], self: Any) -> Any:
+def norm(original: Original, self: Any) -> Any:
     """Return the norms of whole rows [outputs]. All tensor-parallel ranks take part."""
     import torch
     from megatron.core import parallel_state
@@ -49,7 +49,7 @@ def norm(original: Callable[[Any], Any], self: Any) -> Any:
     return squares.sqrt().to(own.dtype)
 
 
-def begin(original: Callable[..., None], self: Any, value: Any) -> None:
+def begin(original: Original, self: Any, value: Any) -> None:
     """Make the magnitude, and say how ranks share it."""
     original(self, value)
     if self.input_is_parallel:
@@ -69,21 +69,16 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Bridge's DoRA scales row-parallel layers by a part of the weight's norm, silently",
-    since="0.2",
-    targets=(
-        Target(
-            "megatron.bridge.peft.dora_layers:DoRALinear._get_weight_norm",
-            norm,
-            "torch.linalg.norm(weight, dim=1)",
-        ),
-        Target(
-            "megatron.bridge.peft.dora_layers:ParallelLinearDoRAAdapter.init_weight_magnitude",
-            begin,
-            "self.weight_magnitude = nn.Parameter(value, requires_grad=True)",
-        ),
+    "Bridge's DoRA scales row-parallel layers by a part of the weight's norm, silently",
+    target(
+        "peft.dora_layers:DoRALinear._get_weight_norm", norm, "torch.linalg.norm(weight, dim=1)"
     ),
+    target(
+        "peft.dora_layers:ParallelLinearDoRAAdapter.init_weight_magnitude",
+        begin,
+        "self.weight_magnitude = nn.Parameter(value, requires_grad=True)",
+    ),
+    since="0.2",
     fixed_when=no_body_has("torch.linalg.norm(weight, dim=1).to(weight.dtype).detach()"),
     stock_error=r"RuntimeError: .* has the norm of a part of its rows",
 )

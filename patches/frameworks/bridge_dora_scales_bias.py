@@ -23,15 +23,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 from . import _peft
 
 
-def compute(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the layer with its adapter, and take the bias as it is."""
     return _with_bias_as_it_is(self, original(self, *args, **kwargs))
 
@@ -65,16 +65,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Bridge's DoRA multiplies a layer's bias by the magnitudes, silently",
-    since="0.2",
-    targets=(
-        Target(
-            "megatron.bridge.peft.dora_layers:DoRALinear.forward",
-            compute,
-            "mag_norm_scale * (linear_output + adapter_output)",
-        ),
+    "Bridge's DoRA multiplies a layer's bias by the magnitudes, silently",
+    target(
+        "peft.dora_layers:DoRALinear.forward",
+        compute,
+        "mag_norm_scale * (linear_output + adapter_output)",
     ),
+    since="0.2",
     ranks=1,
     stock_error=r"RuntimeError: a layer with DoRA has another output than its merged weight",
 )

@@ -25,14 +25,14 @@ Remove when:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import undone
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.patching import Original, Patch, arguments
 
 
-def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run Bridge's `evaluate`, and undo its changes also if it raises."""
     call = arguments(original, args, kwargs)
     return undone(
@@ -64,18 +64,15 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Bridge's evaluate(), where it raises, leaves evaluation mode, timer and rerun mode",
-    since="0.3",
-    targets=(
-        Target(
-            "megatron.bridge.training.eval:evaluate",
-            evaluate,
-            "timers = state.timers",
-            "timers('evaluate').stop()",
-            "rerun_state_machine.set_mode(rerun_mode)",
-            "config.timers = state.timers",
-        ),
+    "Bridge's evaluate(), where it raises, leaves evaluation mode, timer and rerun mode",
+    target(
+        "bridge.training.eval:evaluate",
+        evaluate,
+        "timers = state.timers",
+        "timers('evaluate').stop()",
+        "rerun_state_machine.set_mode(rerun_mode)",
+        "config.timers = state.timers",
     ),
+    since="0.3",
     stock_error=r"RuntimeError: the model is in evaluation mode after evaluate\(\)",
 )

@@ -27,15 +27,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments
 
 from . import _peft
 
 
-def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Build the adapter, and let it complete its own sums."""
     original(self, *args, **kwargs)
     given = arguments(original, (self, *args), kwargs)
@@ -63,15 +63,12 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Bridge's adapters of experts shared by tensor-parallel ranks add other products",
-    since="0.3",
-    targets=(
-        Target(
-            "megatron.bridge.peft.utils:ParallelLinearAdapter.__init__",
-            build,
-            "lin_out_gather_output = True if input_is_parallel else False",
-        ),
+    "Bridge's adapters of experts shared by tensor-parallel ranks add other products",
+    target(
+        "peft.utils:ParallelLinearAdapter.__init__",
+        build,
+        "lin_out_gather_output = True if input_is_parallel else False",
     ),
+    since="0.3",
     stock_error=r"RuntimeError: .* is not the product of its factors",
 )

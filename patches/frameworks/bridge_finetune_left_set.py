@@ -25,13 +25,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def load(original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
+def load(original: Original, state: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `load_checkpoint`, and leave `checkpoint.finetune` as it was."""
     checkpoint = state.cfg.checkpoint
     before = checkpoint.finetune
@@ -46,14 +46,9 @@ def reproduce() -> None:
     import tempfile
     from pathlib import Path
 
-    from megatron_idempotent.proof.cpu import tiny
-
     from ._bridge import Checkpoints
 
-    model = tiny.build()
-    run = Checkpoints(model.chunks, model.optimizer, None, model.config)
-    model.forward_backward(1, data_seed=0)
-    model.step()
+    run = Checkpoints.after_a_step()
     with tempfile.TemporaryDirectory() as folder:
         own, pretrained = (str(Path(folder, name)) for name in ("own", "pretrained"))
         run.save(pretrained)
@@ -67,16 +62,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Megatron-Bridge, once started from a pretrained checkpoint, loads no optimizer again",
+    "Megatron-Bridge, once started from a pretrained checkpoint, loads no optimizer again",
+    target("bridge.training.checkpointing:load_checkpoint", load, "cfg.checkpoint.finetune = True"),
     since="0.3",
-    targets=(
-        Target(
-            "megatron.bridge.training.checkpointing:load_checkpoint",
-            load,
-            "cfg.checkpoint.finetune = True",
-        ),
-    ),
     ranks=1,
     stock_error=r"RuntimeError: step 4 was saved, and step 0 is loaded",
 )

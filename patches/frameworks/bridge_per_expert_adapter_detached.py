@@ -23,15 +23,15 @@ Remove when:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 
 from . import _peft
 
 
-def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Build the adapter; its activation, between the factors, sums over the ranks before it."""
     original(self, *args, **kwargs)
     if self.expert_tp_group is not None and self.expert_tp_group.size() > 1:
@@ -50,7 +50,7 @@ def _sum(group: Any, summed: bool, _activation: Any, inputs: tuple[Any]) -> Any:
     return mappings.copy_to_tensor_model_parallel_region(tensor, group=group)
 
 
-def gather(original: Callable[..., Any], self: Any, tensor: Any) -> Any:
+def gather(original: Original, self: Any, tensor: Any) -> Any:
     """Gather the bottleneck with its gradient; of an output that is summed later take own rows."""
     from megatron.core.tensor_parallel import mappings
 
@@ -74,21 +74,18 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Bridge's adapters of grouped experts that ranks share are not trained, silently",
-    since="0.5",
-    targets=(
-        Target(
-            "megatron.bridge.peft.utils:GroupedExpertLinearAdapter.__init__",
-            build,
-            "ParallelLinearAdapter._get_activation_fn(self, activation)",
-        ),
-        Target(
-            "megatron.bridge.peft.utils:GroupedExpertLinearAdapter._gather_along_last_dim",
-            gather,
-            "torch.distributed.all_gather",
-        ),
+    "Bridge's adapters of grouped experts that ranks share are not trained, silently",
+    target(
+        "peft.utils:GroupedExpertLinearAdapter.__init__",
+        build,
+        "ParallelLinearAdapter._get_activation_fn(self, activation)",
     ),
+    target(
+        "peft.utils:GroupedExpertLinearAdapter._gather_along_last_dim",
+        gather,
+        "torch.distributed.all_gather",
+    ),
+    since="0.5",
     fixed_when=no_body_has("torch.distributed.all_gather"),
     stock_error=r"RuntimeError: .* is not the product of its factors",
 )

@@ -24,15 +24,17 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.patches._scenarios import gathered
+
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 from . import _peft
 
 
-def compute(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the adapter; of a layer that is not cut, over the positions of all ranks."""
     if self.base_linear_is_parallel or not self.config.sequence_parallel:
         return original(self, x, *args, **kwargs)
@@ -56,8 +58,7 @@ def reproduce() -> None:
     group = parallel_state.get_tensor_model_parallel_group()
     adapter = bench.chunks[0].module.decoder.layers[0].mlp.router.adapter
     inner, outer = (
-        torch.cat(_peft.gathered(each.weight, group))
-        for each in (adapter.linear_in, adapter.linear_out)
+        torch.cat(gathered(each.weight, group)) for each in (adapter.linear_in, adapter.linear_out)
     )
     generator = torch.Generator().manual_seed(group.rank())
     x = torch.randn(4, 2, inner.shape[1], generator=generator)
@@ -66,16 +67,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Bridge's adapter of a router mixes tokens of sequence-parallel ranks, silently",
-    since="0.2",
-    targets=(
-        Target(
-            "megatron.bridge.peft.utils:ParallelLinearAdapter.forward",
-            compute,
-            "self.linear_in(x)",
-            "self.linear_out(x)",
-        ),
+    "Bridge's adapter of a router mixes tokens of sequence-parallel ranks, silently",
+    target(
+        "peft.utils:ParallelLinearAdapter.forward",
+        compute,
+        "self.linear_in(x)",
+        "self.linear_out(x)",
     ),
+    since="0.2",
     stock_error=r"RuntimeError: a router's adapter has summed over tokens of other ranks",
 )

@@ -27,13 +27,13 @@ Remove when:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def load(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Forget what earlier loads have read, then run `_load_checkpoint_from_path`."""
     module = sys.modules[original.__module__]
     for name in ("read_train_state", "read_run_config"):
@@ -45,14 +45,9 @@ def reproduce() -> None:
     """Load step 1, train, and load it again; then save step 3, and load the latest."""
     import tempfile
 
-    from megatron_idempotent.proof.cpu import tiny
-
     from ._bridge import Checkpoints
 
-    model = tiny.build()
-    run = Checkpoints(model.chunks, model.optimizer, None, model.config)
-    model.forward_backward(1, data_seed=0)
-    model.step()
+    run = Checkpoints.after_a_step()
     with tempfile.TemporaryDirectory() as folder:
         run.train_state.step = 1
         run.save(folder)
@@ -72,16 +67,13 @@ def _expect(run: Any, step: int, why: str) -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="a second load by Megatron-Bridge in one process takes counters of the first one",
-    since="0.3",
-    targets=(
-        Target(
-            "megatron.bridge.training.checkpointing:_load_checkpoint_from_path",
-            load,
-            "state.train_state = read_train_state(train_state_filename)",
-        ),
+    "a second load by Megatron-Bridge in one process takes counters of the first one",
+    target(
+        "bridge.training.checkpointing:_load_checkpoint_from_path",
+        load,
+        "state.train_state = read_train_state(train_state_filename)",
     ),
+    since="0.3",
     ranks=1,
     stock_error=r"RuntimeError: the run is at step 3, and it was rolled back to step 1",
 )

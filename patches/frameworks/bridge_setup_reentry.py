@@ -29,15 +29,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments, no_body_has
 
 from . import _copies
 
 
-def wire(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def wire(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Clear the `no_sync` of an earlier setup, then run `_update_model_config_funcs`."""
     config = arguments(original, args, kwargs)["model_config"]
     if _copies.is_megatrons_no_sync(config.no_sync_func):
@@ -55,16 +55,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Megatron-Bridge, set up again on one config, asserts on config.no_sync_func",
-    since="0.3",
-    targets=(
-        Target(
-            "megatron.bridge.training.setup:_update_model_config_funcs",
-            wire,
-            "model_config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
-        ),
+    "Megatron-Bridge, set up again on one config, asserts on config.no_sync_func",
+    target(
+        "bridge.training.setup:_update_model_config_funcs",
+        wire,
+        "model_config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
     ),
+    since="0.3",
     fixed_when=no_body_has("model_config.no_sync_func is None"),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

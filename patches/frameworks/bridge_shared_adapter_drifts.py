@@ -26,15 +26,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 
 from . import _peft
 
 
-def register(original: Callable[..., None], self: Any) -> None:
+def register(original: Original, self: Any) -> None:
     """Register the hooks, and let the weights' gradients come by them."""
     original(self)
     _peft.unfuse(self.linear_in, self.linear_out)
@@ -48,17 +48,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Bridge's shared expert adapters drift apart between expert-parallel ranks, silently",
-    since="0.5",
-    targets=(
-        Target(
-            "megatron.bridge.peft.utils:"
-            "ParallelLinearAdapter._register_shared_expert_grad_sync_hooks",
-            register,
-            "weight.register_hook(self._allreduce_shared_expert_grad)",
-        ),
+    "Bridge's shared expert adapters drift apart between expert-parallel ranks, silently",
+    target(
+        "peft.utils:ParallelLinearAdapter._register_shared_expert_grad_sync_hooks",
+        register,
+        "weight.register_hook(self._allreduce_shared_expert_grad)",
     ),
+    since="0.5",
     fixed_when=no_body_has("weight.register_hook(self._allreduce_shared_expert_grad)"),
     stock_error=r"RuntimeError: ranks that share .* other gradients",
 )

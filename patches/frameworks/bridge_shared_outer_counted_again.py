@@ -26,21 +26,21 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 
 from . import _peft
 
 
-def build(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Build the adapter, and let the shared weight's gradient come by its hook."""
     original(self, *args, **kwargs)
     _peft.unfuse(self.linear_in, self.linear_out)
 
 
-def replicate(original: Callable[[Any], None], weight: Any) -> None:
+def replicate(original: Original, weight: Any) -> None:
     """Begin with one value on all expert-parallel ranks, and sum gradients over these alone."""
     import torch
     from megatron.core import parallel_state
@@ -77,21 +77,16 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Bridge's shared outer LoRA factor gets its gradient once for each replica, silently",
-    since="0.5",
-    targets=(
-        Target(
-            "megatron.bridge.peft.utils:SharedOuterGroupedExpertAdapter.__init__",
-            build,
-            "_make_cross_ep_replicated(shared_weight)",
-        ),
-        Target(
-            "megatron.bridge.peft.utils:_make_cross_ep_replicated",
-            replicate,
-            "weight.register_hook(_all_reduce_grad)",
-        ),
+    "Bridge's shared outer LoRA factor gets its gradient once for each replica, silently",
+    target(
+        "peft.utils:SharedOuterGroupedExpertAdapter.__init__",
+        build,
+        "_make_cross_ep_replicated(shared_weight)",
     ),
+    target(
+        "peft.utils:_make_cross_ep_replicated", replicate, "weight.register_hook(_all_reduce_grad)"
+    ),
+    since="0.5",
     fixed_when=no_body_has(
         "parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)"
     ),

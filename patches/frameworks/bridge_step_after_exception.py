@@ -24,14 +24,14 @@ Remove when:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import Patch, Target, arguments
+from megatron_idempotent.patching import Original, Patch, arguments
 
 
-def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run Bridge's `train_step`; if it raises, stops the timers that the step started."""
     timers = arguments(original, args, kwargs)["global_state"].timers
     return stopping(timers, original, *args, **kwargs)
@@ -58,16 +58,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="after an exception in the optimizer Bridge's next train_step cannot start its timer",
-    since="0.3",
-    targets=(
-        Target(
-            "megatron.bridge.training.train:train_step",
-            train_step,
-            "timers = global_state.timers",
-            'timers("optimizer").stop()',
-        ),
+    "after an exception in the optimizer Bridge's next train_step cannot start its timer",
+    target(
+        "bridge.training.train:train_step",
+        train_step,
+        "timers = global_state.timers",
+        'timers("optimizer").stop()',
     ),
+    since="0.3",
     stock_error=r"AssertionError: timer has already been started",
 )

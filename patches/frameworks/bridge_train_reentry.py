@@ -27,19 +27,19 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import Patch, Target, a_body_has, arguments
+from megatron_idempotent.patching import Original, Patch, a_body_has, arguments
 
 from . import _copies
 
 _TIMER = "interval-time"
 
 
-def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def train(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run Bridge's `train` so that it can be called again, also if it raises."""
     from megatron.core.utils import get_model_config
 
@@ -67,19 +67,16 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary='a second train() of Megatron-Bridge fails with "timer has already been started"',
-    since="0.3",
-    targets=(
-        Target(
-            "megatron.bridge.training.train:train",
-            train,
-            "timers = global_state.timers",
-            f"timers('{_TIMER}', log_level=0).start(barrier=True)",
-            "param_sync_func = model_config.param_sync_func",
-            "model_config.param_sync_func = None",
-        ),
+    'a second train() of Megatron-Bridge fails with "timer has already been started"',
+    target(
+        "bridge.training.train:train",
+        train,
+        "timers = global_state.timers",
+        f"timers('{_TIMER}', log_level=0).start(barrier=True)",
+        "param_sync_func = model_config.param_sync_func",
+        "model_config.param_sync_func = None",
     ),
+    since="0.3",
     # The loop stops and restarts the timer around evaluation; only a stop after it is a repair.
     fixed_when=a_body_has(f"timers('{_TIMER}').stop()", outside_loops=True),
     stock_error=r"AssertionError: timer has already been started",

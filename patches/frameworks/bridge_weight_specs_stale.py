@@ -27,17 +27,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 _MODULE = "megatron.bridge.models.conversion.param_mapping"
 
 
-def broadcast(
-    original: Callable[..., Any], self: Any, tensor: Any, cache_key: str | None = None
-) -> Any:
+def broadcast(original: Original, self: Any, tensor: Any, cache_key: str | None = None) -> Any:
     """Run `broadcast_from_pp_rank` without what it has cached under this key."""
     self._tensor_spec_output_cache.pop(cache_key, None)
     return original(self, tensor, cache_key)
@@ -81,16 +79,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="megatron-bridge",
-    summary="Megatron-Bridge's conversion tasks, used for a second sync, receive with old types",
-    since="0.3",
-    targets=(
-        Target(
-            f"{_MODULE}:MegatronParamMapping.broadcast_from_pp_rank",
-            broadcast,
-            "tensor_spec_output = self._tensor_spec_output_cache[cache_key]",
-        ),
+    "Megatron-Bridge's conversion tasks, used for a second sync, receive with old types",
+    target(
+        "bridge.models.conversion.param_mapping:MegatronParamMapping.broadcast_from_pp_rank",
+        broadcast,
+        "tensor_spec_output = self._tensor_spec_output_cache[cache_key]",
     ),
+    since="0.3",
     ranks=2,
     stock_error=r"RuntimeError: 16 bytes are sent, and 8 received",
 )

@@ -25,15 +25,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 
 from . import _copies
 
 
-def prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Clear the `no_sync` of an earlier training, then run `_prepare_train_loop`."""
     _copies.forget_no_sync(self.model.config, self.models_wrapped)
     return original(self, *args, **kwargs)
@@ -67,18 +67,15 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="mcore-adapter",
-    summary="a second train() of one trainer of mcore_adapter asserts on config.no_sync_func",
-    since="0.0",
-    targets=(
-        Target(
-            "mcore_adapter.trainer.trainer:McaTrainer._prepare_train_loop",
-            prepare,
-            "model_config = self.model.config",
-            "model_config.no_sync_func = "
-            "[model_wrapped.no_sync for model_wrapped in self.models_wrapped]",
-        ),
+    "a second train() of one trainer of mcore_adapter asserts on config.no_sync_func",
+    target(
+        "mcore_adapter.trainer.trainer:McaTrainer._prepare_train_loop",
+        prepare,
+        "model_config = self.model.config",
+        "model_config.no_sync_func = "
+        "[model_wrapped.no_sync for model_wrapped in self.models_wrapped]",
     ),
+    since="0.0",
     fixed_when=no_body_has("model_config.no_sync_func is None"),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

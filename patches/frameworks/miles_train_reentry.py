@@ -36,10 +36,9 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="miles",
-    summary="miles' train() asserts on config.no_sync_func in its second rollout",
+    "miles' train() asserts on config.no_sync_func in its second rollout",
+    _copies.rollout_target("miles.backends.megatron_utils.model"),
     since="0.1",
-    targets=(_copies.rollout_target("miles.backends.megatron_utils.model"),),
     fixed_when=_copies.rollout_is_repaired,
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

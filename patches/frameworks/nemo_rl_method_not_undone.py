@@ -33,14 +33,15 @@ from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 from . import _nemo_rl
 
 _WORKERS = ("megatron_policy_worker/", "megatron_value_worker/")
 
 
-def wrap_with_nvtx_name(original: Callable[..., Any], name: str) -> Any:
+def wrap_with_nvtx_name(original: Original, name: str) -> Any:
     """Make NeMo-RL's decorator; methods that it decorates undo their changes if they raise."""
     decorate = original(name)
     return partial(_decorate, decorate) if name.startswith(_WORKERS) else decorate
@@ -91,20 +92,17 @@ def _raise_and_go_on(worker: str) -> None:
 
 
 PATCH = Patch(
-    distribution="nemo-rl",
-    summary="an exception in a method of NeMo-RL's workers leaves gradients off, a timer running",
-    since="0.1",
-    targets=(
-        Target(
-            "nemo_rl.utils.nsys:wrap_with_nvtx_name",
-            wrap_with_nvtx_name,
-            "ret = func(*args, **kwargs)",
-            "return decorator",
-            early_users=(
-                "nemo_rl.models.policy.workers.megatron_policy_worker",
-                "nemo_rl.models.value.workers.megatron_value_worker",
-            ),
+    "an exception in a method of NeMo-RL's workers leaves gradients off, a timer running",
+    target(
+        "nemo_rl.utils.nsys:wrap_with_nvtx_name",
+        wrap_with_nvtx_name,
+        "ret = func(*args, **kwargs)",
+        "return decorator",
+        early_users=(
+            "nemo_rl.models.policy.workers.megatron_policy_worker",
+            "nemo_rl.models.value.workers.megatron_value_worker",
         ),
     ),
+    since="0.1",
     stock_error=r"RuntimeError: gradients are off after a pass",
 )

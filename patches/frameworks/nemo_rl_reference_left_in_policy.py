@@ -25,18 +25,17 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 from . import _nemo_rl
 
 
-def use_reference_model(
-    original: Callable[..., AbstractContextManager[None]], self: Any
-) -> AbstractContextManager[None]:
+def use_reference_model(original: Original, self: Any) -> AbstractContextManager[None]:
     """Run `use_reference_model`'s block, and restore the policy also if it raises."""
     return _restoring(original(self))
 
@@ -62,17 +61,14 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="nemo-rl",
-    summary="an exception in NeMo-RL's reference pass leaves its weights in the policy, silently",
-    since="0.1",
-    targets=(
-        Target(
-            f"{_nemo_rl.POLICY}.use_reference_model",
-            use_reference_model,
-            "self._apply_state_dict_to_model",
-            "self.reference_state_dict",
-            "yield",
-        ),
+    "an exception in NeMo-RL's reference pass leaves its weights in the policy, silently",
+    target(
+        f"{_nemo_rl.POLICY}.use_reference_model",
+        use_reference_model,
+        "self._apply_state_dict_to_model",
+        "self.reference_state_dict",
+        "yield",
     ),
+    since="0.1",
     stock_error=r"RuntimeError: the policy holds the reference's weights",
 )

@@ -27,18 +27,18 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.patches import _scenarios
 
 from megatron_idempotent.megatron import gather
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 from . import _nemo_rl
 
 
-def export(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def export(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Gather the pending update, then run `_iter_params_with_optional_kv_scales`."""
     gather.finish_update([self.model])
     return original(self, *args, **kwargs)
@@ -53,17 +53,14 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="nemo-rl",
-    summary="with overlap_param_gather, NeMo-RL's refit sends parameters that lack the last step",
-    since="0.1",
-    targets=(
-        Target(
-            f"{_nemo_rl.POLICY}._iter_params_with_optional_kv_scales",
-            export,
-            "self.megatron_bridge.export_hf_weights",
-            "[self.model]",
-        ),
+    "with overlap_param_gather, NeMo-RL's refit sends parameters that lack the last step",
+    target(
+        f"{_nemo_rl.POLICY}._iter_params_with_optional_kv_scales",
+        export,
+        "self.megatron_bridge.export_hf_weights",
+        "[self.model]",
     ),
+    since="0.1",
     fixed_by=(f"{_nemo_rl.POLICY}.sync_params_before_refit", "self.model.start_param_sync"),
     stock_error=r"RuntimeError: parameters differ .* in a refit after the step",
 )

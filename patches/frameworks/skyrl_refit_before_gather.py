@@ -23,18 +23,18 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.patches import _scenarios
 
 from megatron_idempotent.megatron import gather
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 from . import _skyrl
 
 
-def extract_weights(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def extract_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Gather the pending update, then run `extract_weights`."""
     gather.finish_update(self.actor_module)
     return original(self, *args, **kwargs)
@@ -49,16 +49,13 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="skyrl",
-    summary="with overlap_param_gather, SkyRL's weight sync sends parameters that lack the step",
-    since="0.1",
-    targets=(
-        Target(
-            f"{_skyrl.WORKERS}.megatron_worker:MegatronWeightExtractor.extract_weights",
-            extract_weights,
-            "self.bridge.export_hf_weights",
-            "self.actor_module",
-        ),
+    "with overlap_param_gather, SkyRL's weight sync sends parameters that lack the step",
+    target(
+        f"{_skyrl.WORKERS}.megatron_worker:MegatronWeightExtractor.extract_weights",
+        extract_weights,
+        "self.bridge.export_hf_weights",
+        "self.actor_module",
     ),
+    since="0.1",
     stock_error=r"RuntimeError: parameters differ .* in a refit after the step",
 )

@@ -26,15 +26,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 
 from . import _copies
 
 
-def setup(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def setup(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Undo what an earlier training left in the config, then run `setup_model_training`."""
     config = self.config
     _copies.forget_no_sync(config, self.wrapped_models)
@@ -53,18 +53,15 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="ms-swift",
-    summary="a second training with one trainer of ms-swift asserts on config.no_sync_func",
-    since="4.3",
-    targets=(
-        Target(
-            "swift.megatron.trainers.base:BaseMegatronTrainer.setup_model_training",
-            setup,
-            "config = self.config",
-            "config.no_sync_func = [model_chunk.no_sync for model_chunk in self.wrapped_models]",
-            "self._saved_param_sync_func = config.param_sync_func",
-        ),
+    "a second training with one trainer of ms-swift asserts on config.no_sync_func",
+    target(
+        "swift.megatron.trainers.base:BaseMegatronTrainer.setup_model_training",
+        setup,
+        "config = self.config",
+        "config.no_sync_func = [model_chunk.no_sync for model_chunk in self.wrapped_models]",
+        "self._saved_param_sync_func = config.param_sync_func",
     ),
+    since="4.3",
     fixed_when=no_body_has("config.no_sync_func is None"),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

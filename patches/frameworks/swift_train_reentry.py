@@ -21,15 +21,15 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, no_body_has
 
 from . import _copies
 
 
-def train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the trainer's `train` so that it can be called again, also if it raises."""
     config = self.config
     _copies.forget_no_sync(config, self.wrapped_models)
@@ -48,19 +48,16 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="ms-swift",
-    summary="a second train() of one trainer of ms-swift asserts on config.no_sync_func",
+    "a second train() of one trainer of ms-swift asserts on config.no_sync_func",
+    target(
+        "swift.megatron.trainers.base:BaseMegatronTrainer.train",
+        train,
+        "config = self.config",
+        "config.no_sync_func = [model_chunk.no_sync for model_chunk in self.wrapped_models]",
+        "config.param_sync_func = None",
+    ),
     since="4.0",
     before="4.3",
-    targets=(
-        Target(
-            "swift.megatron.trainers.base:BaseMegatronTrainer.train",
-            train,
-            "config = self.config",
-            "config.no_sync_func = [model_chunk.no_sync for model_chunk in self.wrapped_models]",
-            "config.param_sync_func = None",
-        ),
-    ),
     fixed_when=no_body_has("config.no_sync_func is None"),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

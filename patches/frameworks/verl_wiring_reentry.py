@@ -27,15 +27,15 @@ Remove when:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target, arguments, no_body_has
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments, no_body_has
 
 from . import _copies
 
 
-def wire(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def wire(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run `register_megatron_training_hooks` so that chunks with one config can be wired."""
     chunks = arguments(original, args, kwargs)["model"]
     seen: list[Any] = []
@@ -71,17 +71,14 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    distribution="verl",
-    summary="verl's wiring asserts on its own config.no_sync_func with virtual pipeline stages",
-    since="0.6.1",
-    targets=(
-        Target(
-            "verl.utils.megatron_utils:register_megatron_training_hooks",
-            wire,
-            "config = get_model_config(one_model)",
-            "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
-        ),
+    "verl's wiring asserts on its own config.no_sync_func with virtual pipeline stages",
+    target(
+        "verl.utils.megatron_utils:register_megatron_training_hooks",
+        wire,
+        "config = get_model_config(one_model)",
+        "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
     ),
+    since="0.6.1",
     fixed_when=no_body_has("config.no_sync_func is None"),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

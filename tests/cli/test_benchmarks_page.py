@@ -1,4 +1,4 @@
-"""docs/benchmarks.md is what docs/benchmarks.json says, and results are merged into it."""
+"""docs/benchmarks.md, its pictures and that of Megatron's history are what their data say."""
 
 from __future__ import annotations
 
@@ -9,21 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _record, page
+from benchmarks import _device, _history, _record, page
 
 ROOT = Path(__file__).parents[2]
+DRAWN = page.DOCS / page.PICTURES
 REMEDY = "run `python -m benchmarks.page` in the repository"
 
 
 def test_the_page_is_current():
-    found = json.loads((ROOT / page.FOUND).read_text("utf-8"))
+    found = page.known(ROOT)
     assert (ROOT / page.PAGE).read_text("utf-8") == page.page(found, page.summaries(ROOT)), REMEDY
+    drawn = {path.stem: path.read_text("utf-8") for path in (ROOT / DRAWN).glob("*.svg")}
+    assert drawn == page.pictures(found), REMEDY
+
+
+def test_the_picture_of_the_history_is_current():
+    found = json.loads((ROOT / _history.FOUND).read_text("utf-8"))
+    drawn = _history.draw(found, _history.pinned(found, ROOT))
+    remedy = f"run `python -m benchmarks._history {_history.FOUND}` in the repository"
+    assert (ROOT / _history.PICTURE).read_text("utf-8") == drawn, remedy
 
 
 def test_every_benchmark_is_on_the_page_or_measures_no_ratio():
     names = {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")} - {"page"}
-    assert names - set(page.RATIOS) == {"compiled_kernels"}
-    assert set(page.RATIOS) <= names
+    assert names - set(page.MEANINGS) == {"compiled_kernels"}
+    assert set(page.MEANINGS) <= names
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +59,8 @@ def test_only_ratios_are_shown_and_a_new_run_replaces_the_old_one(checkout, mach
         left(checkout / folder, "rank_calls", machine, found | {"ratio": ratio})
         page.main([str(checkout / folder)], checkout)
     text = (checkout / page.PAGE).read_text("utf-8")
-    own = text.partition("## rank_calls")[2].partition("\n## ")[0]
+    own = text.partition("## Calling CPU ranks")[2].partition("\n## ")[0]
+    assert "ranks that are warm takes 12.5 % of the time of the first one" in own
     assert [line for line in own.splitlines() if line.startswith("| ")] == [
         "| | ratio |",
         "| --- | --- |",
@@ -75,7 +86,40 @@ def test_a_run_on_a_busy_machine_is_marked(checkout, machine, how):
 
 def test_rows_of_a_list_are_named_by_their_words():
     rows = [{"what": "top-k", "dtype": "float32", "side": "ours", "seconds": 2.0, "time": 0.5}]
-    assert dict(page.ratios("distillation", rows)) == {"top-k, float32, ours, time": 0.5}
+    assert page.ratios("distillation", rows) == {"top-k, float32, ours, time": 0.5}
+
+
+def test_rows_with_the_same_words_are_told_apart_by_what_they_keep():
+    rows = [{"side": "ours", "tokens": 8, "kept": kept, "memory": kept} for kept in (1.0, 0.4)]
+    assert page.ratios("token_logprobs", rows) == {
+        "ours, 8 tokens, memory": 1.0,
+        "ours, 8 tokens, 40% kept, memory": 0.4,
+    }
+
+
+def test_a_gpu_stands_beside_the_cpu_with_its_limit(checkout, machine):
+    lower = {"of_lower_quartiles": 1.0}
+    cpu, gpu = {"ratio": 1.25}, {"ratio": _device.aim(1.5, 1.75)}
+    for label, wall in (("", cpu), ("h100", gpu)):
+        folder = left(checkout / f"on{label}", "patched_step", machine, {"wall": wall | lower})
+        page.main([str(folder), *(["--machine", label] if label else [])], checkout)
+    text = (checkout / page.PAGE).read_text("utf-8")
+    assert "**CPU.** A training step that hits no hazard takes 1.250 times" in text
+    assert "**H100.** A training step that hits no hazard takes 1.500 times" in text
+    assert "1.0 is stock Megatron's step: CPU wall 1.25; H100 wall 1.5](" in " ".join(text.split())
+    drawn = (checkout / DRAWN / "patched_step.svg").read_text("utf-8")
+    assert drawn.index(">CPU<") < drawn.index(">1.25<") < drawn.index(">H100<")
+    assert drawn.count("stroke-width") == 1
+    assert ">1.5 (at most 1.75)<" in drawn
+
+
+def test_a_sentence_is_left_out_where_its_numbers_are_missing(checkout, machine):
+    found = {"shared_memory": {"of_a_copy": 0.125}, "gloo": {"of_a_copy": 0.5}}
+    left(checkout / "a", "weight_transports", machine, found)
+    page.main([str(checkout / "a")], checkout)
+    text = (checkout / page.PAGE).read_text("utf-8")
+    assert "Shared memory carries weights at 12.5 % of the rate" in text
+    assert "CUDA IPC" not in text
 
 
 @pytest.mark.parametrize(
@@ -111,4 +155,4 @@ def test_the_command_writes_what_the_page_reads(tmp_path):
     assert done.returncode == 0, done.stderr
     run = page.read(tmp_path)["rank_calls"]
     assert run["machine"]["busy"]
-    assert [name for name, _ in page.ratios("rank_calls", run["found"])] == ["ratio"]
+    assert [*page.ratios("rank_calls", run["found"])] == ["ratio"]

@@ -16,7 +16,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from megatron_idempotent.patches.frameworks import _bridge, _nemo_rl, _skyrl, _standins, _verl
+import verl_engine
+from megatron_idempotent.patches.frameworks import _bridge, _nemo_rl, _skyrl, _standins
 from megatron_idempotent.patches.frameworks._workers import methods
 
 from megatron_idempotent.proof.certify import Subject
@@ -131,7 +132,7 @@ class Verl(_Worker):
     def __init__(self) -> None:
         """Import verl before Megatron, as its program does."""
         _standins.replace("ray")
-        module = _import(os.environ["VERL_SOURCE"], "verl", self.names, *_verl._ABSENT)[-1]
+        module = _import(os.environ["VERL_SOURCE"], "verl", self.names, *verl_engine._ABSENT)[-1]
         module.get_device_name = lambda: "cuda"
         module.is_device_available = lambda: True
         module.get_torch_device = lambda: torch.cuda

@@ -13,7 +13,12 @@ from typing import Any
 
 import pytest
 
-CLASSES = {"verl": "Verl", "ms_swift": "Swift", "areal": "Areal", "roll": "Roll"}
+CLASSES = {
+    "verl": "verl_engine:Verl",
+    "ms_swift": "swift_engine:Swift",
+    "areal": "areal_engine:Areal",
+    "roll": "megatron_idempotent.patches.frameworks._roll:Roll",
+}
 #: Called for log-probs, or for evaluations, between steps.
 INFERRING = ("verl", "ms_swift", "areal")
 Outcome = tuple[list[float], bytes]
@@ -36,8 +41,8 @@ def start(name: str, *, applied: bool = True, overlap: bool = True, **how: objec
     sys.path.insert(0, source(name))
     if applied:
         megatron_idempotent.apply()
-    module = f"megatron_idempotent.patches.frameworks._{CLASSES[name].lower()}"
-    engine = getattr(importlib.import_module(module), CLASSES[name])
+    module, _, kind = CLASSES[name].partition(":")
+    engine = getattr(importlib.import_module(module), kind)
     if name == "roll":
         how["overlap_grad_reduce"] = overlap
     return engine(overlap_param_gather=overlap, **how)

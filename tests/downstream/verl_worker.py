@@ -13,14 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import verl_engine
 from adapters import PACKED
-from megatron_idempotent.patches.frameworks import _standins, _verl
+from megatron_idempotent.patches.frameworks import _standins
 from megatron_idempotent.patches.frameworks._workers import methods
 
 from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.step import own_positions
 
-_ABSENT = (*_verl._ABSENT, "codetiming")
+_ABSENT = (*verl_engine._ABSENT, "codetiming")
 #: Lengths of the two sequences of a pack add up to that, and so many tokens of each count: sums
 #: over all packs are powers of two, by which a division changes no bits.
 PACK, VALID = 32, 8
@@ -49,10 +50,10 @@ def modules(source: str) -> tuple[Any, Any, Any]:
         "verl.workers.engine.megatron",  # with a recipe's lines, which come before Megatron
         "verl.utils.torch_functional",
         "verl.trainer.ppo.core_algos",
-        _verl.WIRING,
+        verl_engine.WIRING,
         *_FORWARD,
-        _verl.BASE,
-        _verl.MODULE,
+        verl_engine.BASE,
+        verl_engine.MODULE,
     )
     _, _, losses, wiring, stages, _, util, forward, sft, base, module = [
         _standins.import_alone(name, *_ABSENT) for name in names

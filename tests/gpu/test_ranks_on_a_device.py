@@ -12,6 +12,7 @@ import pytest
 
 from megatron_idempotent.proof import cpu
 from megatron_idempotent.proof.cpu import gpu
+from megatron_idempotent.proof.prove import prove
 
 
 def where_it_computes() -> tuple[str, str, str, float]:
@@ -34,6 +35,11 @@ def test_two_ranks_compute_on_the_device_too(device, megatron_ranks):
         assert kind == ("cuda" if device == "cuda" else "cpu")
         assert backend == "gloo" or local_rank == str(rank)  # NCCL: a GPU for each
         assert total == 2.0
+
+
+@pytest.mark.exhaustive
+def test_each_hazard_is_proven_where_ranks_refuse_what_a_gpu_would():
+    assert not [finding for finding in prove(device="checked") if finding.failed]
 
 
 # In a process of its own: what the runtime answers is asked by upstream while it is imported.

@@ -67,7 +67,6 @@ OF_LOGPROBS: list[tuple[dict[str, Any], str]] = [
     ({"targets": SEVERAL + torch.tensor([0, 0, 0, 9])}, "target 9, outside"),
     ({"targets": SEVERAL - torch.tensor([0, 0, 0, 1])}, "target -1, outside"),
     ({"targets": SEVERAL, "triton": True}, "triton=True, which knows one"),
-    ({"targets": SEVERAL, "compiled": True}, "compiled=True, which knows one"),
     ({"targets": SEVERAL, "sampling": Sampling(top_k=3)}, "sampling=Sampling(top_k=3"),
     # Ids that a sampler kept.
     ({"sampling": Sampling(keep=SEVERAL[0])}, "keep of shape (3, 4)"),

@@ -69,13 +69,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Target
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
 
 
-def add(original: Callable[..., None], self: Any, name: str, seed: int) -> None:
+def add(original: Original, self: Any, name: str, seed: int) -> None:
     """Do nothing where the state is there."""
     if not ({there}):
         original(self, name, seed)
@@ -91,13 +91,8 @@ def reproduce() -> None:
 
 
 PATCH = Patch(
-    summary="the same random state cannot be added again{title}",
-    targets=(
-        Target(
-            "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.add",
-            add,{relies_on}
-        ),
-    ),
+    "the same random state cannot be added again{title}",
+    target("random.CudaRNGStatesTracker.add", add{relies_on}),
     ranks=1,
     stock_error=r"Exception: {error}",
 )
@@ -115,7 +110,7 @@ SAMPLES = {
         error="cuda rng state mine already exists",
         there="name in self.states_ and seed not in self.seeds_",
         second=2,
-        relies_on='\n            "self.seeds_.add(seed)",',
+        relies_on=', "self.seeds_.add(seed)"',
     ),
 }
 

@@ -6,6 +6,7 @@ zizmor holds their rights, and that actions are pinned to commits: `make lint` r
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -50,6 +51,17 @@ def test_pre_commit_has_the_commands_of_make_lint_and_fetches_nothing():
     assert entries >= {line.strip() for line in commands.splitlines()}
 
 
+def tiers() -> dict[str, str]:
+    return loaded(ROOT / "tests" / "conftest.py").tiers()
+
+
+def test_tiers_leave_to_make_test_what_catches_the_mutants(stale_tiers):
+    assert stale_tiers == [], "tests/tiers.txt names tests that are not there"
+    assert set(tiers().values()) == {"exhaustive", "matrix"}
+    mutants = json.loads((ROOT / "tests" / "mutation" / "mutants.json").read_text("utf-8"))
+    assert {test for each in mutants for test in each["caught_by"]} & tiers().keys() == set()
+
+
 def test_each_file_with_exhaustive_tests_is_in_one_shard():
     weekly = workflow("weekly")
     assert weekly[ON].keys() == {"schedule", "workflow_dispatch"}
@@ -60,6 +72,11 @@ def test_each_file_with_exhaustive_tests_is_in_one_shard():
     of_sources = weekly["jobs"]["downstream"]["strategy"]["matrix"]["include"]
     assert {each["marked"] for each in of_sources} == {"exhaustive", "not exhaustive"}
     shards.append(["tests/downstream"])
+    # As have those that need servers, which `make test` skips.
+    servers = weekly["jobs"]["servers"]
+    assert servers["steps"][-1]["run"] == """make "$SUITE" ARGS="-m '$MARKED'\""""
+    suites = {each["suite"] for each in servers["strategy"]["matrix"]["include"]}
+    assert suites == {"test-ray", "test-vllm"}
     places = [ROOT / each for shard in shards for each in shard]
     assert [place for place in places if not place.exists()] == []
     marked = [
@@ -68,6 +85,9 @@ def test_each_file_with_exhaustive_tests_is_in_one_shard():
         if "mark.exhaustive" in path.read_text("utf-8") and path != Path(__file__)
     ]
     assert len(marked) > 50
+    for test, marker in tiers().items():
+        if marker == "exhaustive":
+            marked.append(ROOT / test.partition("::")[0])
     times = {str(path): sum(path.is_relative_to(each) for each in places) for path in marked}
     assert set(times.values()) == {1}, times
 

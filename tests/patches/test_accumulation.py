@@ -7,25 +7,16 @@ import re
 
 import pytest
 from layouts import some_of
-from ranks import (
-    VIRTUAL,
-    built,
-    fails,
-    inputs,
-    on_microbatch,
-    on_ranks,
-    same,
-    schedule_call,
-)
+from ranks import VIRTUAL, built, fails, on_microbatch, on_ranks, same
 
 import megatron_idempotent
+from megatron_idempotent.proof.cpu import tiny
 
 TOTAL = 4
 
 
 def _calls(model, sizes, *, window=None, forward_step=None, between=None):
     """Zero the gradients, then call the schedule once per size on one stream of microbatches."""
-    from megatron_idempotent.proof.cpu import tiny
 
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
@@ -34,7 +25,7 @@ def _calls(model, sizes, *, window=None, forward_step=None, between=None):
     with window or contextlib.nullcontext():
         for size in sizes:
             stream = data if len(data) > 1 else data[0]
-            schedule_call(model, stream, size, forward_step=forward_step)
+            model.schedule(stream, size, forward_step=forward_step)
             if between is not None:
                 between()
     return model.gradients()
@@ -122,7 +113,7 @@ def test_the_tokens_of_all_calls_are_the_denominator():
 
     def forward_step():
         count = iter(range(100))
-        _, positions_BT, hidden = inputs(0)
+        _, positions_BT, hidden = tiny.inputs(0)
 
         def step(data_iterator, chunk):
             tokens_BT, kept = next(data_iterator), 5 + 7 * next(count)
@@ -184,9 +175,8 @@ def test_log_probabilities_and_other_models_do_not_count():
 
 
 def _run(model, microbatches):
-    from megatron_idempotent.proof.cpu import tiny
 
-    schedule_call(model, tiny.microbatches(0), microbatches)
+    model.schedule(tiny.microbatches(0), microbatches)
 
 
 def _retried(window, model):

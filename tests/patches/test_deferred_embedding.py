@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ranks import built, digest, on_ranks, same, schedule_call
+from ranks import built, digest, on_ranks, same
 
 import megatron_idempotent
 from megatron_idempotent.proof.cpu import RankError
@@ -61,7 +61,7 @@ def test_a_chained_step_computes_the_deferred_gradient_to_the_bit():
     data = tiny.microbatches(0)
     with megatron_idempotent.window.accumulation_window(model.chunks, 4):
         for size in (1, 2, 1):
-            schedule_call(model, data, size)
+            model.schedule(data, size)
     assert same(model.gradients(), want)
 
 

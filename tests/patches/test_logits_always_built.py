@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ranks import built, inputs, on_ranks, same
+from ranks import built, on_ranks, same
 
+from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.proof.prove import affected
 
 
 def _model() -> tuple[Any, tuple[Any, ...]]:
     """A tiny GPTModel with all patches, and what it is called with."""
-    import torch
 
     (chunk,) = built(with_optimizer=False, layers_per_stage=1).chunks
-    tokens, positions, _ = inputs(0)
-    length = tokens.shape[1]
-    mask = torch.ones(1, 1, length, length).tril() < 0.5
-    return chunk.module, (tokens, positions, mask)
+    return chunk.module, tiny.inputs(0)
 
 
 @on_ranks(1)

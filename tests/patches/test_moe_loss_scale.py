@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ranks import built, fails, inputs, on_microbatch, on_ranks, same
+from ranks import built, fails, on_microbatch, on_ranks, same
+
+from megatron_idempotent.proof.cpu import tiny
 
 
 @on_ranks(1)
@@ -16,7 +18,7 @@ def test_a_direct_backward_before_the_first_window_changes_nothing_in_it():
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # as in a fresh process
     (chunk,) = model.chunks
     chunk.zero_grad_buffer()
-    chunk(*inputs(0), labels=inputs(0)[0]).mean().backward()
+    chunk(*tiny.inputs(0), labels=tiny.inputs(0)[0]).mean().backward()
     held = MoEAuxLossAutoScaler.main_loss_backward_scale
     assert float(held) == 1.0
     model.forward_backward(4, data_seed=0)

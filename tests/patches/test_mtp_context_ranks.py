@@ -18,7 +18,7 @@ PATCH = "mtp-loss-per-context-rank"
 def mtp_gradient(cp, layers, per_token, masked, applied):
     """Runs on a rank: what MTP's loss alone does to the MTP layers, as one list."""
     import torch
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron_idempotent.patches import _scenarios
 
     import megatron_idempotent
     from megatron_idempotent.proof.cpu import tiny
@@ -30,8 +30,8 @@ def mtp_gradient(cp, layers, per_token, masked, applied):
         overlap_grad_reduce=False,
         distributed_optimizer=False,
         exact_attention=True,
-        config_overrides={"mtp_num_layers": layers, "calculate_per_token_loss": per_token},
-        model_overrides={"position_embedding_type": "none"},
+        mtp=layers,
+        config_overrides={"calculate_per_token_loss": per_token},
     )
     (chunk,) = model.chunks
     length = tiny.SEQUENCE
@@ -44,13 +44,7 @@ def mtp_gradient(cp, layers, per_token, masked, applied):
 
     def forward_step(data, chunk):
         next(data)
-        output = chunk(
-            own_positions(tokens),
-            own_positions(torch.arange(length, device="cuda")[None]),
-            None,
-            labels=own_positions(tokens.roll(-1, 1)),
-            loss_mask=mask,
-        )
+        output = _scenarios.of_context_rank(chunk, tokens, mask)
 
         def nothing(output):
             number = torch.tensor(1 if mask is None else int(mask.sum()))
@@ -59,15 +53,7 @@ def mtp_gradient(cp, layers, per_token, masked, applied):
         return output, nothing
 
     chunk.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter([None]),
-        model=chunk,
-        num_microbatches=1,
-        seq_length=length,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    model.schedule(iter([None]), 1, forward_step, micro_batch_size=1)
     gradients = [each.main_grad.flatten() for each in chunk.module.mtp.parameters()]
     return torch.cat(gradients).double().tolist()
 

@@ -6,11 +6,11 @@ import contextlib
 import io
 
 import pytest
-from ranks import VIRTUAL, built, digest, fails, inputs, on_microbatch
+from ranks import VIRTUAL, built, digest, fails, on_microbatch
 
 import megatron_idempotent
 from megatron_idempotent.patching.decide import installed
-from megatron_idempotent.proof.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError, tiny
 
 release = installed("megatron-core")
 if release is None or release.release < (0, 16):
@@ -56,7 +56,7 @@ def run(program: str, patched: bool, offload: bool, layout: dict) -> list[tuple[
             elif kind == "N":
                 with torch.no_grad():
                     for _ in range(microbatches):
-                        model.chunks[0](*inputs(2))
+                        model.chunks[0](*tiny.inputs(2))
             else:
                 other = build(**layout, seed=9) if kind == "R" else model
                 for chunk in other.chunks:

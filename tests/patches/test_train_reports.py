@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ranks import built, digest, inputs, on_ranks, schedule_call
+from ranks import built, digest, on_ranks
 
 from megatron_idempotent.patching.source import locate
 
@@ -18,15 +18,15 @@ def window(loss_func: Callable[[Any], Any], **options: Any) -> tuple[list[Any], 
     from megatron_idempotent.proof.cpu import tiny
 
     model = built(overlap_grad_reduce=False, with_optimizer=False)
-    _, positions_BT, hidden = inputs(0)
+    _, positions_BT, hidden = tiny.inputs(0)
 
     def forward_step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
         tokens_BT = next(data_iterator)
         return chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT), loss_func
 
     model.chunks[0].zero_grad_buffer()
-    reports = schedule_call(
-        model, tiny.microbatches(0), MICROBATCHES, forward_step=forward_step, **options
+    reports = model.schedule(
+        tiny.microbatches(0), MICROBATCHES, forward_step=forward_step, **options
     )
     return reports, digest(model.gradients())
 

@@ -266,8 +266,8 @@ def many_switches(first: str | None) -> tuple[int, bytes]:
         return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()
-    before = again(20)
-    grown = again(60) - before  # 240 calls, of which each would leave a few hundred bytes
+    before = again(5)
+    grown = again(20) - before  # 80 calls, of which each would leave a few hundred bytes
     tracemalloc.stop()
     model.forward_backward(2, data_seed=0)
     model.step()

@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 
+pytest.register_assert_rewrite("recovery_cases")
 DEADLINE_S = 120.0
 
 

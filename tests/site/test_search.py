@@ -233,6 +233,18 @@ def test_the_matrix_shows_what_the_megatrons_of_a_chosen_framework_have(browser,
     page.close()
 
 
+def test_a_benchmark_shows_its_picture_and_folds_its_numbers(browser, address):
+    page = browser.new_page()
+    page.goto(f"{address}/benchmarks/")
+    picture = page.locator("img[src$='benchmarks/patched_step.svg']")
+    assert picture.evaluate("found => found.decode().then(() => found.naturalWidth)") > 300
+    numbers = page.locator("details table").first
+    assert not numbers.is_visible()
+    page.locator("details > summary").first.click()
+    assert numbers.is_visible()
+    page.close()
+
+
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize(
     "path",

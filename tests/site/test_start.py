@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import subprocess
@@ -39,6 +40,15 @@ def words(text: str) -> list[str]:
     return re.sub(r"\b\d+\.\d\b", "N", text).split()
 
 
+@functools.cache
+def printed_by(*arguments: str) -> str:
+    """Return what a command prints; two pages show one of them."""
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_idempotent", *arguments]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=120, check=True
+    ).stdout
+
+
 @pytest.mark.parametrize(("command", "output"), shown())
 def test_a_command_prints_what_the_page_says(command, output, request, mocker, capsys):
     program, *arguments = shlex.split(command.partition("|")[0])
@@ -50,10 +60,7 @@ def test_a_command_prints_what_the_page_says(command, output, request, mocker, c
         assert main(arguments) == 0
         said = capsys.readouterr().out
     else:
-        command_line = [sys.executable, "-W", "ignore", "-m", "megatron_idempotent", *arguments]
-        said = subprocess.run(
-            command_line, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=120, check=True
-        ).stdout
+        said = printed_by(*arguments)
     printed = said.splitlines()[:1] if command.endswith("head -1") else [said]
     assert not output or words("\n".join(printed)) == words(output)
     assert said

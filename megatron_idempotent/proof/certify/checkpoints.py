@@ -26,9 +26,6 @@ from .adapters import SplitStep
 from .protocol import Subject
 from .states import put_random, random_states
 
-_IN_PLACE = "what was read before an error is in the model's own tensors already"
-_ALONE = "each rank reads by itself, and the others go on, or wait for the one that could not"
-_CRASH = "a rank may crash in Python's collector afterwards, for a reason that is not known yet"
 #: What `megatron.training` names beside the format.
 _METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
@@ -42,15 +39,9 @@ class DistCheckpoint(SplitStep):
 
     keeps = ("scheduler", "random", "loss scale", "expert bias", "counters")
     reshards: tuple[str, ...] = ("dp",)
-    cannot = MappingProxyType(
-        {
-            **SplitStep.cannot,
-            "failed-save": _CRASH,
-            "failed-load-file-truncated": _IN_PLACE,
-            "failed-load-rank-cannot-read": _ALONE,
-        }
-    )
     sharding: str
+    persistent = False
+    """Whether one process writes all asynchronous saves, and not one that is forked for each."""
 
     def build(self, subject: Subject) -> None:
         super().build(subject)
@@ -67,7 +58,7 @@ class DistCheckpoint(SplitStep):
         self.iteration += 1
         return finished
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, Any]:
         return {"iteration": self.iteration}
 
     def save(self) -> Saved:
@@ -82,7 +73,7 @@ class DistCheckpoint(SplitStep):
         how: dict[str, Any] = {"async_sharded_save": True}
         if takes(dist_checkpointing.save, "async_strategy"):
             how["async_strategy"] = "mcore"  # without nvidia-resiliency-ext
-        self.queue = AsyncCallsQueue()
+        self.queue = AsyncCallsQueue(persistent=self.persistent)
         self.queue.schedule_async_request(dist_checkpointing.save(self._state(), folder, **how))
         return _ranks(), folder
 
@@ -172,6 +163,12 @@ class DPReshardable(DistCheckpoint):
     sharding = "dp_reshardable"
 
 
+class Persistent(DPReshardable):
+    """Saves asynchronously by a process that stays (`--use-persistent-ckpt-worker`)."""
+
+    persistent = True
+
+
 class FullyReshardable(DistCheckpoint):
     """Gathers the optimizer's state on one rank, and writes it by parameter."""
 
@@ -202,13 +199,6 @@ class OnHost(DPReshardable):
 class Training(DistCheckpoint):
     """Saves and loads with `megatron.training.checkpointing`, as `pretrain` does."""
 
-    cannot = MappingProxyType(
-        {
-            **DistCheckpoint.cannot,
-            "failed-save": "the others wait for the rank that could not write",
-            "keeps-random/ep": "expert-parallel ranks are given the random states of the first",
-        }
-    )
     given: tuple[str, ...] = ("--ckpt-format", "torch_dist")
 
     def build(self, subject: Subject) -> None:
@@ -241,10 +231,18 @@ class Training(DistCheckpoint):
         self.args.consumed_train_samples += 4
         return finished
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, Any]:
+        """Count as upstream does, and say which samples its sampler gives next."""
+        from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+
+        consumed = self.args.consumed_train_samples
+        replica = parallel_state.get_data_parallel_rank()
+        replicas = parallel_state.get_data_parallel_world_size()
+        sampler = MegatronPretrainingSampler(1000, consumed, 2, replica, replicas)
         return {
             "iteration": self.iteration,
-            "consumed_train_samples": self.args.consumed_train_samples,
+            "consumed_train_samples": consumed,
+            "next samples": next(iter(sampler)),
         }
 
     def save(self) -> Any:
@@ -311,7 +309,7 @@ class Legacy(Training):
 
     reshards = ()
     cannot = MappingProxyType(
-        {**Training.cannot, "failed-load-file-missing": "weights are loaded before all is read"}
+        {**Training.cannot, "failed-save": "the others wait for the rank that could not write"}
     )
     given = ("--ckpt-format", "torch")
     save_async: Any = None

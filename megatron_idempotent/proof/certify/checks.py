@@ -499,8 +499,14 @@ def swapped_adapters(bench: Bench) -> None:
 def low_rank_adapters(bench: Bench) -> None:
     from .low_rank import LowRank
 
-    for rank, magnitudes in ((1, False), (16, True)):
-        adapted = LowRank(bench, rank=rank, magnitudes=magnitudes)
+    kinds: list[dict[str, Any]] = [
+        {"rank": 1, "magnitudes": False},
+        {"rank": 16, "magnitudes": True},
+    ]
+    if bench.layout.dtype in ("bf16", "fp16") and not hasattr(bench.adapter, "low_rank"):
+        kinds.append({"rank": 4, "wide": True})
+    for kind in kinds:
+        adapted = LowRank(bench, **kind)
         for seed in range(2):
             adapted.take(alike(adapted, seed, 2 * CALL))
 

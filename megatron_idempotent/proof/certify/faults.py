@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import resource
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -44,12 +48,44 @@ def _limited(what: int, number: int, *, yes: bool) -> Iterator[None]:
         resource.setrlimit(what, (soft, hard))
 
 
-def no_room(*, yes: bool) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def no_room(*, yes: bool) -> Iterator[None]:
     """Refuse inside of the block to write into files, of this process and what it starts.
 
-    The error is `OSError` (EFBIG).
+    The error is `OSError` (EFBIG). What is printed meanwhile is dropped: it may go to a file too.
     """
-    return _limited(resource.RLIMIT_FSIZE, 0, yes=yes)
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as blocks:
+        if yes:
+            blocks.enter_context(contextlib.redirect_stdout(nowhere))
+            blocks.enter_context(contextlib.redirect_stderr(nowhere))
+        if yes and 0x030C0000 <= sys.hexversion < 0x030C0200:
+            # These crash in the collector on what a write leaves behind that failed in between
+            # (https://github.com/python/cpython/issues/111049): let nothing be collected of it.
+            gc.disable()
+            blocks.callback(gc.enable)
+            blocks.callback(gc.freeze)
+        blocks.enter_context(_limited(resource.RLIMIT_FSIZE, 0, yes=yes))
+        yield
+
+
+@contextlib.contextmanager
+def slow_disk(bench: States) -> Iterator[None]:
+    """Let no process that is forked inside of the block have written a file before its end."""
+    ended, rank, sync = bench.folder / f"{bench.rank}-ended", os.getpid(), os.fsync
+    ended.unlink(missing_ok=True)
+
+    def fsync(file: Any) -> None:
+        waits_until_s = time.monotonic() + 20  # for a save that waits for its writer itself
+        while os.getpid() != rank and not ended.exists() and time.monotonic() < waits_until_s:
+            time.sleep(0.01)
+        sync(file)
+
+    os.fsync = fsync  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.fsync = sync
+        ended.touch()
 
 
 @contextlib.contextmanager

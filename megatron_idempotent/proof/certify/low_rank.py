@@ -38,9 +38,9 @@ class LowRank(Bench):
     Example: `LowRank(bench, rank=1, magnitudes=False).take(calls)`.
     """
 
-    def __init__(self, host: Bench, *, rank: int, magnitudes: bool) -> None:
-        """Build a model of the host's layout; `magnitudes` adds those of DoRA."""
-        self._host, self._rank, self._magnitudes = host, rank, magnitudes
+    def __init__(self, host: Bench, *, rank: int, **kinds: bool) -> None:
+        """Build a model of the host's layout; `kinds` are those that `add` takes."""
+        self._host, self._rank, self._kinds = host, rank, kinds
         self._ratio = 1.0
         super().__init__(type(host.adapter)(), host.layout)
         self._frozen = {n: v for n, v in self.known.items() if not n.endswith(_FACTORS)}
@@ -58,7 +58,7 @@ class LowRank(Bench):
         spread(chunk, self.layout)
         module.requires_grad_(False)
         put: Any = getattr(self.adapter, "low_rank", add)
-        put(module, rank=self._rank, magnitudes=self._magnitudes)
+        put(module, rank=self._rank, **self._kinds)
         for part in parts(chunk, self.layout):
             if not part.name.endswith(_FACTORS):
                 continue
@@ -132,35 +132,40 @@ def merged(known: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def add(module: Any, *, rank: int, magnitudes: bool) -> None:
+def add(module: Any, *, rank: int, magnitudes: bool = False, wide: bool = False) -> None:
     """Put adapters into the linear layers of a chunk's module, before DDP wraps it.
 
-    Experts that several ranks share get none.
+    `magnitudes` adds those of DoRA; `wide` has factors of 32 bits over a base of 16. Experts that
+    several ranks share get none.
     """
     for name, layer in list(module.named_modules()):
         parent, _, own = name.rpartition(".")
         if own in _LAYERS and not (layer.is_expert and _sharing(layer) > 1):
-            setattr(module.get_submodule(parent), own, Adapted(layer, rank, magnitudes))
+            setattr(module.get_submodule(parent), own, Adapted(layer, rank, magnitudes, wide))
 
 
 class _Factor(nn.Module):
-    def __init__(self, shape: tuple[int, int], base: Any, dimension: int | None) -> None:
+    def __init__(
+        self, shape: tuple[int, int], base: Any, dimension: int | None, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.weight = mark(nn.Parameter(base.weight.new_zeros(shape)), base, dimension)
+        zeros = base.weight.new_zeros(shape, dtype=dtype)
+        self.weight = mark(nn.Parameter(zeros), base, dimension)
 
 
 class Adapted(nn.Module):
     """A parallel linear layer with an adapter, of which one factor is cut as the weight is."""
 
-    def __init__(self, base: Any, rank: int, magnitudes: bool) -> None:
+    def __init__(self, base: Any, rank: int, magnitudes: bool, wide: bool) -> None:
         super().__init__()
+        dtype = torch.float32 if wide else base.weight.dtype
         self.to_wrap, self.adapter = base, nn.Module()
         self.column = "Column" in type(base).__name__
         self.scale = SCALE
         outputs, inputs = base.weight.shape
         cuts = (None, 0, 0) if self.column else (1, None, None)
-        self.adapter.linear_in = _Factor((rank, inputs), base, cuts[0])
-        self.adapter.linear_out = _Factor((outputs, rank), base, cuts[1])
+        self.adapter.linear_in = _Factor((rank, inputs), base, cuts[0], dtype)
+        self.adapter.linear_out = _Factor((outputs, rank), base, cuts[1], dtype)
         if magnitudes:
             norm = nn.Parameter(self._norm().clone())
             self.adapter.weight_magnitude = mark(norm, base, cuts[2])
@@ -188,7 +193,7 @@ class Adapted(nn.Module):
         base: Any = self.to_wrap
         adapter: Any = self.adapter
         output, bias = base(x, *args, **kwargs)
-        low = functional.linear(x, adapter.linear_in.weight)
+        low = functional.linear(x.to(adapter.linear_in.weight.dtype), adapter.linear_in.weight)
         if _sharing(base) > 1:
             if self.column and base.sequence_parallel:
                 low = m.gather_from_sequence_parallel_region(low)
@@ -198,7 +203,8 @@ class Adapted(nn.Module):
                 low = m.reduce_scatter_to_sequence_parallel_region(low)
             else:
                 low = m.reduce_from_tensor_model_parallel_region(low)
-        output = output + self.scale * functional.linear(low, adapter.linear_out.weight)
+        product = self.scale * functional.linear(low, adapter.linear_out.weight)
+        output = output + product.to(output.dtype)
         if hasattr(adapter, "weight_magnitude"):
             inside = 0.0 if bias is not None or base.bias is None else base.bias
             output = (output - inside) * (adapter.weight_magnitude / self._norm()) + inside

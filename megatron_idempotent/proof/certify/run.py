@@ -376,7 +376,9 @@ def _outcome(
     deadline_s = DEADLINE_S * (4 if how.thorough else 1)
     try:
         told: list[tuple[int, str, float, str]] = pool.run(
-            layout.ranks, examine, adapter, check.name, layout.name, how, timeout_s=deadline_s
+            *(layout.ranks, examine, adapter, check.name, layout.name, how),
+            timeout_s=deadline_s,
+            already_applied=not how.stock,
         )
     except RankTimeout as error:
         waiting = sorted(set(range(layout.ranks)) - set(error.finished))

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .checks import CHECKS, Check
-from .faults import SPOILT, attempt, largest_file, no_room
+from .faults import SPOILT, attempt, largest_file, no_room, slow_disk
 from .protocol import PUT, Wrong
 
 if TYPE_CHECKING:
@@ -111,8 +111,9 @@ def async_save(bench: States) -> None:
     adapter: Any = bench.adapter
     bench.advance(0)
     bench.advance(1)
-    state = adapter.save_async()
-    bench.follow(2, "save_async()")
+    with slow_disk(bench):
+        state = adapter.save_async()
+        bench.follow(2, "save_async()")
     adapter.saved()
     bench.hold(2, "saved()")
     _load(bench, state)

@@ -229,18 +229,54 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
     # Ranks share these pages with us as long as no collection writes into them.
     gc.freeze()
     connection.send("ready")
-    forks = 0
-    with contextlib.suppress(EOFError, PoolGone, ConnectionResetError, BrokenPipeError):
-        while True:
-            call = pickle.loads(connection.recv_bytes())
-            connection.send(Round(call, connection).run())
-            before, forks = forks, forks + call.world_size
-            if before < _FORKS_OF_A_LONG_LIFE <= forks:
-                collapse_pages()
+    _serve(connection)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # The end of torch and Megatron takes seconds, in which Triton lists what nobody has collected.
     os._exit(0)
+
+
+def _serve(connection: Connection, *, applied: bool = False) -> None:
+    """Answer calls until the connection closes; `applied` if this process has the patches."""
+    forks = 0
+    child: Connection | None = None
+    with contextlib.suppress(EOFError, PoolGone, ConnectionResetError, BrokenPipeError):
+        while True:
+            asked = connection.recv_bytes()
+            call = pickle.loads(asked)
+            if call.already_applied and not applied:
+                child = child or _with_patches(connection)
+                child.send_bytes(asked)
+                if connection in wait([child, connection]):
+                    raise PoolGone
+                connection.send_bytes(child.recv_bytes())
+                continue
+            connection.send(Round(call, connection).run())
+            before, forks = forks, forks + call.world_size
+            if before < _FORKS_OF_A_LONG_LIFE <= forks:
+                collapse_pages()
+
+
+def _with_patches(inherited: Connection) -> Connection:
+    """Fork a launcher of ranks that have the patches; return the connection to it."""
+    ours, theirs = Pipe()
+    if os.fork() == 0:
+        _die_with_the_parent()
+        inherited.close()
+        ours.close()
+        from megatron_idempotent.patching.api import apply
+
+        apply()
+        gc.freeze()
+        _serve(theirs, applied=True)
+        os._exit(0)
+    theirs.close()
+    return ours
+
+
+def _die_with_the_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -279,6 +315,8 @@ def _exists(name: str) -> bool:
 
 def _read_ahead() -> None:
     """Read and compare the code that patches stand on, so that no rank's `apply()` has to."""
+    import wrapt  # noqa: F401  what waits for an import needs it
+
     from megatron_idempotent.patching import catalog, decide, patch_points
     from megatron_idempotent.patching.base import Conflict
 
@@ -351,8 +389,7 @@ def occupy(call: Call, slot: RankSlot) -> None:
     """Run the call as one rank and end the process; do not return."""
     # Its own process group, so that ending a rank ends what it started too.
     os.setpgrp()
-    if sys.platform == "linux":  # die with the launcher
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _die_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(slot.stacks_fd, "w", encoding="utf-8") as stacks:
         faulthandler.enable(file=stacks, all_threads=True)  # a crash in C

@@ -113,6 +113,7 @@ class RankPool:
         *args: Any,
         timeout_s: float = 120.0,
         distributed: bool = True,
+        already_applied: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on `world_size` ranks; return their results, by rank.
@@ -121,7 +122,9 @@ class RankPool:
         travels by value; its arguments and results travel pickled.
         In a rank the CPU runtime is on unless the pool is on "cuda", RANK, WORLD_SIZE, LOCAL_RANK,
         MASTER_ADDR and MASTER_PORT are set and, with `distributed`, the default group is up.
-        `timeout_s` counts from the fork of the ranks.
+        With `already_applied` the ranks have all patches from their start, and an `apply()` of
+        theirs takes milliseconds; without it they have none. `timeout_s` counts from the fork of
+        the ranks.
 
         Raises:
             RankError: a rank raised or died.
@@ -158,6 +161,7 @@ class RankPool:
             world_size=world_size,
             timeout_s=timeout_s,
             distributed=distributed,
+            already_applied=already_applied,
             # An empty entry means the current directory, which may change before it is used.
             sys_path=tuple(entry or os.getcwd() for entry in sys.path),
             cwd=os.getcwd(),
@@ -309,6 +313,7 @@ class Call:
     world_size: int
     timeout_s: float
     distributed: bool
+    already_applied: bool
     sys_path: tuple[str, ...]
     cwd: str
     environ: dict[str, str]

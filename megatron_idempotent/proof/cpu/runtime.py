@@ -233,20 +233,21 @@ def _compiler(module: ModuleType, replace: Complete) -> None:
 
 
 class _Forked:
-    """Stands for `torch.multiprocessing` and starts all processes by a fork.
+    """Stands for `torch.multiprocessing` and starts all processes of CPU ranks by a fork.
 
     One that is spawned would import Megatron, which takes some ten seconds, without this runtime.
+    On a GPU it has to be spawned: a fork cannot use the driver.
     """
 
     def get_context(self, method: str | None = None) -> Any:
-        return torch.multiprocessing.get_context("fork")
+        return torch.multiprocessing.get_context("fork" if is_enabled() else method)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.multiprocessing, name)
 
 
 def _writers(module: ModuleType, complete: Complete) -> None:
-    """Let the writers of an asynchronous save be forks of the rank."""
+    """Let the writers of an asynchronous save be forks of a CPU rank."""
     complete(module, "mp", _Forked())
 
 

@@ -70,7 +70,6 @@ class Tiny:
         ranks with n microbatches and one rank with 2n compute the same gradient.
         """
         import torch
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if zero_first and not forward_only:
             for chunk in self.chunks:
@@ -81,16 +80,40 @@ class Tiny:
         data = [microbatches(data_seed, *sizes) for _ in self.chunks]
         losses: list[float] = []
         with torch.no_grad() if forward_only else contextlib.nullcontext():
-            get_forward_backward_func()(
-                forward_step_func=self._forward_step(losses),
-                data_iterator=data if len(data) > 1 else data[0],
-                model=self.chunks,
-                num_microbatches=num_microbatches,
-                seq_length=self._shape[1],
-                micro_batch_size=self._shape[0],
+            self.schedule(
+                data if len(data) > 1 else data[0],
+                num_microbatches,
+                self._forward_step(losses),
                 forward_only=forward_only,
             )
         return losses
+
+    def schedule(
+        self,
+        data: Any,
+        num_microbatches: int,
+        forward_step: Callable[..., Any] | None = None,
+        **other: Any,
+    ) -> Any:
+        """Call upstream's schedule on the chunks, and zero nothing; return what it returns.
+
+        Args:
+            data: the data iterator.
+            forward_step: upstream's argument; by default one that takes tokens out of `data`.
+            other: arguments of the schedule, in place of the bench's own.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        own = {
+            "forward_step_func": forward_step or self._forward_step([]),
+            "data_iterator": data,
+            "model": self.chunks,
+            "num_microbatches": num_microbatches,
+            "seq_length": self._shape[1],
+            "micro_batch_size": self._shape[0],
+            "forward_only": False,
+        }
+        return get_forward_backward_func()(**own | other)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -130,6 +153,11 @@ class Tiny:
         Megatron-FSDP they are the parts that this rank's optimizer holds.
         """
         return parameters_of(self.chunks)
+
+    def bits(self) -> bytes:
+        """Return the bytes of `parameters()`, which tell any difference."""
+        bits: bytes = self.parameters().numpy().tobytes()
+        return bits
 
     def _forward_step(self, losses: list[float]) -> Callable[..., Any]:
         part, positions_BT, hidden, packed = self._inputs()
@@ -232,6 +260,15 @@ def microbatches(
         index += parallel_state.get_data_parallel_world_size()
 
 
+def inputs(data_seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens [B, T], positions [B, T] and a mask [1, 1, T, T], True where hidden."""
+    import torch
+
+    tokens_BT = next(microbatches(data_seed))
+    positions_BT = torch.arange(SEQUENCE, device="cuda").expand(BATCH, -1)
+    return tokens_BT, positions_BT, torch.ones(1, 1, SEQUENCE, SEQUENCE).tril().cuda() < 0.5
+
+
 def parameters_of(chunks: Sequence[Any]) -> torch.Tensor:
     """Return this rank's parameters as one float32 vector [P], a copy on the host.
 
@@ -265,11 +302,12 @@ def build(
     dtype: Dtype = "fp32",
     experts: int = 0,
     layers_per_stage: int = 2,
+    mtp: int = 0,
     tied: bool = False,
     loss_scale: float | None = None,
     with_optimizer: bool = True,
     wire: bool = True,
-    graph_safe_rng: bool = False,
+    capturable: bool = False,
     exact_attention: bool | None = None,
     lengths: Sequence[int] | None = None,
     sequence: int = SEQUENCE,
@@ -286,12 +324,13 @@ def build(
 
     It initialises model parallelism unless it is up; tp, pp, vpp, ep, etp and cp must then be those
     it is up with. `etp` is the tensor parallel size of experts; None means tp. `layers_per_stage`
-    counts per virtual stage. With `tied` the output layer shares the embedding's weight. `wire`
-    sets the config's no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and
-    finalize_model_grads_func. `lengths` makes each microbatch a pack of sequences of these lengths,
-    instead of rows. `exact_attention` puts in `cpu.attention.ExactAttention`; None does so if it is
-    needed, with cp > 1 or `lengths`. `graph_safe_rng` takes random trackers that a CUDA graph can
-    capture (from 0.13, on a GPU).
+    counts per virtual stage; `mtp` layers predict further tokens. With `tied` the output layer
+    shares the embedding's weight. `wire` sets the config's no_sync_func, grad_sync_func,
+    param_sync_func, grad_scale_func and finalize_model_grads_func. `lengths` makes each microbatch
+    a pack of sequences of these lengths, instead of rows. `exact_attention` puts in
+    `cpu.attention.ExactAttention`; None does so if it is needed, with cp > 1 or `lengths`.
+    `capturable` takes random trackers, and a stream of DDP's hooks, that a CUDA graph of an
+    iteration can capture (from 0.14, on a GPU).
 
     `layer_wise` takes the optimizer that gives each rank whole parameters, and needs dtype="bf16"
     and megatron-core 0.17. It gathers out of DDP's buffers (from 0.18), or with
@@ -320,9 +359,7 @@ def build(
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=etp,
         )
-    model_parallel_cuda_manual_seed(
-        seed, **({"use_cudagraphable_rng": True} if graph_safe_rng else {})
-    )
+    model_parallel_cuda_manual_seed(seed, **({"use_cudagraphable_rng": True} if capturable else {}))
     # Last, because both seed one generator here, and weights are cut from one master copy.
     torch.manual_seed(seed)
     half, params_dtype = _precision(dtype)
@@ -362,6 +399,7 @@ def build(
             "params_dtype": params_dtype,
             **half,
             **moe,
+            **({"mtp_num_layers": mtp} if mtp else {}),
             **(config_overrides or {}),
         }
     )
@@ -388,6 +426,7 @@ def build(
         "vocab_size": vocabulary,
         "max_sequence_length": sequence,
         "share_embeddings_and_output_weights": tied,
+        **({"position_embedding_type": "none"} if mtp else {}),
         **(model_overrides or {}),
     }
     chunks = []
@@ -404,7 +443,8 @@ def build(
             layout = _layer_wise_layout(
                 module, ddp_config, by_layout=distributed_optimizer, muon=muon
             )
-        chunks.append(DistributedDataParallel(config, ddp_config, module, **layout))
+        with _stream_of_a_graph() if capturable else contextlib.nullcontext():
+            chunks.append(DistributedDataParallel(config, ddp_config, module, **layout))
     optimizer = None
     if with_optimizer:
         values = {
@@ -435,6 +475,24 @@ def build(
         vocabulary=vocabulary,
         lengths=tuple(lengths) if lengths else None,
     )
+
+
+@contextlib.contextmanager
+def _stream_of_a_graph() -> Iterator[None]:
+    """Queue the work of a block on the stream that upstream captures, or on one beside the default.
+
+    Autograd runs a parameter's hooks on the stream that DDP registered them on, and a capture
+    refuses to wait for the default stream.
+    """
+    import torch
+    from megatron.core import full_cuda_graph
+
+    shared = getattr(full_cuda_graph, "get_shared_capture_stream", torch.cuda.Stream)  # from 0.19
+    stream, outer = shared(), torch.cuda.current_stream()
+    stream.wait_stream(outer)
+    with torch.cuda.stream(stream):
+        yield
+    outer.wait_stream(stream)
 
 
 def _wire(config: Any, chunks: list[Any], optimizer: Any, align: bool) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_idempotent.rl.engines.protocol import Sample
+from megatron_idempotent.rl.engines.protocol import RoutedExperts, Sample
 from megatron_idempotent.rl.metrics.loggers import Logger, Loggers
 from megatron_idempotent.rl.metrics.names import (
     InflightClock,
@@ -71,7 +72,10 @@ async def put_back(
         samples = []
         for each in fields["samples"]:
             lists = {name: tuple(each[name]) for name in ("tokens", "logprobs", "versions")}
-            samples.append(Sample(**{**each, **lists}))
+            routes = each.get("routed_experts")
+            if routes is not None:
+                routes = RoutedExperts(**{**routes, "data": base64.b64decode(routes["data"])})
+            samples.append(Sample(**{**each, **lists, "routed_experts": routes}))
         prompt = prompts.prompt(fields["id"])
         group = {**fields, "samples": tuple(samples), "rewards": tuple(fields["rewards"])}
         await stored.put(RolloutGroup(prompt=prompt, **group))
@@ -91,9 +95,14 @@ def _settings(shared: RunState) -> dict[str, Any]:
 
 
 def _as_json(group: RolloutGroup) -> dict[str, Any]:
+    samples = [dataclasses.asdict(sample) for sample in group.samples]
+    for each in samples:
+        if each["routed_experts"] is not None:
+            data = each["routed_experts"]["data"]
+            each["routed_experts"]["data"] = base64.b64encode(data).decode("ascii")
     return {
         "id": group.id,
-        "samples": [dataclasses.asdict(sample) for sample in group.samples],
+        "samples": samples,
         "rewards": list(group.rewards),
         "failed": group.failed,
     }

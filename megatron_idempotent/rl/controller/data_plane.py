@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_idempotent.rl.engines.protocol import Sample
+from megatron_idempotent.rl.workers.ray import connected_ray
 
 from .protocol import RolloutGroup
 
@@ -161,7 +162,7 @@ def connect(settings: Mapping[str, Any] | None = None) -> Any:
     Errors: `ModuleNotFoundError` without TransferQueue, `RuntimeError` without a Ray cluster.
     """
     try:
-        ray, queue = importlib.import_module("ray"), _import_queue()
+        queue = _import_queue()
     except ModuleNotFoundError as error:
         if error.name not in ("transfer_queue", "ray"):
             raise
@@ -170,11 +171,7 @@ def connect(settings: Mapping[str, Any] | None = None) -> Any:
             "on every node of the cluster",
             name=error.name,
         ) from error
-    if not ray.is_initialized():
-        raise RuntimeError(
-            "TransferQueuePlane needs a Ray cluster and this process has none; call ray.init() "
-            'first, with address="auto" on a node of a running cluster'
-        )
+    connected_ray("TransferQueuePlane")
     omegaconf = importlib.import_module("omegaconf")
     queue.init(omegaconf.OmegaConf.create(dict(settings)) if settings else None)
     return queue
@@ -208,6 +205,7 @@ def _fields(group: RolloutGroup) -> Any:
         "failed": group.failed,
         "ids": [each.request_id for each in samples],
         "reasons": [each.finish_reason for each in samples],
+        "routes": [each.routed_experts for each in samples],
     }
     columns = {
         "tokens": ([token for each in samples for token in each.tokens], torch.int64),
@@ -215,9 +213,9 @@ def _fields(group: RolloutGroup) -> Any:
         "versions": ([each for sample in samples for each in sample.versions], torch.int64),
         "lengths": ([len(each.tokens) for each in samples], torch.int64),
         "rewards": (group.rewards, torch.float64),
-        "rest": (list(pickle.dumps(rest)), torch.uint8),
     }
     rows = {name: torch.tensor([column], dtype=kind) for name, (column, kind) in columns.items()}
+    rows["rest"] = torch.frombuffer(bytearray(pickle.dumps(rest)), dtype=torch.uint8)[None]
     return tensordict.TensorDict(rows, batch_size=[1])
 
 
@@ -225,7 +223,8 @@ def _group(row: Mapping[str, Any]) -> RolloutGroup:
     rest = pickle.loads(row["rest"].contiguous().numpy().tobytes())
     tokens, logprobs, versions, lengths, rewards = (row[name].tolist() for name in FIELDS[:5])
     samples = []
-    for request_id, reason, length in zip(rest["ids"], rest["reasons"], lengths, strict=True):
+    told = zip(rest["ids"], rest["reasons"], rest["routes"], lengths, strict=True)
+    for request_id, reason, routes, length in told:
         samples.append(
             Sample(
                 request_id=request_id,
@@ -233,6 +232,7 @@ def _group(row: Mapping[str, Any]) -> RolloutGroup:
                 logprobs=tuple(logprobs[:length]),
                 versions=tuple(versions[:length]),
                 finish_reason=reason,
+                routed_experts=routes,
             )
         )
         del tokens[:length], logprobs[:length], versions[:length]

@@ -10,4 +10,5 @@ from .protocol import FinishReason as FinishReason
 from .protocol import PauseMode as PauseMode
 from .protocol import Request as Request
 from .protocol import RolloutEngine as RolloutEngine
+from .protocol import RoutedExperts as RoutedExperts
 from .protocol import Sample as Sample

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from .protocol import EngineDead, EngineError, Request, RolloutEngine, Sample
+from .protocol import EngineDead, EngineError, Request, RolloutEngine, RoutedExperts, Sample
 
 #: Attempts in a row that may bring nothing, and the pause after the first of them.
 _ATTEMPTS, _WAIT_S = 8, 0.05
@@ -94,6 +94,7 @@ def _joined(request: Request, done: Sample, part: Sample) -> Sample:
         logprobs=done.logprobs + part.logprobs,
         versions=done.versions + part.versions,
         finish_reason=part.finish_reason,
+        routed_experts=_joined_routes(done.routed_experts, part.routed_experts),
     )
     # An engine that was stopped after the last token may not say that it was the last.
     if whole.tokens and whole.tokens[-1] in request.stop_tokens:
@@ -101,6 +102,11 @@ def _joined(request: Request, done: Sample, part: Sample) -> Sample:
     if len(whole.tokens) >= request.max_tokens:
         return dataclasses.replace(whole, finish_reason="length")
     return whole
+
+
+def _joined_routes(done: RoutedExperts | None, part: RoutedExperts | None) -> RoutedExperts | None:
+    # What a part had in its prompt was computed again: the tokens after it were drawn by the first.
+    return part if done is None else done if part is None else done.then(part)
 
 
 class Quarantine(Protocol):

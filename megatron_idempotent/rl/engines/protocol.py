@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from megatron_idempotent.rl.weights import Bucket, UpdateRefused, WeightUpdate
 
@@ -59,6 +59,50 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedExperts:
+    """Holds the experts that an engine's routers took for some tokens, for router replay.
+
+    A number takes one byte up to 256 experts, and two for more.
+    Example: `RoutedExperts(data=bytes([0, 3, 1, 2]), layers=2, topk=2).tokens == 1`.
+    Errors: `ValueError` for bytes of no whole number of tokens.
+    """
+
+    data: bytes = dataclasses.field(repr=False)
+    """The numbers of experts, of `dtype`: [tokens, layers with routers, experts of a token]."""
+    layers: int
+    topk: int
+    dtype: Literal["uint8", "int16"] = "uint8"
+
+    def __post_init__(self) -> None:
+        if len(self.data) % self._token_bytes:
+            raise ValueError(
+                f"routed experts of {self.layers} layers and {self.topk} experts each have "
+                f"{len(self.data)} bytes; allowed: a multiple of {self._token_bytes}"
+            )
+
+    @property
+    def _token_bytes(self) -> int:
+        return self.layers * self.topk * (2 if self.dtype == "int16" else 1)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return len(self.data) // self._token_bytes
+
+    def numbers(self) -> Any:
+        """Return the numbers as an array of NumPy, [tokens, layers, topk]."""
+        import numpy
+
+        flat: Any = numpy.frombuffer(self.data, self.dtype)
+        return flat.reshape(self.tokens, self.layers, self.topk)
+
+    def then(self, longer: RoutedExperts) -> RoutedExperts:
+        """Return these, and after them the tokens that only `longer` has."""
+        data = self.data + longer.data[len(self.data) :]
+        return dataclasses.replace(longer, data=data)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """Holds a response, or the part of it that was there when the engine was told to stop.
 
@@ -74,6 +118,10 @@ class Sample:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason
+    routed_experts: RoutedExperts | None = None
+    """The experts of each token of prompt and response but the last one, which no engine runs, as
+    they were when the token after it was drawn. None if the engine was not told to return them, or
+    has drawn nothing."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):

@@ -25,7 +25,7 @@ from .protocol import (
     Sample,
     split_mix,
 )
-from .transformers_batch import DecodeBatch, Turn
+from .transformers_batch import DecodeBatch, RouteRecorder, Turn
 from .transformers_weights import ServedWeights, WeightVersions
 
 _TAGS = ("weights", "kv_cache")
@@ -58,6 +58,7 @@ class TransformersEngine:
         max_running: int = 256,
         prefill_tokens: int = 8192,
         device: str | None = None,
+        routed_experts: bool = False,
     ) -> None:
         """
         Args:
@@ -69,8 +70,10 @@ class TransformersEngine:
             prefill_tokens: the most positions that one forward computes for requests that join.
             device: the device that a checkpoint is loaded to; None for the CPU. A model stays where
                 it is.
+            routed_experts: True to have samples bring the experts that routers took.
 
-        Errors: `ValueError` for a model with layers that this engine cannot serve.
+        Errors: `ValueError` for a model with layers that this engine cannot serve, or without
+            routers if their experts are asked for.
         """
         if max_running < 1 or prefill_tokens < 1:
             raise ValueError(
@@ -86,7 +89,12 @@ class TransformersEngine:
         model.eval()
         self._updates = WeightVersions(ServedWeights(model), name=name, version=version)
         self._serving = Scheduler(
-            model, name, version, max_running=max_running, prefill_tokens=prefill_tokens
+            model,
+            name,
+            version,
+            max_running=max_running,
+            prefill_tokens=prefill_tokens,
+            recorder=RouteRecorder(model) if routed_experts else None,
         )
         self._asleep: set[str] = set()
         self._closed = False
@@ -265,6 +273,9 @@ class RequestSlot:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+    recorder: RouteRecorder | None = None
+    routes: bytearray = dataclasses.field(default_factory=bytearray)
+    """The experts of all tokens but the last one, as they were when each was first computed."""
 
     def turn(self) -> Turn:
         """Return the inputs of the request's next token, which its seed and place determine.
@@ -299,6 +310,9 @@ class RequestSlot:
                     logprobs=tuple(self.logprobs),
                     versions=tuple(self.versions),
                     finish_reason=reason,
+                    routed_experts=self.recorder.recorded(bytes(self.routes))
+                    if self.recorder is not None and self.tokens
+                    else None,
                 )
             )
 
@@ -327,6 +341,7 @@ class Scheduler:
         *,
         max_running: int,
         prefill_tokens: int,
+        recorder: RouteRecorder | None = None,
     ) -> None:
         """
         Args:
@@ -336,11 +351,13 @@ class Scheduler:
             max_running: the most rows; more requests wait for one.
             prefill_tokens: the most positions, padding included, that one forward computes for new
                 rows.
+            recorder: keeps the experts of each forward; None for samples without them.
         """
         self.version = version
         self._name = name
         self._model = model
-        self._batch = DecodeBatch(model)
+        self._recorder = recorder
+        self._batch = DecodeBatch(model, recorder)
         self._max_running = max_running
         self._prefill_tokens = prefill_tokens
         self._gate: Literal["open", "draining", "shut"] = "open"
@@ -370,6 +387,7 @@ class Scheduler:
             request=request,
             seed=secrets.randbits(64) if request.seed is None else request.seed,
             answer=asyncio.get_running_loop().create_future(),
+            recorder=self._recorder,
         )
         self._taken += 1
         self._waiting[slot.order] = slot
@@ -450,7 +468,7 @@ class Scheduler:
             self._sweep()
         except BaseException as error:
             # The event loop ends, or this is a bug. A forward may still be writing to the batch.
-            self._batch = DecodeBatch(self._model)
+            self._batch = DecodeBatch(self._model, self._recorder)
             for slot in self._forget():
                 slot.fail(self._error("its serving task ended", error))
             raise
@@ -491,6 +509,8 @@ class Scheduler:
         which = [number for number, _ in numbered]
         if await self._compute(self._joining, self._batch.join, list(sequences), which) is not None:
             self._rows.extend(self._joining)
+            for slot, routes in zip(self._joining, self._batch.routes, strict=False):
+                slot.routes += routes[len(slot.routes) :]
         self._joining = []
 
     async def _draw(self) -> None:
@@ -498,6 +518,8 @@ class Scheduler:
         drawn = await self._compute(rows, self._batch.draw, [slot.turn() for slot in rows])
         if drawn is None:
             return
+        for slot, routes in zip(rows, self._batch.routes, strict=False):
+            slot.routes += routes
         for slot, token, logprob in zip(rows, *drawn, strict=True):
             if math.isnan(logprob):
                 slot.fail(

@@ -13,10 +13,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from .protocol import RoutedExperts
 
 #: Positions that a row has room for at first.
 _POSITIONS = 64
@@ -236,6 +238,36 @@ class Turn:
     temperature: float
 
 
+class RouteRecorder:
+    """Keeps the experts that the routers of a model took in its last forward, as bytes."""
+
+    def __init__(self, model: Any) -> None:
+        routers = [each for each in model.modules() if type(each).__name__.endswith("TopKRouter")]
+        if not routers:
+            raise ValueError(
+                f"the {model.config.model_type} model has no routers that are known, and "
+                "routed_experts=True was asked for; leave it out for a model without experts"
+            )
+        self.layers, self.topk = len(routers), int(routers[0].top_k)
+        self.dtype: Literal["uint8", "int16"] = (
+            "uint8" if len(routers[0].weight) <= 256 else "int16"
+        )
+        self._taken: list[torch.Tensor] = []
+        for router in routers:
+            router.register_forward_hook(lambda _, __, output: self._taken.append(output[-1]))
+
+    def take(self, rows: int) -> Any:
+        """Return the experts [rows, positions, layers, topk] of the last forward, on the host."""
+        # The last ones: a forward that raised may have left some.
+        taken, self._taken = self._taken[-self.layers :], []
+        joined = torch.stack(taken, 1).view(rows, -1, self.layers, self.topk)
+        return joined.to(getattr(torch, self.dtype)).cpu().numpy()
+
+    def recorded(self, data: bytes) -> RoutedExperts:
+        """Return some tokens' experts, of the bytes of `take`."""
+        return RoutedExperts(data=data, layers=self.layers, topk=self.topk, dtype=self.dtype)
+
+
 class DecodeBatch:
     """Computes the rows of a running batch. Methods block; call one at a time, from any thread.
 
@@ -243,8 +275,11 @@ class DecodeBatch:
     so rows that joined just now take part in the same forward as the others.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, recorder: RouteRecorder | None = None) -> None:
+        self._model, self._recorder = model, recorder
+        self.routes: list[bytes] = []
+        """Experts in the last call: of each new row's tokens, or of each row's one; [] without a
+        recorder."""
         # Looked up once, and not for each token.
         self._cache_of_model = cache_argument(model)
         self._cache_of_base = cache_argument(model.base_model)
@@ -267,6 +302,7 @@ class DecodeBatch:
         lengths_U = torch.tensor([len(sequence) for sequence in sequences], device=device)
         which = torch.tensor(sequence_of_row, device=device)
         computed: list[tuple[Any, Any]] = []
+        self.routes = [b""] * len(which) if self._recorder is not None else []
         if longest:
             # Padded on the right, where causal attention needs no mask: what is after a
             # sequence's length is never read.
@@ -279,6 +315,10 @@ class DecodeBatch:
             given = {self._cache_of_base: cache}
             self._model.base_model(input_ids=tokens_UP, use_cache=True, **given)
             computed = [(layer.keys, layer.values) for layer in cache.layers]
+            if self._recorder is not None:
+                taken = self._recorder.take(len(sequences))
+                lengths = list(map(len, sequences))
+                self.routes = [taken[of, : lengths[of]].tobytes() for of in sequence_of_row]
         self._cache.join(computed, sequence_of_row=which, lengths=lengths_U[which])
         return len(which)
 
@@ -308,6 +348,8 @@ class DecodeBatch:
                 [turn.uniform for turn in turns], dtype=torch.float64, device=device
             ),
         )
+        if self._recorder is not None:
+            self.routes = [each.tobytes() for each in self._recorder.take(len(turns))]
         self._cache.advance()
         return tokens_B.tolist(), logprobs_B.tolist()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from megatron_idempotent.rl.weights.transports.base import Sender
 
@@ -18,6 +20,7 @@ from .protocol import (
     FinishReason,
     PauseMode,
     Request,
+    RoutedExperts,
     Sample,
     split_mix,
 )
@@ -56,6 +59,7 @@ class VllmEngine(VllmUpdates):
         initial_version: int = 0,
         keep_copy: bool = True,
         api_key: str | None = None,
+        routing_layers: Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -68,6 +72,8 @@ class VllmEngine(VllmUpdates):
             keep_copy: True has workers keep a copy of what they serve in host memory, which is
                 needed to roll back a torn commit, and for updates with a base version.
             api_key: the server's key, if it wants one.
+            routing_layers: the numbers, from 0, of the model's layers that have routers, whose
+                experts samples are to bring; the server needs --enable-return-routed-experts.
 
         Errors: `ImportError` without aiohttp.
         """
@@ -80,6 +86,7 @@ class VllmEngine(VllmUpdates):
         self._asking = asyncio.Lock()
         self._tempered: bool | None = None
         self._longest: int | None = None
+        self._routing_layers = list(routing_layers)
         self._closed = False
         self._count = itertools.count()
         self._running: dict[str, asyncio.Future[Sample]] = {}
@@ -247,7 +254,32 @@ class VllmEngine(VllmUpdates):
             logprobs=tuple(logprobs),
             versions=tuple(versions),
             finish_reason=reason,
+            routed_experts=self._routes(asked, request, choice) if tokens else None,
         )
+
+    def _routes(
+        self, asked: str, request: Request, choice: Mapping[str, Any]
+    ) -> RoutedExperts | None:
+        """Return the experts of an answer, a base64 of an `.npy` [tokens - 1, all layers, topk]."""
+        if not self._routing_layers:
+            return None
+        if choice.get("routed_experts") is None:
+            raise EngineUnsupported(
+                f"{asked} came without routed_experts; start the server with "
+                "--enable-return-routed-experts, or leave routing_layers out"
+            )
+        import numpy
+
+        found = numpy.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+        needed = len(request.prompt) + len(choice["token_ids"]) - 1
+        if len(found) != needed or found.shape[1] <= max(self._routing_layers):
+            raise EngineError(
+                f"{asked} has routes of {len(found)} tokens in {found.shape[1]} layers; needed: "
+                f"{needed} tokens, in layers up to {max(self._routing_layers)}"
+            )
+        kind: Literal["uint8", "int16"] = "uint8" if found.dtype.itemsize == 1 else "int16"
+        _, layers, topk = (found := found[:, self._routing_layers].astype(kind)).shape
+        return RoutedExperts(data=found.tobytes(), layers=layers, topk=topk, dtype=kind)
 
     async def _check(self, request: Request) -> None:
         """Raise an error for a request that the server would refuse, or silently change."""

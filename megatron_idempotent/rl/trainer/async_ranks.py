@@ -131,6 +131,7 @@ class PolicyWorker(Exports):
         metrics["learning_rate"] = result.lr
         if result.grad_norm is not None:
             metrics["grad_norm"] = result.grad_norm
+        metrics |= self._policy.routing_metrics()
         return StepOutcome(
             updated=result.updated, tokens=int(result.global_valid_tokens), metrics=metrics
         )

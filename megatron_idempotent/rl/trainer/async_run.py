@@ -39,6 +39,7 @@ from megatron_idempotent.rl.trainer.task.prompts import PromptSet
 from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
 from megatron_idempotent.rl.workers import RankGroup, RemoteWeights
+from megatron_idempotent.rl.workers.ray import import_ray
 
 from . import ConfigError
 from .async_ranks import RankPolicy, make_ranks
@@ -111,12 +112,11 @@ def connect(config: Config) -> None:
     if controller.cluster != "ray" and controller.plane != "transfer_queue":
         return
     try:
-        import ray
+        ray = import_ray()
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"controller.cluster is {controller.cluster!r} and controller.plane is "
-            f"{controller.plane!r}, and Ray is not installed: pip install "
-            "'megatron-idempotent[ray]', or [transferqueue]"
+            f"{controller.plane!r}: {error}"
         ) from error
     if ray.is_initialized():
         return
@@ -125,7 +125,10 @@ def connect(config: Config) -> None:
         # Counted generously: this machine is shared by all of them, whatever Ray thinks.
         actors = config.run.ranks + 4
         ray.init(
-            num_cpus=max(actors, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False
+            "local",  # else it would join one that `ray start` has left, or has left a trace of
+            num_cpus=max(actors, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
         )
         return
     try:

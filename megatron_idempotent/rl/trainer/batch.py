@@ -39,6 +39,9 @@ class Batch:
     """Importance weights of the tokens; None if `old_logprobs_BT` are the engine's."""
     lengths_B: torch.Tensor | None = None
     """The tokens of each sequence, prompt and response, up to T + 1; packing needs them."""
+    routed_experts: torch.Tensor | None = None
+    """The experts [B, T + 1, layers, experts of a token] that the engine took for each token, on
+    the host; None without router replay. Tokens without any have the same number throughout."""
 
     def __len__(self) -> int:
         return int(self.tokens_BT.shape[0])
@@ -56,7 +59,9 @@ class Batch:
 
     def on_device(self) -> Batch:
         """Return a copy on this rank's device; batches are made, cut and sent on the host."""
-        return self._each(lambda tensor: tensor.cuda())
+        # Routed experts are checked by the host, and only a few rows of them are needed at a time.
+        moved = dataclasses.replace(self, routed_experts=None)._each(lambda tensor: tensor.cuda())
+        return dataclasses.replace(moved, routed_experts=self.routed_experts)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -80,6 +85,8 @@ class Batch:
             tensors["reference_logprobs"] = self.reference_logprobs_BT
         if self.weights_BT is not None:
             tensors["weights"] = self.weights_BT
+        if self.routed_experts is not None:
+            tensors["routed_experts"] = self.routed_experts[:, :-1]
         return tensors
 
     def sequences(self) -> dict[str, torch.Tensor]:
@@ -99,13 +106,17 @@ class Batch:
         aligned = {**self.tensors(), "response_mask": self.loss_mask_BT}
         tokens_BT, advantages_B = aligned.pop("input_ids"), aligned.pop("advantages")
         token_mask_BT = aligned.pop("token_mask")
+        whole = {"lengths": self.lengths_B}
+        aligned.pop("routed_experts", None)
+        if self.routed_experts is not None:
+            whole["routed_experts"] = self.routed_experts
         wider = {name: torch.nn.functional.pad(each, (0, 1)) for name, each in aligned.items()}
         return {
             **wider,
             "input_ids": torch.cat([tokens_BT, self.targets_BT[:, -1:]], dim=1),
             "token_mask": token_mask_BT,
             "advantages": advantages_B,
-            "lengths": self.lengths_B,
+            **whole,
         }
 
 
@@ -113,10 +124,11 @@ Row = tuple[tuple[int, ...], Sample, float]
 """A sequence to train on: the prompt's tokens, a response, and its advantage."""
 
 
-def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int) -> Batch:
+def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int, replays: bool = False) -> Batch:
     """Make a batch with a sequence per row: prompt, response and padding with `pad_id`.
 
-    `positions` is T. Errors: `ValueError` for a sequence of more than T + 1 tokens.
+    `positions` is T. With `replays` it has the experts that the engine took.
+    Errors: `ValueError` for a sequence of more than T + 1 tokens, or whose experts are missing.
     """
     tokens, old_logprobs, loss_mask, lengths = [], [], [], []
     for prompt_tokens, sample, _ in rows:
@@ -145,7 +157,34 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int) -> Batch:
         advantages_B=torch.tensor([advantage for _, _, advantage in rows]),
         loss_mask_BT=loss_mask_BT,
         lengths_B=torch.tensor(lengths, dtype=torch.int64),
+        routed_experts=_routes(rows, lengths, positions + 1) if replays and rows else None,
     )
+
+
+def _routes(rows: Sequence[Row], lengths: Sequence[int], width: int) -> torch.Tensor:
+    """Return the experts that the engine took, [B, width, layers, experts of a token]."""
+    each = [sample.routed_experts for _, sample, _ in rows]
+    like = next((routes for routes in each if routes is not None), None)
+    if like is None:
+        raise ValueError(
+            f"none of {len(rows)} samples has routed_experts, and router_replay needs them; have "
+            "the engine return them"
+        )
+    shape = (len(rows), width, like.layers, like.topk)
+    found = torch.zeros(shape, dtype=getattr(torch, like.dtype))
+    for row, (routes, (_, sample, _), length) in enumerate(zip(each, rows, lengths, strict=True)):
+        if not sample.tokens:
+            continue  # nothing of it is trained
+        needed = (length - 1, like.layers, like.topk, like.dtype)
+        there = routes and (routes.tokens, routes.layers, routes.topk, routes.dtype)
+        if routes is None or there != needed:
+            raise ValueError(
+                f"row {row}, sample {sample.request_id!r}, has routed experts {there} (tokens, "
+                f"layers, experts of a token, type), and its tokens but the last need {needed}; "
+                "have all engines return those of prompt and response"
+            )
+        found[row, : length - 1] = torch.from_numpy(routes.numbers().copy())
+    return found
 
 
 def chunks(batch: Batch, *, size: int, seed: int, index: int) -> Iterator[Batch]:

@@ -178,6 +178,10 @@ class RolloutConfig:
     """URLs of the vLLM servers, separated by commas."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that one response may take; after that the run ends with an error."""
+    router_replay: Literal["off", "measure", "replay"] = "off"
+    """Use of the experts that the engine's routers took, for models with experts: `replay` trains
+    on them, `measure` only logs the share for which the trainer would take others. A vLLM server
+    needs `--enable-return-routed-experts`."""
 
     def __post_init__(self) -> None:
         if bool(self.engine_url) == (self.engine == "transformers"):
@@ -391,6 +395,11 @@ class Config:
             raise ValueError(
                 f"controller.cluster is {self.controller.cluster!r} and run.mode is 'sync'; "
                 "allowed: run.mode = 'async', which --async is short for"
+            )
+        if self.rollout.router_replay != "off" and not (self.model.path or self.model.num_experts):
+            raise ValueError(
+                f"rollout.router_replay is {self.rollout.router_replay!r} and model.num_experts is "
+                "0; allowed: off for a model without experts"
             )
         self._check_layout()
         if self.rollout.prompts % self.replicas:

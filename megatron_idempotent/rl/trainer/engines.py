@@ -21,6 +21,7 @@ from torch.distributed import (
 
 from megatron_idempotent.rl.controller import Fleet
 from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
+from megatron_idempotent.rl.hf import Architecture
 from megatron_idempotent.rl.sync import SyncSettings, follow
 from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightSource
 from megatron_idempotent.rl.weights.transports import (
@@ -197,9 +198,11 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
     shared = config.rollout.engine != "transformers"
     engines: Sequence[RolloutEngine] = ()
     if not shared:
-        engines = [_transformers(config, checkpoint, name=f"rank-{get_rank()}")]
+        # The CPU runtime, where it is on, puts "cuda" on the CPU.
+        device = None if config.run.device == "cpu" else "cuda"
+        engines = [_transformers(config, checkpoint, name=f"rank-{get_rank()}", device=device)]
     elif get_rank() == 0:
-        engines = server_engines(config, out)
+        engines = server_engines(config, checkpoint, out)
     return Engines(
         engines,
         policy.source(deltas=config.sync.deltas) if shared else _own_weights(policy),
@@ -220,15 +223,16 @@ def _own_weights(policy: MegatronPolicy) -> WeightSource:
     return weights if alone else SpreadWeights(weights, group)
 
 
-def _transformers(config: Config, checkpoint: Path, *, name: str) -> RolloutEngine:
+def _transformers(
+    config: Config, checkpoint: Path, *, name: str, device: str | None
+) -> RolloutEngine:
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
-    # The CPU runtime, where it is on, puts "cuda" on the CPU.
-    device = None if config.run.device == "cpu" else "cuda"
-    return TransformersEngine(checkpoint, name=name, device=device)
+    routed = config.rollout.router_replay != "off"
+    return TransformersEngine(checkpoint, name=name, device=device, routed_experts=routed)
 
 
-def server_engines(config: Config, out: Path) -> Sequence[RolloutEngine]:
+def server_engines(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
     """Make engines of the vLLM servers at `rollout.engine_url`."""
     from megatron_idempotent.rl.engines.vllm import VllmEngine
 
@@ -237,7 +241,13 @@ def server_engines(config: Config, out: Path) -> Sequence[RolloutEngine]:
     if not own:  # what a run that died was sending: whole models
         shutil.rmtree(directory, ignore_errors=True)
     urls = [url.strip() for url in config.rollout.engine_url.split(",") if url.strip()]
-    return [VllmEngine(url, transport=lambda: _sender(config, directory)) for url in urls]
+    routing: Sequence[int] = ()
+    if config.rollout.router_replay != "off":
+        routing = range(Architecture.read(checkpoint).layers)
+    return [
+        VllmEngine(url, transport=lambda: _sender(config, directory), routing_layers=routing)
+        for url in urls
+    ]
 
 
 def _sender(config: Config, directory: Path) -> Sender:
@@ -266,17 +276,15 @@ async def make_async_engines(
     with the first publish.
     """
     if config.rollout.engine != "transformers":
-        return server_engines(config, out)
+        return server_engines(config, checkpoint, out)
     names = [f"engine-{number}" for number in range(config.controller.engines)]
     from transformers.utils import logging
-
-    from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
     # Of loading a checkpoint: it would be drawn into the middle of the live table.
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # No runtime is on in this process: "cuda" is a GPU.
     device = "cuda" if config.run.device == "cuda" else None
     return [
-        await asyncio.to_thread(TransformersEngine, checkpoint, name=name, device=device)
+        await asyncio.to_thread(_transformers, config, checkpoint, name=name, device=device)
         for name in names
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,10 +14,11 @@ import torch
 
 # By name: cloudpickle takes `torch.distributed.config`, which no pickle holds, for what a function
 # needs that names `torch.distributed` and something called `config`.
-from torch.distributed import broadcast, get_rank
+from torch.distributed import all_reduce, broadcast, get_rank
 
 import megatron_idempotent
 from megatron_idempotent.fp8.packing import token_alignment
+from megatron_idempotent.megatron.expert_replay import ExpertReplay
 from megatron_idempotent.rl.hf import Architecture, MegatronWeights, load_hf, save_hf
 from megatron_idempotent.rl.metrics.names import GRAD_NORM, LOSS, POSITIONS, RESPONSE_TOKENS
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, read_prompts
@@ -83,6 +85,7 @@ class MegatronPolicy:
             self.stock.optimizer,
             self.stock.scheduler,
             forward=forward,
+            router_replay=config.rollout.router_replay,
             # A verifier may keep one rank busy for as long as the run may take.
             deadline_s=config.run.timeout_s,
         )
@@ -94,6 +97,9 @@ class MegatronPolicy:
             cuts_positions=config.parallel.cp > 1,
         )
         self._loss = PolicyLoss(config.loss, of=self._logits)
+        self._replay: ExpertReplay | None = None
+        if self.step.replay is not None:  # one whose counts nobody reads
+            self._replay = ExpertReplay(self.stock.modules, mode=self.step.replay.mode)
         self.replica = Replica(config.layout)
 
     @contextmanager
@@ -138,12 +144,26 @@ class MegatronPolicy:
             proximal_BT = self.logprobs(batch, "policy")
             batch, _ = corrected(batch, proximal_BT, self.config.loss)
         stream = chunks(batch, size=self.config.chunk_size, seed=self.config.run.seed, index=index)
-        return training_metrics(
-            [
-                self._optimizer_step(itertools.islice(stream, self.config.chunks))
-                for _ in range(optimizer.steps_per_rollout)
-            ]
-        )
+        results = [
+            self._optimizer_step(itertools.islice(stream, self.config.chunks))
+            for _ in range(optimizer.steps_per_rollout)
+        ]
+        return training_metrics(results) | {
+            f"train/{name}": value for name, value in self.routing_metrics().items()
+        }
+
+    def routing_metrics(self) -> dict[str, float]:
+        """Return the share of choices that the engine made otherwise, since the last call.
+
+        `other_experts` is over tokens and layers of all ranks: the trainer's own choice of experts,
+        whether or not the engine's are taken in its place. Empty without router replay. Collective.
+        """
+        if self.step.replay is None:
+            return {}
+        counts = self.step.replay.take_counts().cuda()
+        all_reduce(counts)
+        other, tokens = counts.tolist()
+        return {"other_experts": other / (tokens or 1.0)}
 
     def begin(self, step_id: str | None = None, *, rank_batch_size: int | None = None) -> str:
         """Open an optimizer step, and return its id; see `TrainStep.begin`.
@@ -202,7 +222,19 @@ class MegatronPolicy:
             by_module = dict(zip(map(id, modules), forwards, strict=True))
             return self._piped(batch, by_module)
         batch = batch.on_device()
-        return self._of_logits(decoder_logits(forwards[0], batch.tokens_BT), batch).cpu()
+        return self._of_logits(self._decoded(modules[0], forwards[0], batch), batch).cpu()
+
+    def _decoded(self, module: Any, forward: Callable[..., Any], batch: Batch) -> torch.Tensor:
+        """Compute logits of a chunk; with its own weights routers take the engine's experts.
+
+        The reference has other weights, and chooses experts by them.
+        """
+        run = functools.partial(decoder_logits, forward, batch.tokens_BT)
+        if self._replay is None or forward is not module:
+            return run()
+        assert batch.routed_experts is not None
+        routes = megatron_idempotent.step.own_positions(batch.routed_experts[:, :-1])
+        return self._replay.run(module, routes, run)
 
     def _of_logits(self, logits_BTV: torch.Tensor, batch: Batch) -> torch.Tensor:
         return self._logits.logprobs(logits_BTV, batch.targets_BT, batch.loss_mask_BT > 0)
@@ -216,13 +248,12 @@ class MegatronPolicy:
         whole = size * self.config.parallel.pp
         padded = batch.padded(-(-rows // whole) * whole).on_device()
         pieces = [
-            padded.rows(torch.arange(start, start + size, device=padded.tokens_BT.device))
-            for start in range(0, len(padded), size)
+            padded.rows(torch.arange(start, start + size)) for start in range(0, len(padded), size)
         ]
 
         def forward_step(waiting: Iterator[Batch], module: Any) -> tuple[Any, Any]:
             piece = next(waiting)
-            logits = decoder_logits(forwards[id(module)], piece.tokens_BT)
+            logits = self._decoded(module, forwards[id(module)], piece)
             return logits, lambda output, **_: self._of_logits(output, piece)
 
         iterators = [iter(pieces) for _ in modules]

@@ -212,7 +212,12 @@ class GrpoRecipe:
             normalize_std = self._config.loss.normalize_std
             advantages = group_advantages(group.rewards, normalize_std=normalize_std)
             rows += [(prompt, *each) for each in zip(group.samples, advantages, strict=True)]
-        return pack_rows(rows, positions=self._positions, pad_id=self._tokenizer.pad_id)
+        return pack_rows(
+            rows,
+            positions=self._positions,
+            pad_id=self._tokenizer.pad_id,
+            replays=self._config.rollout.router_replay != "off",
+        )
 
     def batch(
         self,

@@ -41,18 +41,6 @@ class NodePlacement:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Membership:
-    """Gives a rank its place. Example: `places(placements, shows_own_gpus=False)[0].local_rank`."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    actor: int
-    """The index of the actor that becomes this rank."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
     """Says where ranks meet each other and the controller. Example: `meeting.backend`."""
 
@@ -65,29 +53,27 @@ class Meeting:
     token: bytes
 
 
-def places(placements: Sequence[NodePlacement], *, shows_own_gpus: bool) -> list[Membership]:
-    """Assign ranks to actors: consecutive ones to those of a node, in the order of the nodes.
+def places(nodes: Sequence[str], *, shows_own_gpus: bool) -> list[tuple[int, dict[str, str]]]:
+    """Return for each rank the index of its actor, and the variables that torchrun would set.
+
+    Consecutive ranks are on one node, in the order of the nodes.
 
     Args:
-        placements: the places of all actors.
+        nodes: the nodes of all actors.
         shows_own_gpus: True if each rank sees its own GPUs only, as Ray has it if actors ask for
             some. The first GPU that it sees is then its own, so its local rank is 0.
     """
-    nodes: dict[str, list[int]] = {}
-    for index, placement in enumerate(placements):
-        nodes.setdefault(placement.node, []).append(index)
-    found: list[Membership] = []
-    for actors in nodes.values():
-        found += [
-            Membership(
-                rank=len(found) + place,
-                size=len(placements),
-                local_rank=0 if shows_own_gpus else place,
-                local_size=len(actors),
-                actor=actor,
-            )
-            for place, actor in enumerate(actors)
-        ]
+    found: list[tuple[int, dict[str, str]]] = []
+    for node in dict.fromkeys(nodes):
+        actors = [index for index, each in enumerate(nodes) if each == node]
+        for place, actor in enumerate(actors):
+            variables = {
+                "RANK": len(found),
+                "WORLD_SIZE": len(nodes),
+                "LOCAL_RANK": 0 if shows_own_gpus else place,
+                "LOCAL_WORLD_SIZE": len(actors),
+            }
+            found.append((actor, {name: str(value) for name, value in variables.items()}))
     return found
 
 
@@ -108,7 +94,11 @@ class RankActor:
         return NodePlacement(node=node, address=address, port=self._store.port)
 
     def serve(
-        self, place: Membership, meeting: Meeting, factory: str, argument: Sequence[bytes]
+        self,
+        variables: Mapping[str, str],
+        meeting: Meeting,
+        factory: str,
+        argument: Sequence[bytes],
     ) -> None:
         """Dial the controller, and answer its calls until it says goodbye.
 
@@ -117,33 +107,28 @@ class RankActor:
         # Copied: what is in Ray's memory is shared, and cannot be written.
         own = [bytearray(part) for part in argument]
         spec = WorkerSpec(factory=factory, argument=wire.load(own))
-        connection = RankConnection(meeting.controller, meeting.token, place.rank)
-        connection.serve(spec, lambda: self._join(place, meeting))
+        rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        connection = RankConnection(meeting.controller, meeting.token, rank)
+        os.environ.update(variables)
+        connection.serve(spec, lambda: self._join(rank, size, meeting))
 
-    def _join(self, place: Membership, meeting: Meeting) -> None:
-        """Set the variables that torchrun would, and make the default process group."""
-        os.environ.update(
-            RANK=str(place.rank),
-            WORLD_SIZE=str(place.size),
-            LOCAL_RANK=str(place.local_rank),
-            LOCAL_WORLD_SIZE=str(place.local_size),
-            MASTER_ADDR=meeting.at.address,
-            MASTER_PORT=str(meeting.at.port),
-        )
+    def _join(self, rank: int, size: int, meeting: Meeting) -> None:
+        """Make the default process group."""
+        os.environ.update(MASTER_ADDR=meeting.at.address, MASTER_PORT=str(meeting.at.port))
         import torch
 
         if not torch.cuda.is_available():
             from megatron_idempotent.proof import cpu
 
             cpu.enable()
-        if place.rank > 0:
+        if rank > 0:
             at = meeting.at
-            self._store = _store(at.address, at.port, place.size, meeting.timeout_s, listens=False)
+            self._store = _store(at.address, at.port, size, meeting.timeout_s, listens=False)
         torch.distributed.init_process_group(
             meeting.backend,
             store=self._store,
-            rank=place.rank,
-            world_size=place.size,
+            rank=rank,
+            world_size=size,
             timeout=datetime.timedelta(seconds=meeting.timeout_s),
         )
 
@@ -228,12 +213,7 @@ class RayRanks(SocketRanks):
 
         Errors: `RanksLost`; `ModuleNotFoundError` without Ray and `RuntimeError` without a cluster.
         """
-        self._ray = ray = import_ray()
-        if not ray.is_initialized():
-            raise RuntimeError(
-                "RayRanks needs a Ray cluster and this process has none; call ray.init() first, "
-                'with address="auto" on a node of a running cluster'
-            )
+        self._ray = ray = connected_ray("RayRanks")
         if self._place is None:
             self._place = await self._reserve()
         token = secrets.token_bytes(32)
@@ -282,9 +262,10 @@ class RayRanks(SocketRanks):
     async def _assign(self, actors: _Actors, controller: wire.Address, token: bytes) -> None:
         """Give every actor its rank, and have it dial."""
         placements = await actors.placements(self._size, self._start_timeout_s)
-        ranks = places(placements, shows_own_gpus="GPU" in self._bundle)
+        nodes = [placement.node for placement in placements]
+        ranks = places(nodes, shows_own_gpus="GPU" in self._bundle)
         meeting = Meeting(
-            at=placements[ranks[0].actor],
+            at=placements[ranks[0][0]],
             backend=self._backend,
             timeout_s=self._collective_timeout_s,
             controller=controller,
@@ -294,10 +275,8 @@ class RayRanks(SocketRanks):
         # Once: as an argument it would be copied for each rank.
         argument = self._ray.put([bytes(part) for part in parts])
         actors.serving = [
-            _future(
-                actors.all[each.actor].serve.remote(each, meeting, self._spec.factory, argument)
-            )
-            for each in ranks
+            _future(actors.all[actor].serve.remote(own, meeting, self._spec.factory, argument))
+            for actor, own in ranks
         ]
 
     def _make_actors(self) -> list[Any]:
@@ -401,6 +380,20 @@ def import_ray() -> Any:
             "the cluster",
             name="ray",
         ) from error
+
+
+def connected_ray(who: str) -> Any:
+    """Return the `ray` module, of a process with a cluster; `who` needs it.
+
+    Errors: those of `import_ray`; `RuntimeError` without a cluster.
+    """
+    ray = import_ray()
+    if not ray.is_initialized():
+        raise RuntimeError(
+            f"{who} needs a Ray cluster and this process has none; call ray.init() first, with "
+            'address="auto" on a node of a running cluster'
+        )
+    return ray
 
 
 async def _resources(ray: Any) -> str:

@@ -26,7 +26,7 @@ from megatron_idempotent.patching.trees import SourceTree
 
 torch = pytest.importorskip("torch")
 
-COUNT = 3
+COUNT = 2
 #: Names of Python and torch that bytecode mentions, and of variables in upstream's closures, whose
 #: absence the wrapper copes with.
 _OTHERS = frozenset({*dir(builtins), *dir(torch), "start", "end"})

@@ -16,8 +16,8 @@ from megatron_idempotent.patching.decide import review
 from megatron_idempotent.patching.source import Body, locate, parse_body, read_body
 from megatron_idempotent.patching.statements import accepted, change, statements
 
-#: Of each function: some hundred in all.
-COUNT = 2
+#: Of each function: some fifty in all.
+COUNT = 1
 
 
 def _pinned() -> dict[str, tuple[Body, list]]:
@@ -54,7 +54,7 @@ def _refused(address: str, count: int | None) -> int:
 
 
 def test_a_body_pinned_by_its_hash_is_refused_whatever_is_changed_in_it(megatron):
-    assert sum(_refused(address, COUNT) for address in PINNED) >= 75
+    assert sum(_refused(address, COUNT) for address in PINNED) >= 37
 
 
 @pytest.mark.exhaustive

@@ -104,13 +104,16 @@ def test_a_format_is_told_by_check_and_megatron(tmp_path):
     rows = [
         Result(check="rollback", layout="dp2", verdict="passed"),
         Result(check="rollback", layout="ep2", verdict="declared", fault="it is known"),
+        Result(check="reshard-dp", layout="ep2", verdict="declared", fault="it is known"),
+        Result(check="keeps-random", layout="ep2", verdict="declared", fault="it is known"),
         Result(check="async-save", layout="dp2", verdict="not offered"),
         Result(check="save-and-go-on", layout="ep2", verdict="passed"),
     ]
     assert _states.main([str(left(tmp_path, "0.1", "Legacy", *rows))], tmp_path) == 0
     assert _states.main([str(left(tmp_path / "b", "0.2", "Legacy", *rows[:1]))], tmp_path) == 0
     text = (tmp_path / _states.PAGE).read_text("utf-8")
-    assert "| `rollback` | **no** | ok | a run goes back " in text
-    assert "| `save-and-go-on` | ok | not run | a save, " in text
+    assert "\n| `rollback` | **no** | ok |\n" in text
+    assert "\n| `save-and-go-on` | ok | not run |\n" in text
+    assert "\n| `save-and-go-on` | a save, " in text
     assert "async-save" not in text
-    assert "\n- 0.1, `ep2`, `rollback`: it is known\n" in text
+    assert "\n- 0.1, `ep2`, `rollback`, `reshard-dp` and `keeps-random`: it is known\n" in text

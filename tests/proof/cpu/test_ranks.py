@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+import megatron_idempotent
 from megatron_idempotent.lazy import untried_torch
 from megatron_idempotent.proof import cpu
 from megatron_idempotent.proof.cpu import pool as pool_module
@@ -75,6 +76,10 @@ def leave_traces():
     parallel_state.initialize_model_parallel()
     os.environ["LEFT_BEHIND"] = "1"
     torch.set_default_dtype(torch.float64)
+
+
+def patched():
+    return {row.status for row in megatron_idempotent.report()} & {"applied"} != set()
 
 
 def find_traces():
@@ -307,6 +312,13 @@ def test_each_call_finds_everything_as_it_is_after_the_import(megatron_ranks):
     assert megatron_ranks(2, find_traces) == [(False, None, True)] * 2
 
 
+def test_ranks_may_have_the_patches_from_their_start(megatron_ranks):
+    for already in (False, True, False, True):
+        assert megatron_ranks(2, patched, already_applied=already) == [already] * 2
+    with pytest.raises(cpu.RankError, match="KeyError"):
+        megatron_ranks(2, fail_everywhere, already_applied=True)
+
+
 def test_the_callers_present_environment_is_the_ranks(megatron_ranks, monkeypatch):
     monkeypatch.setenv("SEEN_VARIABLE", "yes")
     assert megatron_ranks(1, seen_variable) == ["yes"]
@@ -432,19 +444,26 @@ if __name__ == "__main__":
     # A shell starts background jobs with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with RankPool(2, preload=("torch",)) as pool:
-        pool.run(2, write_pid_and_wait, sys.argv[1], timeout_s=600, distributed=False)
+        how = {"timeout_s": 600, "distributed": False, "already_applied": sys.argv[2] == "patched"}
+        pool.run(2, write_pid_and_wait, sys.argv[1], **how)
 """
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGKILL]
+    ("how", "start"),
+    [
+        pytest.param(signal.SIGINT, "stock", marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGKILL, "stock", marks=pytest.mark.exhaustive),
+        (signal.SIGKILL, "patched"),
+    ],
 )
-def test_no_rank_outlives_its_caller(tmp_path, how):
+def test_no_rank_outlives_its_caller(tmp_path, how, start):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     folder = tmp_path / "pids"
     folder.mkdir()
-    caller = subprocess.Popen([sys.executable, str(script), str(folder)], stderr=subprocess.DEVNULL)
+    command = [sys.executable, str(script), str(folder), start]
+    caller = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: len(list(folder.iterdir())) == 2, 120.0)
     finally:

@@ -21,7 +21,7 @@ import struct
 import pytest
 
 from megatron_idempotent.rl.controller.protocol import RolloutGroup
-from megatron_idempotent.rl.engines.protocol import Sample
+from megatron_idempotent.rl.engines.protocol import RoutedExperts, Sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,9 @@ def group(number, *, seed=0, samples=3, tokens=5, **fields):
             logprobs=tuple(-draw.expovariate(0.3) for _ in range(length)),
             versions=tuple(sorted(draw.randrange(9) for _ in range(length))),
             finish_reason=draw.choice(["stop", "length", "abort"]),
+            routed_experts=RoutedExperts(data=draw.randbytes(6 * length), layers=3, topk=2)
+            if length
+            else None,
         )
         for place, length in enumerate(place * tokens for place in range(samples))
     )
@@ -61,6 +64,7 @@ def check_same(found, expected):
     assert bits(found.rewards) == bits(expected.rewards)
     for one, other in zip(found.samples, expected.samples, strict=True):
         assert bits(one.logprobs) == bits(other.logprobs)
+        assert one.routed_experts == other.routed_experts
         assert {type(each) for each in (*one.tokens, *one.versions)} <= {int}
         assert {type(each) for each in one.logprobs} <= {float}
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import copy
 import dataclasses
+import io
 import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 pytest.importorskip("aiohttp")
@@ -104,7 +107,9 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def connected(server: Server, timeouts: Timeouts | None = None) -> AsyncIterator[VllmEngine]:
+async def connected(
+    server: Server, timeouts: Timeouts | None = None, routing_layers: tuple[int, ...] = ()
+) -> AsyncIterator[VllmEngine]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
     runner = web.AppRunner(app)
@@ -112,7 +117,9 @@ async def connected(server: Server, timeouts: Timeouts | None = None) -> AsyncIt
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    engine = VllmEngine(f"http://127.0.0.1:{port}/", name="e", timeouts=timeouts)
+    engine = VllmEngine(
+        f"http://127.0.0.1:{port}/", name="e", timeouts=timeouts, routing_layers=routing_layers
+    )
     try:
         yield engine
     finally:
@@ -201,6 +208,38 @@ async def test_a_response_is_stamped_by_the_server_and_tempered_if_it_is_told_so
         for asked in (ASKED, HOT):
             sample = await engine.generate(asked)
             assert (sample.versions, sample.logprobs) == ((3, 4), (-1.0, -2.0))
+
+
+async def test_routed_experts_come_as_an_array_of_all_layers() -> None:
+    numbers = numpy.arange(3 * 4 * 2, dtype="uint8").reshape(3, 4, 2)
+    # The first layer is dense: vLLM has a row for it.
+    for array, kind in ((numbers, "uint8"), (numbers.astype("uint16") * 100, "int16")):
+        async with connected(choice(routed_experts=npy(array))(), routing_layers=(1, 3)) as engine:
+            routes = (await engine.generate(ASKED)).routed_experts
+        assert routes is not None
+        assert (routes.tokens, routes.layers, routes.topk, routes.dtype) == (3, 2, 2, kind)
+        assert numpy.array_equal(routes.numbers(), array[:, [1, 3]])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (None, EngineUnsupported, "'q' came without .*--enable-return-routed-experts"),
+        (numpy.zeros((2, 4, 2), "uint8"), EngineError, "2 tokens in 4 layers; needed: 3 tokens"),
+        (numpy.zeros((3, 3, 2), "uint8"), EngineError, "in 3 layers; needed: .* up to 3"),
+    ],
+)
+async def test_missing_or_short_routes_are_named(given: Any, error: Any, message: str) -> None:
+    server = choice(routed_experts=None if given is None else npy(given))()
+    async with connected(server, routing_layers=(1, 3)) as engine:
+        with pytest.raises(error, match=message):
+            await engine.generate(ASKED)
+
+
+def npy(array: Any) -> str:
+    file = io.BytesIO()
+    numpy.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 async def test_a_server_that_hangs_is_dead_in_its_health_and_late_elsewhere() -> None:

@@ -43,6 +43,7 @@ def cluster():
 
     paths = os.pathsep.join(filter(None, sys.path))
     ray.init(
+        "local",
         num_cpus=8,
         include_dashboard=False,
         log_to_driver=False,

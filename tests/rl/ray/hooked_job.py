@@ -29,6 +29,6 @@ if __name__ == "__main__":
     own = {"worker_process_setup_hook": "megatron_idempotent.apply"}
     if sys.argv[1:] == ["submitted"]:
         own = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env=own)
+    ray.init("local", num_cpus=1, include_dashboard=False, runtime_env=own)
     print(json.dumps(ray.get(ray.remote(statuses).remote(), timeout=120)))
     ray.shutdown()

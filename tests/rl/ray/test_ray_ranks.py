@@ -13,7 +13,7 @@ from contract_ranks import FactoryContract, RankContract
 from contract_worker import Unreadable
 
 from megatron_idempotent.rl.workers.protocol import RanksLost, WorkerSpec
-from megatron_idempotent.rl.workers.ray import NodePlacement, RayRanks, places
+from megatron_idempotent.rl.workers.ray import RayRanks, places
 
 TOLD = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 SPEC = WorkerSpec(factory="ray_cases:Surroundings", argument=[*TOLD, "OF_THE_RUN"])
@@ -129,13 +129,12 @@ def reserved(cluster):
 
 
 def test_ranks_of_a_node_are_neighbours():
-    placements = [NodePlacement(node=node, address=f"10.0.0.{node}") for node in "2121"]
-    found = places(placements, shows_own_gpus=False)
-    assert [each.rank for each in found] == [0, 1, 2, 3]
-    assert [each.actor for each in found] == [0, 2, 1, 3]
-    assert [each.local_rank for each in found] == [0, 1, 0, 1]
-    assert {(each.size, each.local_size) for each in found} == {(4, 2)}
-    assert {each.local_rank for each in places(placements, shows_own_gpus=True)} == {0}
+    found = places("2121", shows_own_gpus=False)
+    assert [actor for actor, _ in found] == [0, 2, 1, 3]
+    assert [own["RANK"] for _, own in found] == ["0", "1", "2", "3"]
+    assert [own["LOCAL_RANK"] for _, own in found] == ["0", "1", "0", "1"]
+    assert {(own["WORLD_SIZE"], own["LOCAL_WORLD_SIZE"]) for _, own in found} == {("4", "2")}
+    assert {own["LOCAL_RANK"] for _, own in places("2121", shows_own_gpus=True)} == {"0"}
 
 
 def test_without_ray_it_says_how_to_get_it(monkeypatch):

@@ -19,8 +19,8 @@ from pathlib import Path
 
 #: Names the file with the kills that are left; each process of a run reads it.
 PLAN = "RECOVERY_KILLS"
-#: The process id of the command that has started all others.
-COMMAND = "RECOVERY_COMMAND"
+#: Says what runs the ranks: `embedded`, `ray` or `torchrun`.
+RUNNER = "RECOVERY_RUNNER"
 _TOOL = 4
 
 
@@ -38,7 +38,8 @@ class Kill:
     at: str = "rank 1"
     """The process that comes by: `rank 0`, `rank 1` or `command`."""
     who: str = "rank 1"
-    """Whom it kills: `rank 1`, `all ranks`, `launcher`, `command` or `all`."""
+    """Whom it kills: `rank 1`, `all ranks`, `launcher`, `command`, `supervisor`, `engine` or
+    `all`."""
 
 
 class _Watch:
@@ -48,7 +49,7 @@ class _Watch:
         self._plan = plan
         self._seen: dict[Kill, int] = {}
         self._functions = {kill.place.partition(":")[2] for kill in self._left()}
-        self._functions |= _NOTED.keys()
+        self._functions |= _NOTED.keys() | _COMES.keys()
 
     def _left(self) -> list[Kill]:
         return [Kill(**fields) for fields in json.loads(self._plan.read_text())]
@@ -58,11 +59,11 @@ class _Watch:
         name = code.co_qualname
         if name not in self._functions:
             return False
-        if when == _NOTED.get(name, (None,))[0]:
-            line = json.dumps(_NOTED[name][1](sys._getframe(2).f_locals)) + "\n"
-            with (self._plan.parent / "notes").open("ab", buffering=0) as file:
-                file.write(line.encode())  # at once: other ranks append, and it may be killed
         me = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "command"
+        if when == _NOTED.get(name, (None,))[0]:
+            self._note("notes", _NOTED[name][1](sys._getframe(2).f_locals))
+        if when == "call" and _COMES.get(name) == Path(code.co_filename).stem:
+            self._note("processes", {me: [os.getpid(), os.getppid()]})
         left = self._left()
         for kill in left:
             module, _, function = kill.place.partition(":")
@@ -75,22 +76,47 @@ class _Watch:
                 self._fire(kill, left[1:])
         return True
 
-    def _fire(self, kill, others):
-        command, *rest = tree = descendants(int(os.environ[COMMAND]))
-        with self._plan.with_suffix(".spent").open("a") as file:
-            json.dump(tree, file)
-            file.write("\n")
-        launchers = [pid for pid in rest if _parent(pid) == command]
-        ranks = [pid for pid in rest if _parent(pid) in launchers]
-        whom = {
-            "rank 1": ranks[1:2],
+    def _note(self, name, value):
+        with (self._plan.parent / name).open("ab", buffering=0) as file:
+            # At once: other ranks append, and it may be killed.
+            file.write(f"{json.dumps(value)}\n".encode())
+
+    def _whom(self):
+        """Return the processes of a run that live, by what they are in it."""
+        newest = {}
+        for line in (self._plan.parent / "processes").read_text().splitlines():
+            newest |= json.loads(line)
+        living = {name: both for name, both in newest.items() if alive(both[0])}
+        pids = {name: [pid] for name, (pid, _) in living.items()}
+        ranks = [pid for name, (pid, _) in sorted(living.items()) if name != "command"]
+        above = list({parent for name, (_, parent) in living.items() if name != "command"})
+        started = pids.get("command", [])
+        if os.environ[RUNNER] == "torchrun":  # its ranks' parent; one of them starts the rest
+            pids["supervisor"] = [living["command"][1]] if "command" in living else []
+            started = [*above, *pids["supervisor"], *started]
+        everyone = dict.fromkeys([*(each for pid in started for each in descendants(pid)), *ranks])
+        return {
+            **pids,
             "all ranks": ranks,
-            "launcher": launchers,
-            "command": [command],
-            "all": tree,
-        }[kill.who]
+            "launcher": above,
+            "all": [pid for pid in everyone if alive(pid)],
+            "engine": self._engine(),
+        }
+
+    def _engine(self):
+        """Return the processes of the server that samples, if there is one, and it lives."""
+        file = self._plan.with_suffix(".engine")
+        pid = int(file.read_text()) if file.exists() else 0
+        return descendants(pid) if pid and alive(pid) else []
+
+    def _fire(self, kill, others):
+        living = self._whom()
+        whom = living.get(kill.who)
         if not whom:  # ranks that died before are not there again: the next time, then
             return
+        with self._plan.with_suffix(".spent").open("a") as file:
+            json.dump(living["all"], file)
+            file.write("\n")
         draft = self._plan.with_suffix(".draft")
         draft.write_text(json.dumps([dataclasses.asdict(each) for each in others]))
         draft.replace(self._plan)
@@ -173,10 +199,13 @@ def _published(local):
     served = {
         name: _digest(engine._updates._weights._tensors)
         for name, engine in local["self"]._engines.items()
+        if hasattr(engine, "_updates")  # the weights of a server are not here
     }
     return {f"version {local['version']}, {rank}": served}
 
 
+#: The command comes by the first of these, and each rank by the second.
+_COMES = {"prepare": "output", "start_policy": "policy"}
 _NOTED = {"save_weights": ("call", _saved), "Fleet.publish": ("return", _published)}
 
 

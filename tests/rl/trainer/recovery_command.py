@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
 
 import kill_points
 
@@ -14,11 +21,7 @@ LAUNCHER = pools._Launcher
 
 def train(argv, out):
     """Run the command as if it was started by itself; return its exit code, and what it said."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        os.environ.pop(name)
-    os.environ["RECOVERY_COMMAND"] = str(os.getpid())
-    kill_points.watch()
-
+    _as_if_started()
     from megatron_idempotent.rl.trainer import async_run
     from megatron_idempotent.rl.trainer import main as command
 
@@ -37,6 +40,113 @@ def train(argv, out):
             pool.close()
 
 
+def train_under_torchrun(argv, out):
+    """Run torchrun with the command; all that it and a rank start is forked."""
+    _as_if_started()
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from megatron_idempotent.rl.workers import torchrun
+
+    subprocess_handler.Popen = ForkedProgram
+    torchrun.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProgram})
+    options = ["--nproc-per-node=2", "--standalone", "--max-restarts=40", "--monitor-interval=0.1"]
+    with open(out, "a", buffering=1) as said, contextlib.redirect_stderr(said):
+        os.dup2(said.fileno(), 2)
+        try:
+            run.main([*options, "-m", "megatron_idempotent", "train", *argv])
+        except ChildFailedError:
+            return 1
+        return 0
+
+
+def train_under_real_torchrun(argv, out):
+    """Run torchrun, and let each process import what it needs."""
+    _as_if_started()
+    watched = str(Path(__file__).parent / "watched")
+    options = ["--nproc-per-node=2", "--standalone", "--max-restarts=1", "--monitor-interval=0.1"]
+    program = [sys.executable, "-m", "torch.distributed.run", *options]
+    with open(out, "a") as said:
+        return subprocess.call(
+            [*program, "-m", "megatron_idempotent", "train", *argv],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([watched, *filter(None, sys.path)])},
+            stdout=said,
+            stderr=said,
+        )
+
+
+def _as_if_started():
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        os.environ.pop(name)
+    kill_points.watch()
+
+
+class Forked:
+    """Runs a function in a process that is forked, as `subprocess.Popen` does a program."""
+
+    def __init__(self, function):
+        self.returncode, self.pid = None, os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                code = function() or 0
+            except SystemExit as end:
+                code = end.code
+            except BaseException:  # noqa: BLE001 (told as a program does)
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        while os.getpgid(self.pid) != self.pid:
+            time.sleep(0.001)
+
+    def wait(self, timeout=None):
+        until = time.monotonic() + (timeout or float("inf"))
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("forked", timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+
+class ForkedProgram(Forked):
+    """Is `python -m …` of this package, without its imports."""
+
+    def __init__(self, args, env=None, **_):
+        def program():
+            from megatron_idempotent.rl.trainer import main as command
+            from megatron_idempotent.rl.workers import torchrun
+
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)
+            if env is not None:
+                os.environ.clear()
+                os.environ.update(env)
+            sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+            module, *argv = args[args.index("-m") + 1 :]
+            if module == torchrun.__name__:
+                return torchrun.main(argv)
+            assert (module, argv.pop(0)) == ("megatron_idempotent", "train")
+            return command.main(argv)
+
+        args = list(args)
+        super().__init__(program)
+
+
 def ForkedLauncher(*_):
     """Make a launcher that is forked, and so need not import anything."""
     from multiprocessing import Pipe
@@ -45,23 +155,13 @@ def ForkedLauncher(*_):
 
     made = object.__new__(LAUNCHER)
     made._connection, theirs = Pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def serve():
         made._connection.close()
-        os.setsid()
         launcher.main(theirs.fileno(), ())
+
+    made._process = Forked(serve)
     theirs.close()
-
-    class Process:
-        returncode = None
-
-        def wait(self, timeout=None):
-            if self.returncode is None:
-                _, status = os.waitpid(pid, 0)
-                self.returncode = os.waitstatus_to_exitcode(status)
-            return self.returncode
-
-    made._process = Process()
     made._ready = False
     made.close = lambda: pools._end(made._connection, made._process)
     return made

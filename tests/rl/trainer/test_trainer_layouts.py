@@ -30,6 +30,8 @@ from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
 pytestmark = needs_megatron_training
 EXPERTS = ("model.num_experts=4",)
+#: Engines and trainers here differ by rounding alone, so that no expert is another one.
+REPLAYED = "rollout.router_replay=replay"
 # A gradient, and a log-prob, goes through at most so many additions on its way: 4 layers, forward
 # and backward, of 8 sums each, of at most 64 terms. Each rounds by 2^-24, and another layout adds
 # in another order.
@@ -62,6 +64,12 @@ MOE = [
     layout("cp2 ep2", 2, "cp=2", "ep=2"),
     layout("pp2 ep2", 4, "pp=2", "ep=2"),
     layout("tp2 pp2 with experts", 4, "tp=2", "pp=2", "sequence_parallel=true"),
+    pytest.param(
+        2,
+        [REPLAYED, "run.ranks=2", "parallel.pp=2", "parallel.vpp=2"],
+        id="interleaved, replayed",
+        marks=pytest.mark.exhaustive,
+    ),
 ]
 
 
@@ -203,6 +211,12 @@ ASYNCHRONOUS = [
         [*(f"parallel.{each}" for each in ("pp=2", "vpp=2", "ep=2")), "run.ranks=4", PACKED[1]],
         id="packs, interleaved with experts",
     ),
+    pytest.param(
+        4,
+        [REPLAYED, "parallel.cp=2", "parallel.ep=2", "run.ranks=4", PACKED[1]],
+        id="packs, cut positions, replayed",
+        marks=pytest.mark.exhaustive,
+    ),
 ]
 
 
@@ -226,4 +240,6 @@ def test_an_asynchronous_run_takes_its_first_step_as_one_rank_does(
         assert all_of_them[1][name] == pytest.approx(one[1][name], rel=100 * ROUNDING)
     if PACKED[1] in overrides:
         assert all_of_them[1]["train/positions"] < one[1]["train/positions"]
+    assert ("train/other_experts" in all_of_them[1]) == (REPLAYED in overrides)
+    assert all_of_them[1].get("train/other_experts", 0.0) == 0.0
     assert all_of_them[2]["train/optimizer_steps"] == 1.0

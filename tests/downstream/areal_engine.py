@@ -9,11 +9,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from . import _standins
-from ._workers import Windows, methods
+from megatron_idempotent.patches.frameworks import _standins
+from megatron_idempotent.patches.frameworks._workers import MICROBATCHES, Windows, methods
 
 MODULE = "areal.engine.megatron_engine"
-MICROBATCHES = 4
 _ABSENT = (
     "mbridge",
     "megatron.bridge",
@@ -107,7 +106,7 @@ class Areal(Windows):
     def _batch(self, seed: int) -> _Batch:
         rows = [
             SimpleNamespace(padded_mb=batch, orig_mb=batch, padding_length=0, old_cu_seqlens=None)
-            for batch in self.batches(seed, MICROBATCHES)
+            for batch in self.batches(seed)
         ]
         return _Batch(self, rows)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from . import _standins
-from ._workers import Windows, methods
+from megatron_idempotent.patches.frameworks import _standins
+from megatron_idempotent.patches.frameworks._workers import Windows, methods
 
 BASE = "verl.workers.engine.base"
 MODULE = "verl.workers.engine.megatron.transformer_impl"
 WIRING = "verl.utils.megatron_utils"
-MICROBATCHES = 4
 _ABSENT = ("transformers", "omegaconf", "tensordict", "mbridge", "peft")
 
 
@@ -56,7 +55,7 @@ class Verl(Windows):
             _is_offload_param=False,
             _is_offload_grad=False,
             _is_offload_optimizer=False,
-            forward_step=self._forward_step,
+            forward_step=self.forward_step,
             to=lambda **_: None,
             is_mp_src_rank_with_outputs=lambda: True,
         )
@@ -77,13 +76,8 @@ class Verl(Windows):
 
     def _data(self, seed: int) -> _Data:
         data = _Data(loss_mask=self._ones)
-        data.rows = self.batches(seed, MICROBATCHES)
+        data.rows = self.batches(seed)
         return data
-
-    def _forward_step(self, data: Any, model: Any, **_: Any) -> tuple[Any, Any]:
-        row = next(data)
-        logits_BTV = model(row["tokens"], row["positions"], row["mask"])
-        return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})
 
 
 class _Data(dict):  # type: ignore[type-arg]

@@ -1,0 +1,109 @@
+"""Expert-parallel ranks resume with the random states of one of them.
+
+Symptom:
+    After a load each expert-parallel rank draws the same numbers as the first: forced load
+    balancing sends their tokens to the same experts, dropout in experts has the same masks. A run
+    that was saved and loaded is another one than the run that went on.
+
+Cause:
+    `get_rng_state` names a replica by its data-parallel rank, so that one replica's states are
+    saved; but the tracker's `expert-parallel-rng` is another one on each expert-parallel rank.
+
+Affects:
+    Every release with `--ckpt-format torch_dist`. Releases before 0.17 carry `megatron.training` in
+    a source checkout only. Megatron-Bridge, slime and miles save one state for each replica. What
+    the patch does: the states that are saved have that of each expert-parallel rank besides, and a
+    load gives each rank its own. Checkpoints of before, and those loaded with other numbers of
+    expert-parallel ranks, give what they gave before. Other versions can load what it saves.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/6858, merged on 2026-08-25.
+
+Remove when:
+    `get_rng_state` names the expert-parallel rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
+
+_STREAM = "expert-parallel-rng"
+_OF_ALL = "expert_parallel_rng_of_ranks"
+
+
+def get_rng_state(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Collect the states, and those of all expert-parallel ranks beside them."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    found = original(*args, **kwargs)
+    if (
+        isinstance(found, ShardedObject)
+        and parallel_state.get_expert_model_parallel_world_size() > 1
+    ):
+        group = parallel_state.get_expert_model_parallel_group()
+        of_ranks: list[Any] = [None] * group.size()
+        own = found.data[0]["rng_tracker_states"].get(_STREAM)
+        torch.distributed.all_gather_object(of_ranks, own, group=group)
+        found.data[0][_OF_ALL] = of_ranks
+    return found
+
+
+def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Read a checkpoint, and let its random states be those of this rank."""
+    from megatron.core import parallel_state
+
+    state = original(*args, **kwargs)
+    states = (state[0] or {}).get("rng_state")
+    of_ranks = states[0].get(_OF_ALL, ()) if isinstance(states, list) else ()
+    if len(of_ranks) > 1 and len(of_ranks) == parallel_state.get_expert_model_parallel_world_size():
+        own = of_ranks[parallel_state.get_expert_model_parallel_rank()]
+        for each in states:
+            each["rng_tracker_states"][_STREAM] = own
+    return state
+
+
+def reproduce() -> None:
+    """Save and load on two expert-parallel ranks, and look at the stream."""
+    import tempfile
+
+    import torch
+    from megatron.core.tensor_parallel import random
+    from megatron.training import checkpointing
+
+    from megatron_idempotent.proof.cpu import program
+
+    given = ["--ckpt-format", "torch_dist", "--no-save-optim", "--no-load-optim"]
+    experts = ["--num-experts", "2", "--expert-model-parallel-size", "2"]
+    running = program.start([*given, *experts])
+    rank = torch.distributed.get_rank()
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    torch.distributed.broadcast_object_list(folder)
+    running.args.save = running.args.load = folder[0]
+    tracker = random.get_cuda_rng_tracker()
+    before = tracker.get_states()[_STREAM].clone()
+    checkpointing.save_checkpoint(1, running.chunks, None, None, 0)
+    checkpointing.load_checkpoint(running.chunks, None, None)
+    if not torch.equal(tracker.get_states()[_STREAM], before):
+        raise RuntimeError(f"rank {rank} has the {_STREAM} of another rank after a load")
+
+
+PATCH = Patch(
+    "expert-parallel ranks resume with the random states of one of them",
+    target(
+        "checkpointing.get_rng_state",
+        get_rng_state,
+        "tensor_parallel.get_cuda_rng_tracker().get_states()",
+    ),
+    target(
+        "checkpointing._load_base_checkpoint",
+        load_base_checkpoint,
+        "_load_global_dist_base_checkpoint",
+    ),
+    needs=("psutil",),
+    stock_error=r"RuntimeError: rank 1 has the expert-parallel-rng of another rank after a load",
+)

@@ -1,0 +1,131 @@
+"""A checkpoint that cannot be read ends the program with status 0, as if it had trained to its end.
+
+Symptom:
+    A file of `--ckpt-format torch` is cut. One rank prints "could not load the checkpoint" and
+    exits with status 0, so that a launcher takes the job for done; the others wait for it. Or the
+    file of the optimizer's state is missing: weights are those of the checkpoint by then, moments
+    and main parameters those of the run.
+
+Cause:
+    `_load_base_checkpoint` and `load_checkpoint` end in `sys.exit()`, which has no status, wherever
+    something cannot be read. The optimizer's file is opened after weights are loaded.
+
+Affects:
+    Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
+    the patch does: such an exit is a `RuntimeError` with the reason, on all ranks. Before a rank
+    loads weights it looks whether the optimizer's file is whole. `--exit-on-missing-checkpoint`
+    ends with status 0 as before.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,
+    `_load_base_checkpoint`, at "could not load the checkpoint"; no thread found.
+
+Remove when:
+    `load_checkpoint` raises what it has met, or exits with another status than 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch, arguments
+from megatron_idempotent.window import agreement
+
+
+def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Load on all ranks, or raise on all of them."""
+    from megatron.training import get_args
+
+    with agreement.as_one("Ranks may have loaded a part: load a whole checkpoint before a step."):
+        try:
+            return original(*args, **kwargs)
+        except SystemExit as left:
+            if left.code or getattr(get_args(), "exit_on_missing_checkpoint", False):
+                raise
+            why = left.__context__
+            said = "see above" if why is None else agreement.describe(why)
+            raise RuntimeError(f"the checkpoint cannot be loaded: {said}") from why
+
+
+def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Read the checkpoint, and look at the optimizer's file before anything is loaded."""
+    from megatron.training import checkpointing
+
+    found = original(*args, **kwargs)
+    call = arguments(original, args, kwargs)
+    if found[3] is checkpointing.CheckpointType.LEGACY and not call["rank0"]:
+        error = None
+        try:
+            if not found[2]:  # a release has no state of an optimizer
+                _look_at_optimizer(call["args"], found[1])
+        except (OSError, ValueError) as unreadable:
+            error = unreadable
+        agreement.meet("Nothing was loaded on any rank.", error)
+    return found
+
+
+def _look_at_optimizer(options: Any, name: str) -> None:
+    """Raise unless the optimizer's file, if this rank will read it, is there and whole."""
+    import zipfile
+
+    from megatron.core import parallel_state
+    from megatron.training import checkpointing
+
+    reads = not (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        and parallel_state.get_expert_data_parallel_rank()
+    )
+    wanted = options.use_distributed_optimizer and not (options.no_load_optim or options.finetune)
+    if not (reads and wanted):
+        return
+    path = checkpointing.get_distributed_optimizer_checkpoint_name(name)
+    with open(path, "rb") as file:
+        if file.read(2) == b"PK" and not zipfile.is_zipfile(file):
+            raise ValueError(f"{path} is cut: the end of its archive is missing")
+
+
+def reproduce() -> None:
+    """Cut the file of the optimizer, then that of the weights, and load."""
+    import os
+    import tempfile
+    from pathlib import Path
+
+    from megatron.training import checkpointing
+
+    from megatron_idempotent.proof.cpu import program
+
+    running = program.start(["--bf16", "--ckpt-format", "torch"])
+    whole = [running.chunks, running.optimizer, running.scheduler]
+    with tempfile.TemporaryDirectory() as folder:
+        running.args.save = running.args.load = folder
+        running.train(1)
+        checkpointing.save_checkpoint(1, *whole, 0)
+        for chunk in running.chunks:
+            chunk.requires_grad_(False)
+            for parameter in chunk.parameters():
+                parameter.add_(1)
+        before = running.parameters()
+        for name in ("distrib_optim.pt", "model_optim_rng.pt"):
+            (path,) = Path(folder).glob(f"iter_*/*/{name}")
+            os.truncate(path, path.stat().st_size // 2)
+            try:
+                checkpointing.load_checkpoint(*whole)
+            except RuntimeError as error:
+                raised = str(error)
+            except SystemExit as left:
+                raise RuntimeError(
+                    f"{name} is cut, and the program ends with {left.code}"
+                ) from left
+            if not running.parameters().equal(before):
+                raise RuntimeError(f"{name} is cut, and weights are loaded; said was {raised}")
+
+
+PATCH = Patch(
+    "a checkpoint that cannot be read ends the program with status 0",
+    target("checkpointing.load_checkpoint", load_checkpoint, "sys.exit()"),
+    target("checkpointing._load_base_checkpoint", load_base_checkpoint, "sys.exit()"),
+    ranks=1,
+    given=("reshardable-load-wants-step",),
+    stock_error=r"RuntimeError: \w+\.pt is cut, and (weights are loaded|the exit is None)",
+)
