@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_idempotent.rl.weights import (
     WeightsError,
     checksum,
 )
-from megatron_idempotent.rl.weights.deltas import EncodedDelta, apply, encode, verify
+from megatron_idempotent.rl.weights.deltas import EncodedDelta, apply, encode, join, verify
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8)
 #: Around a word of 8 bytes, and a block that is compared and mixed at once.
@@ -194,3 +195,18 @@ def test_a_view_that_begins_inside_a_word_is_written_in_place() -> None:
 def test_tensors_that_differ_in_kind_have_no_delta(other: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"encode\(\) got"):
         encode(torch.zeros(2, 3), other)
+
+
+def test_deltas_in_a_row_are_joined_into_one_and_a_gap_between_them_is_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    versions = [torch.randn(37, 11, generator=generator).bfloat16()]
+    for _ in range(3):
+        chosen = torch.rand(37, 11, generator=generator) < 0.2
+        versions.append(torch.where(chosen, versions[-1] * 1.5, versions[-1]))
+    steps = [encode(new, old) for old, new in itertools.pairwise(versions)]
+    tensor = versions[0].clone()
+    apply(join(steps), tensor)
+    assert torch.equal(tensor.view(torch.int16), versions[-1].view(torch.int16))
+    assert join([steps[0], steps[0].undo()]).changed == 0
+    with pytest.raises(UpdateDamaged, match="an update is missing between them"):
+        join([steps[0], steps[2]])
