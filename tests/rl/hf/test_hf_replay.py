@@ -70,7 +70,7 @@ def compared(folder: Any, layout: dict[str, int]) -> None:
     # Another engine's routers may be torn the other way.
     torch.distributed.broadcast_object_list(samples)
     hf_programs.parallel(**layout)
-    _, _, chunks = hf_programs.loaded(folder, params_dtype=torch.float32)
+    arch, _, chunks = hf_programs.loaded(folder, params_dtype=torch.float32)
     model = chunks[0].eval()
     rows = [((*PROMPT, seed), sample, 0.0) for seed, sample in enumerate(samples)]
     batch = pack_rows(rows, positions=len(PROMPT) + TOKENS, pad_id=0, replays=True)
@@ -96,7 +96,8 @@ def compared(folder: Any, layout: dict[str, int]) -> None:
         for each in (measure, replay):
             maps.clear()
             logits_BTV = each.run(model, routes, logits)
-            logprob_BT = token_logprobs(logits=logits_BTV, targets=batch.targets_BT).logprob
+            given = {"targets": batch.targets_BT, "vocab_size": arch.vocab_size}
+            logprob_BT = token_logprobs(logits=logits_BTV, **given).logprob
             gap_BT = (logprob_BT - batch.old_logprobs_BT).abs()[response_BT]
             gaps.append(float(gap_BT.max()))
             other, whole = each.take_counts().tolist()
