@@ -174,7 +174,8 @@ def test_logits_after_ten_deltas_are_those_after_one_whole_update(
         for version in range(2, 12):
             report = await one_update(by_deltas, training, version)
             assert report.bytes_sent < report.bytes_whole / 5
-            assert 0.005 < report.elements_changed / report.elements < 0.021
+            # One in fifty changes; a tensor that comes whole counts with all of its elements.
+            assert 0.005 < report.elements_changed / report.elements < 0.03
             assert report.decode_s > 0
         await whole.update(training, 11)
 
