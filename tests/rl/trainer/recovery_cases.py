@@ -134,8 +134,8 @@ class Run:
     codes: list[int | None]
     """The exit code of each start; None for one that was killed."""
     said: str
-    pids: list[int]
-    """Processes that there were when something was killed."""
+    pids: list[tuple[int, str]]
+    """Processes that there were when something was killed; see `kill_points.named`."""
     temporary: Path
 
     def found(self):
@@ -222,7 +222,7 @@ def check(run, found, left):
     assert run.found() == found
     # Nothing is stranded: processes, files, folders.
     until = time.monotonic() + 10
-    while alone := [pid for pid in run.pids if alive(pid)]:
+    while alone := [each for each in run.pids if alive(*each)]:
         assert time.monotonic() < until, f"processes are left: {alone}"
         time.sleep(0.05)
     assert run.left() == left
