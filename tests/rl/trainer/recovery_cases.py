@@ -105,9 +105,16 @@ def planned(runner, mode, turn):
     """Return a kill in each phase of a mode, in the order in which phases come."""
     whom, column = TURNS[runner, mode][turn], list(MODES).index(mode) + 2
     found = [(phase, *row[:2], row[column]) for phase, row in PHASES.items() if row[column]]
-    return [
+    kills = [
         Kill(phase=phase, place=place, when=when, at=at, who=whom[number % len(whom)])
         for number, (phase, place, when, at) in enumerate(found)
+    ]
+    # No rank is there yet that could die alone.
+    return [
+        dataclasses.replace(kill, who="all")
+        if kill.phase == "start: ranks are awaited" and "rank" in kill.who
+        else kill
+        for kill in kills
     ]
 
 
