@@ -63,7 +63,7 @@ class _Watch:
         if when == _NOTED.get(name, (None,))[0]:
             self._note("notes", _NOTED[name][1](sys._getframe(2).f_locals))
         if when == "call" and _COMES.get(name) == Path(code.co_filename).stem:
-            self._note("processes", {me: [os.getpid(), os.getppid()]})
+            self._note("processes", {me: [named(os.getpid()), named(os.getppid())]})
         left = self._left()
         for kill in left:
             module, _, function = kill.place.partition(":")
@@ -86,13 +86,15 @@ class _Watch:
         newest = {}
         for line in (self._plan.parent / "processes").read_text().splitlines():
             newest |= json.loads(line)
-        living = {name: both for name, both in newest.items() if alive(both[0])}
-        pids = {name: [pid] for name, (pid, _) in living.items()}
-        ranks = [pid for name, (pid, _) in sorted(living.items()) if name != "command"]
-        above = list({parent for name, (_, parent) in living.items() if name != "command"})
+        # What is killed has to be what was noted, and not one that has its number now.
+        living = {name: own[0] for name, (own, _) in newest.items() if alive(*own)}
+        parents = {name: [of[0]] if alive(*of) else [] for name, (_, of) in newest.items()}
+        pids = {name: [pid] for name, pid in living.items()}
+        ranks = [pid for name, pid in sorted(living.items()) if name != "command"]
+        above = list({pid for name in living if name != "command" for pid in parents[name]})
         started = pids.get("command", [])
         if os.environ[RUNNER] == "torchrun":  # its ranks' parent; one of them starts the rest
-            pids["supervisor"] = [living["command"][1]] if "command" in living else []
+            pids["supervisor"] = parents["command"] if "command" in living else []
             started = [*above, *pids["supervisor"], *started]
         everyone = dict.fromkeys([*(each for pid in started for each in descendants(pid)), *ranks])
         return {
@@ -115,7 +117,7 @@ class _Watch:
         if not whom:  # ranks that died before are not there again: the next time, then
             return
         with self._plan.with_suffix(".spent").open("a") as file:
-            json.dump(living["all"], file)
+            json.dump([named(pid) for pid in living["all"]], file)
             file.write("\n")
         draft = self._plan.with_suffix(".draft")
         draft.write_text(json.dumps([dataclasses.asdict(each) for each in others]))
@@ -220,9 +222,15 @@ def _parent(pid: int) -> int:
     return int(_stat(pid)[1])
 
 
-def alive(pid: int) -> bool:
+def named(pid: int) -> tuple[int, str]:
+    """Return a process id and when its process began: the id alone may be another's soon."""
+    stat = _stat(pid)
+    return pid, stat[19] if len(stat) > 19 else ""
+
+
+def alive(pid: int, began: str | None = None) -> bool:
     """Return whether there is such a process, and it has not ended."""
-    return _stat(pid)[0] not in "ZX"
+    return _stat(pid)[0] not in "ZX" and began in (None, named(pid)[1])
 
 
 def descendants(pid: int) -> list[int]:

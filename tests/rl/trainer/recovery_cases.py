@@ -105,9 +105,16 @@ def planned(runner, mode, turn):
     """Return a kill in each phase of a mode, in the order in which phases come."""
     whom, column = TURNS[runner, mode][turn], list(MODES).index(mode) + 2
     found = [(phase, *row[:2], row[column]) for phase, row in PHASES.items() if row[column]]
-    return [
+    kills = [
         Kill(phase=phase, place=place, when=when, at=at, who=whom[number % len(whom)])
         for number, (phase, place, when, at) in enumerate(found)
+    ]
+    # No rank is there yet that could die alone.
+    return [
+        dataclasses.replace(kill, who="all")
+        if kill.phase == "start: ranks are awaited" and "rank" in kill.who
+        else kill
+        for kill in kills
     ]
 
 
@@ -134,8 +141,8 @@ class Run:
     codes: list[int | None]
     """The exit code of each start; None for one that was killed."""
     said: str
-    pids: list[int]
-    """Processes that there were when something was killed."""
+    pids: list[tuple[int, str]]
+    """Processes that there were when something was killed; see `kill_points.named`."""
     temporary: Path
 
     def found(self):
@@ -222,7 +229,7 @@ def check(run, found, left):
     assert run.found() == found
     # Nothing is stranded: processes, files, folders.
     until = time.monotonic() + 10
-    while alone := [pid for pid in run.pids if alive(pid)]:
+    while alone := [each for each in run.pids if alive(*each)]:
         assert time.monotonic() < until, f"processes are left: {alone}"
         time.sleep(0.05)
     assert run.left() == left

@@ -54,9 +54,8 @@ ENGINE_DIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "phases", [["generation"], pytest.param([*ENGINE_DIES], marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive  # vLLM takes a minute for each start
+@pytest.mark.parametrize("phases", [["generation"], [*ENGINE_DIES]])
 def test_a_server_that_dies_alone_comes_back_to_the_bits_of_one_that_lived(
     phases, megatron_rank_pool, tmp_path
 ):
