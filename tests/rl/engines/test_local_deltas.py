@@ -116,7 +116,7 @@ async def one_update(sync: WeightSync, training: Training, version: int) -> Sync
         return failed.report
 
 
-@pytest.mark.parametrize("updates", [40, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("updates", [25, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_whatever_is_lost_a_committed_engine_has_the_trainers_bits(
     updates: int, make_model: Any
 ) -> None:
@@ -174,7 +174,7 @@ def test_logits_after_ten_deltas_are_those_after_one_whole_update(
         for version in range(2, 12):
             report = await one_update(by_deltas, training, version)
             assert report.bytes_sent < report.bytes_whole / 5
-            assert 0.005 < report.elements_changed / report.elements < 0.021
+            assert 0.005 < report.elements_changed / report.elements < 0.03
             assert report.decode_s > 0
         await whole.update(training, 11)
 
