@@ -390,7 +390,7 @@ def _planes(xor_K: Any) -> list[Any]:
     parts = []
     for byte in range(xor_K.itemsize):
         plane = planes[:, byte]
-        nonzero = np.flatnonzero(plane != 0)
+        nonzero: Any = np.flatnonzero(plane != 0)
         places = _places(nonzero, len(plane))
         if len(places) + len(nonzero) >= len(plane) + _PLACES.size:
             places, nonzero = _places(np.arange(len(plane)), len(plane)), slice(None)
@@ -415,13 +415,13 @@ def _places(at_K: Any, count: int) -> Any:
         return _listed(form, at_K, np.packbits(bits, bitorder="little"))
     unit = _UNITS[form]
     goes_on = np.iinfo(unit).max
-    units = np.full(sizes[form] // np.dtype(unit).itemsize, goes_on, unit)
+    filled = np.full(sizes[form] // np.dtype(unit).itemsize, goes_on, unit)
     longer = np.flatnonzero(gaps >= goes_on)
     steps = np.ones(len(gaps), np.int64)
     steps[longer] += gaps[longer] // goes_on
     gaps[longer] %= goes_on
-    units[np.cumsum(steps) - 1] = gaps
-    return _listed(form, at_K, units)
+    filled[np.cumsum(steps) - 1] = gaps
+    return _listed(form, at_K, filled)
 
 
 def _listed(form: int, at_K: Any, content: Any) -> Any:

@@ -116,7 +116,7 @@ async def one_update(sync: WeightSync, training: Training, version: int) -> Sync
         return failed.report
 
 
-@pytest.mark.parametrize("updates", [40, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("updates", [25, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_whatever_is_lost_a_committed_engine_has_the_trainers_bits(
     updates: int, make_model: Any
 ) -> None:
