@@ -241,7 +241,7 @@ def test_bits_are_the_trainers_after_each_commit_whatever_fails(updates: int) ->
     async def scenario() -> None:
         trainer = Trainer(place, anchor_every=7, anchors=2)
         engines = [WeightsEngine(str(number)) for number in range(3)]
-        followings = [follower(place, engine) for engine in engines]
+        followers = [follower(place, engine) for engine in engines]
         told = dict.fromkeys(("killed", "aborted", "lied", "restarted", "caught up", "chains"), 0)
 
         async def publish() -> None:
@@ -270,11 +270,11 @@ def test_bits_are_the_trainers_after_each_commit_whatever_fails(updates: int) ->
             for number in range(3):
                 if chance.random() < 0.05:
                     engines[number] = WeightsEngine(str(number))
-                    followings[number] = follower(place, engines[number])
+                    followers[number] = follower(place, engines[number])
                     told["restarted"] += 1
                 if chance.random() < 0.5:
                     continue  # it loses this one
-                engine, following = engines[number], followings[number]
+                engine, following = engines[number], followers[number]
                 lied = bool(lists) and chance.random() < 0.3
                 if lied:
                     chance.choice(LIES)(following, lists, chance)
@@ -298,7 +298,7 @@ def test_bits_are_the_trainers_after_each_commit_whatever_fails(updates: int) ->
         trainer.fails_at = None
         await trainer.publish(deltas=False)
         await trainer.steps(1)
-        for engine, following in zip(engines, followings, strict=True):
+        for engine, following in zip(engines, followers, strict=True):
             await following.catch_up()
             assert engine.bits == bits(trainer.tensors)
         left = unneeded(objects)  # by the last update, if it was an anchor

@@ -34,7 +34,7 @@ def test_an_object_that_is_not_what_was_written_is_refused() -> None:
     key = objects.put("objects/", b"content")
     assert key == "objects/" + hashlib.sha256(b"content").hexdigest()
     assert objects.get(key) == b"content"
-    objects.write(key, b"conten")
+    objects.write(key, b"content"[:6])
     with pytest.raises(UpdateDamaged, match=r"has 6 bytes with SHA-256 .* it was cut short"):
         objects.get(key)
     objects.remove([key, key])
@@ -189,7 +189,5 @@ def test_a_scheme_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(registry._registry, "s3", None)
     monkeypatch.delitem(registry._registry, "s3")
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"[Ii]nstall s3fs.*megatron-idempotent\[bucket\]"
-    ):
+    with pytest.raises(ModuleNotFoundError, match=r"s3fs.*megatron-idempotent\[bucket\]"):
         t.BucketSender("s3://weights")
