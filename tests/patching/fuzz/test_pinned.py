@@ -16,7 +16,7 @@ from megatron_idempotent.patching.decide import review
 from megatron_idempotent.patching.source import Body, locate, parse_body, read_body
 from megatron_idempotent.patching.statements import accepted, change, statements
 
-#: Of each function: some fifty in all.
+#: Of each function: some seventy in all.
 COUNT = 1
 
 
