@@ -56,7 +56,8 @@ def bars(title: str, one: str, rows: Sequence[Bar]) -> str:
     """Draw a bar for each ratio, a line at 1.0, which is `one`, and a mark at each limit."""
     most = max(1.0, *(max(row.value, row.limit[1] if row.limit else 0) for row in rows))
     scale = (_RIGHT - _LEFT) / most
-    parts, y = [words(_LEFT + scale, 16, f"1.0 = {one}", _anchor(scale))], 22
+    anchor = ' text-anchor="middle"' if most > 2 else ' text-anchor="end"'  # within the picture
+    parts, y = [words(_LEFT + scale, 16, f"1.0 = {one}", anchor)], 22
     for group, members in itertools.groupby(rows, lambda row: row.group):
         if group:
             y += _ROW + 4
@@ -81,8 +82,3 @@ def bars(title: str, one: str, rows: Sequence[Bar]) -> str:
             parts.append(words(reach + 6, y, told))
     parts.append(path(f"M{_LEFT + scale:.1f} 22V{y + 8}", INK, ' stroke-dasharray="4 3"'))
     return picture(_WIDTH, y + 14, title, parts)
-
-
-def _anchor(scale: float) -> str:
-    """Keep the words at 1.0 within the picture."""
-    return ' text-anchor="middle"' if scale < (_RIGHT - _LEFT) / 2 else ' text-anchor="end"'

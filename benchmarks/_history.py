@@ -24,7 +24,8 @@ _LEFT, _RIGHT, _TOP, _HEIGHT = 40, 770, 120, 150
 
 def draw(found: dict[str, list[dict[str, Any]]], pins: list[dict[str, Any]]) -> str:
     """Draw a row for each branch, with a line at each commit that a framework pins."""
-    days = [date.fromisoformat(run[end]) for runs in found.values() for run in runs for end in ENDS]
+    ends = [run[end] for runs in found.values() for run in runs for end in ("since", "until")]
+    days = [date.fromisoformat(end) for end in ends]
     first = min(days)
     scale = (_RIGHT - _LEFT) / (max(days) - first).days
 
@@ -48,9 +49,9 @@ def draw(found: dict[str, list[dict[str, Any]]], pins: list[dict[str, Any]]) -> 
             if mark != 99:
                 parts.append(words(_LEFT - 6, y(mark) + 4, f"{mark:g}", ' text-anchor="end"'))
         steps = [f"H{x(run['since']):.1f}V{y(s):.1f}" for run, s in zip(runs, shares, strict=True)]
-        begun = f"M{x(runs[0]['since']):.1f} {y(shares[0]):.1f}"
-        ended = f"H{x(runs[-1]['until']):.1f}"
-        parts.append(path(begun + "".join(steps) + ended, OURS, ' stroke-width="2"'))
+        steps[0] = f"M{x(runs[0]['since']):.1f} {y(shares[0]):.1f}"
+        steps.append(f"H{x(runs[-1]['until']):.1f}")
+        parts.append(path("".join(steps), OURS, ' stroke-width="2"'))
     for month in sorted({day.replace(day=1) for day in days}):
         if month >= first and month.month % 2:
             at = x(month.isoformat())
@@ -63,9 +64,6 @@ def draw(found: dict[str, list[dict[str, Any]]], pins: list[dict[str, Any]]) -> 
         turned = f' font-size="11" transform="rotate(-60 {last:.1f} {_TOP - 24})"'
         parts.append(words(last, _TOP - 24, pin["name"], turned))
     return picture(_RIGHT + 90, bottom + 32, "Share of the patches that land", parts)
-
-
-ENDS = ("since", "until")
 
 
 def main(argv: list[str], root: Path) -> int:

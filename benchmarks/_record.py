@@ -52,11 +52,7 @@ def leaves(at: str, found: Any) -> Iterator[tuple[str, float | str]]:
                 form.format(held[key]) for key, form in _NAMES.items() if held.get(key, 1) != 1
             ]
             step = ", ".join(words) or str(index)
-            rest = {
-                key: value
-                for key, value in held.items()
-                if not isinstance(value, str) and key not in _NAMES
-            }
+            rest = {k: v for k, v in held.items() if not isinstance(v, str) and k not in _NAMES}
             yield from leaves(f"{at}, {step}" if at else step, rest if held else each)
 
 

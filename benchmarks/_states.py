@@ -99,10 +99,10 @@ def page(found: Found) -> str:
             if {*cells} & {"ok", "**no**"} or "–" not in cells:
                 shown.add(name)
                 parts.append(line(f"`{name}`", *cells))
-        told = [
-            f"- {'; '.join(f'{at} {_listed(checks)}' for at, checks in where.items())}: {fault}"
-            for fault, where in _faults(runs).items()
-        ]
+        told = []
+        for fault, where in _faults(runs).items():
+            places = "; ".join(f"{at} {', '.join(checks)}" for at, checks in where.items())
+            told.append(f"- {places}: {fault}")
         parts += ["", *told, ""] if told else [""]
     demands = [
         line(f"`{name}`", check.summary) for name, check in STATE_CHECKS.items() if name in shown
@@ -130,10 +130,6 @@ def _faults(runs: Mapping[str, Verdicts]) -> dict[str, dict[str, list[str]]]:
                     at = found.setdefault(fault, {}).setdefault(f"{name}, `{layout}`,", [])
                     at.append(f"`{check}`")
     return found
-
-
-def _listed(checks: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(checks[:-1]), checks[-1])))
 
 
 def main(argv: Sequence[str], root: Path) -> int:

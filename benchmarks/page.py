@@ -114,12 +114,12 @@ def page(machines: Mapping[str, Runs], summaries: Mapping[str, str]) -> str:
             parts += [_wrapped(f"![{alt}]({PICTURES.as_posix()}/{name}.svg)"), ""]
         parts += ['<details markdown="1">', "<summary>The numbers</summary>", "", summaries[name]]
         for label, run in shown.items():
-            command = " ".join(["python -m benchmarks", name, *_shown(run["arguments"])])
+            asked = [each for each in run["arguments"] if each != "--json"]
+            command = " ".join(["python -m benchmarks", name, *asked])
             parts += ["", f"    {command}", "", f"{label}: {_told(run)}", ""]
             parts += ["| | ratio |", "| --- | --- |"]
             parts += [
-                f"| {_cell(label)} | {number(value)} |"
-                for label, value in ratios(name, run["found"]).items()
+                f"| {at} | {number(value)} |" for at, value in ratios(name, run["found"]).items()
             ]
         parts += ["", "</details>", ""]
     missing = [name for name in MEANINGS if not any(name in runs for runs in machines.values())]
@@ -169,12 +169,12 @@ def _bars(name: str, shown: Runs) -> list[Bar]:
             match = re.fullmatch(pattern, at)
             if match is None:
                 continue
-            words = [(kind, word) for kind, word in match.groupdict().items() if word]
-            groups = [label] if len(shown) > 1 else []
-            groups += [word for kind, word in words if kind.startswith("group")]
-            side = ", ".join(word for kind, word in words if kind.startswith("side"))
+            words = {"group0": label if len(shown) > 1 else "", **match.groupdict()}.items()
+            group, side = (
+                ", ".join(word for kind, word in words if word and kind.startswith(part))
+                for part in ("group", "side")
+            )
             ours = not re.fullmatch(meaning.get("others", "$."), side)
-            group = ", ".join(groups)
             found.append(Bar(group=group, side=side, value=value, ours=ours, limit=limits.get(at)))
     order = list(dict.fromkeys(bar.group for bar in found))
     return sorted(found, key=lambda bar: order.index(bar.group))
@@ -182,14 +182,6 @@ def _bars(name: str, shown: Runs) -> list[Bar]:
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-
-
-def _shown(arguments: Sequence[str]) -> list[str]:
-    return [each for each in arguments if each != "--json"]
-
-
-def _cell(label: str) -> str:
-    return label.replace("|", "\\|")
 
 
 def _told(run: Mapping[str, Any]) -> str:
@@ -216,19 +208,19 @@ def summaries(root: Path) -> dict[str, str]:
 def known(root: Path) -> dict[str, Runs]:
     """Read what each machine's file in docs/ has, by the machine's label."""
     files = sorted((root / DOCS).glob("benchmarks*.json"), key=lambda path: path.stem)
-    labels = {path: path.stem.partition("-")[2].upper() or "CPU" for path in files}
-    return {labels[path]: json.loads(path.read_text("utf-8")) for path in files}
+    return {
+        path.stem.partition("-")[2].upper() or "CPU": json.loads(path.read_text("utf-8"))
+        for path in files
+    }
 
 
 def main(argv: Sequence[str], root: Path) -> int:
     """Merge the results of the folders that are given, and write the page and its pictures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path)
-    parser.add_argument("--machine", help="of these results, if it is not the CPU")
+    parser.add_argument("--machine", default="", help="of these results, if it is not the CPU")
     asked = parser.parse_args(argv)
-    into = (
-        root / DOCS / (f"benchmarks-{asked.machine}.json" if asked.machine else "benchmarks.json")
-    )
+    into = root / DOCS / f"benchmarks{asked.machine and '-' + asked.machine}.json"
     if asked.folders:
         runs = dict(json.loads(into.read_text("utf-8"))) if into.exists() else {}
         for folder in asked.folders:

@@ -116,4 +116,4 @@ def test_a_format_is_told_by_check_and_megatron(tmp_path):
     assert "\n| `save-and-go-on` | ok | not run |\n" in text
     assert "\n| `save-and-go-on` | a save, " in text
     assert "async-save" not in text
-    assert "\n- 0.1, `ep2`, `rollback`, `reshard-dp` and `keeps-random`: it is known\n" in text
+    assert "\n- 0.1, `ep2`, `rollback`, `reshard-dp`, `keeps-random`: it is known\n" in text
