@@ -199,6 +199,12 @@ class OnHost(DPReshardable):
 class Training(DistCheckpoint):
     """Saves and loads with `megatron.training.checkpointing`, as `pretrain` does."""
 
+    cannot = MappingProxyType(
+        {
+            **DistCheckpoint.cannot,
+            "failed-load-rank-cannot-read": "the others wait for it where all read the tracker file",
+        }
+    )
     given: tuple[str, ...] = ("--ckpt-format", "torch_dist")
 
     def build(self, subject: Subject) -> None:
