@@ -202,7 +202,7 @@ class Training(DistCheckpoint):
     cannot = MappingProxyType(
         {
             **DistCheckpoint.cannot,
-            "failed-load-rank-cannot-read": "the others wait for it where all read the tracker file",
+            "failed-load-rank-cannot-read": "others wait in read_metadata",
         }
     )
     given: tuple[str, ...] = ("--ckpt-format", "torch_dist")
