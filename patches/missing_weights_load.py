@@ -30,7 +30,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.patching import Patch, Target, arguments
-from megatron_idempotent.window import agreement
 
 
 def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +37,8 @@ def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
     from megatron.training import get_args
+
+    from megatron_idempotent.window import agreement
 
     call = arguments(original, args, kwargs)
     # Up to 0.18 upstream itself is not strict where a retriever is added to a model.

@@ -30,7 +30,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.patching import Patch, Target, arguments
-from megatron_idempotent.window import agreement
 
 _MODULE = "megatron.training.checkpointing"
 
@@ -38,6 +37,8 @@ _MODULE = "megatron.training.checkpointing"
 def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Load on all ranks, or raise on all of them."""
     from megatron.training import get_args
+
+    from megatron_idempotent.window import agreement
 
     with agreement.as_one("Ranks may have loaded a part: load a whole checkpoint before a step."):
         try:
@@ -53,6 +54,8 @@ def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def load_base_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Read the checkpoint, and look at the optimizer's file before anything is loaded."""
     from megatron.training import checkpointing
+
+    from megatron_idempotent.window import agreement
 
     found = original(*args, **kwargs)
     call = arguments(original, args, kwargs)

@@ -41,7 +41,7 @@ class DistCheckpoint(SplitStep):
     reshards: tuple[str, ...] = ("dp",)
     sharding: str
     persistent = False
-    """Whether one process writes all asynchronous saves, and not one that is forked for each."""
+    """True if one process writes all asynchronous saves, and none is forked for each."""
 
     def build(self, subject: Subject) -> None:
         super().build(subject)
