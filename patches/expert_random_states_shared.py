@@ -58,7 +58,7 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     from megatron.core import parallel_state
 
     state = original(*args, **kwargs)
-    states = (state[0] or {}).get("rng_state")
+    states: Any = (state[0] or {}).get("rng_state")
     of_ranks = states[0].get(_OF_ALL, ()) if isinstance(states, list) else ()
     if len(of_ranks) > 1 and len(of_ranks) == parallel_state.get_expert_model_parallel_world_size():
         own = of_ranks[parallel_state.get_expert_model_parallel_rank()]

@@ -37,7 +37,6 @@ from typing import Any
 
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Original, Patch, arguments
-from megatron_idempotent.window import agreement
 
 _UNCHANGED = "Nothing was loaded on any rank."
 _PART = "Ranks may have loaded a part: load a whole checkpoint before the next step."
@@ -48,6 +47,8 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    from megatron_idempotent.window import agreement
 
     call = arguments(original, args, kwargs)
     if not call["validate_access_integrity"] or kwargs.get("process_group"):
@@ -71,6 +72,8 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def determine_global_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Exchange what is to be loaded, unless a rank could not even begin."""
+    from megatron_idempotent.window import agreement
+
     agreement.meet(_UNCHANGED)
     return original(*args, **kwargs)
 
@@ -86,6 +89,8 @@ def get_filesystem_reader(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _read_data(reader: Any, plan: Any, planner: Any) -> Any:
+    from megatron_idempotent.window import agreement
+
     error = None
     try:
         _look_at_files(reader, plan)

@@ -31,7 +31,6 @@ from typing import Any
 
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Original, Patch, arguments
-from megatron_idempotent.window import agreement
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -39,6 +38,8 @@ def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
     from megatron.training import get_args
+
+    from megatron_idempotent.window import agreement
 
     call = arguments(original, args, kwargs)
     # Up to 0.18 upstream itself is not strict where a retriever is added to a model.

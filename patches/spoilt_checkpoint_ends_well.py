@@ -30,12 +30,13 @@ from typing import Any
 
 from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.patching import Original, Patch, arguments
-from megatron_idempotent.window import agreement
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Load on all ranks, or raise on all of them."""
     from megatron.training import get_args
+
+    from megatron_idempotent.window import agreement
 
     with agreement.as_one("Ranks may have loaded a part: load a whole checkpoint before a step."):
         try:
@@ -51,6 +52,8 @@ def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
 def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Read the checkpoint, and look at the optimizer's file before anything is loaded."""
     from megatron.training import checkpointing
+
+    from megatron_idempotent.window import agreement
 
     found = original(*args, **kwargs)
     call = arguments(original, args, kwargs)

@@ -1,5 +1,4 @@
-"""What fails on one rank of a block fails on all, wherever the others are; outside of one it does
-not wait for them."""
+"""A block that one rank leaves is left by all, wherever they are; outside of one nobody waits."""
 
 from __future__ import annotations
 

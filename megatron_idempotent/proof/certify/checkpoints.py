@@ -41,7 +41,7 @@ class DistCheckpoint(SplitStep):
     reshards: tuple[str, ...] = ("dp",)
     sharding: str
     persistent = False
-    """Whether one process writes all asynchronous saves, and not one that is forked for each."""
+    """True if one process writes all asynchronous saves, and none is forked for each."""
 
     def build(self, subject: Subject) -> None:
         super().build(subject)
@@ -199,6 +199,12 @@ class OnHost(DPReshardable):
 class Training(DistCheckpoint):
     """Saves and loads with `megatron.training.checkpointing`, as `pretrain` does."""
 
+    cannot = MappingProxyType(
+        {
+            **DistCheckpoint.cannot,
+            "failed-load-rank-cannot-read": "others wait in read_metadata",
+        }
+    )
     given: tuple[str, ...] = ("--ckpt-format", "torch_dist")
 
     def build(self, subject: Subject) -> None:
