@@ -44,7 +44,9 @@ from .records import (
     word_blocks,
 )
 
-_HEADER, _PLACES = struct.Struct("<4sBQQQQQ"), struct.Struct("<BQQ")
+# Formats and not `struct.Struct`, which cannot be pickled with functions that travel by value.
+_HEADER, _PLACES = "<4sBQQQQQ", "<BQQ"
+_HEADER_BYTES, _PLACES_BYTES = struct.calcsize(_HEADER), struct.calcsize(_PLACES)
 _MAGIC = b"WDL1"
 CODEC = _MAGIC.decode()
 """The name of the encoding, for what lists deltas."""
@@ -64,9 +66,9 @@ class EncodedDelta:
     """uint8 [bytes], on the host."""
 
     def __post_init__(self) -> None:
-        """Errors: `UpdateDamaged` for bytes that are not those of a delta as it was encoded."""
+        """Raise `UpdateDamaged` for bytes that are not those of a delta as it was encoded."""
         size = self.data.numel()
-        if size < _HEADER.size or bytes(self._bytes[:4]) != _MAGIC:
+        if size < _HEADER_BYTES or bytes(self._bytes[:4]) != _MAGIC:
             raise UpdateDamaged(
                 f"{size} bytes are no delta: they do not begin with {_MAGIC!r} and a header; send "
                 "it again"
@@ -84,7 +86,7 @@ class EncodedDelta:
 
     @property
     def _header(self) -> tuple[Any, ...]:
-        return _HEADER.unpack_from(self._bytes)
+        return struct.unpack_from(_HEADER, self._bytes)
 
     @property
     def elements(self) -> int:
@@ -115,7 +117,7 @@ class EncodedDelta:
         """Return the delta that makes the old tensor of the new one."""
         *kept, before, after, _ = self._header
         header = *kept, after, before
-        return _sealed(header, self._bytes[_HEADER.size :])
+        return _sealed(header, self._bytes[_HEADER_BYTES:])
 
     def places(self) -> tuple[Any, Any]:
         """Return places, int64 [K] in order, and old XOR new there, [K]; all other elements kept.
@@ -123,7 +125,7 @@ class EncodedDelta:
         Errors: `UpdateDamaged` for a list of places that does not fit the tensor.
         """
         itemsize, elements = self._header[1:3]
-        at_K, end = _read_places(self._bytes, _HEADER.size, elements)
+        at_K, end = _read_places(self._bytes, _HEADER_BYTES, elements)
         xor_KB = np.zeros((len(at_K), itemsize), np.uint8)
         for byte in range(itemsize):
             nonzero, start = _read_places(self._bytes, end, len(at_K))
@@ -250,7 +252,7 @@ def merged(deltas: Sequence[EncodedDelta], *, before: int) -> EncodedDelta:
     header = deltas[0]._header
     after = (before + sum(each.after for each in deltas)) % 2**64
     if len(deltas) == 1:
-        return _sealed((*header[:4], before, after), deltas[0]._bytes[_HEADER.size :])
+        return _sealed((*header[:4], before, after), deltas[0]._bytes[_HEADER_BYTES:])
     places = [each.places() for each in deltas]
     at_K, xor_K = (np.concatenate(each) for each in zip(*places, strict=True))
     order = np.argsort(at_K, kind="stable")
@@ -392,7 +394,7 @@ def _planes(xor_K: Any) -> list[Any]:
         plane = planes[:, byte]
         nonzero: Any = np.flatnonzero(plane != 0)
         places = _places(nonzero, len(plane))
-        if len(places) + len(nonzero) >= len(plane) + _PLACES.size:
+        if len(places) + len(nonzero) >= len(plane) + _PLACES_BYTES:
             places, nonzero = _places(np.arange(len(plane)), len(plane)), slice(None)
         parts += [places, plane[nonzero]]
     return parts
@@ -426,16 +428,16 @@ def _places(at_K: Any, count: int) -> Any:
 
 def _listed(form: int, at_K: Any, content: Any) -> Any:
     content = np.frombuffer(memoryview(content).cast("B"), np.uint8)
-    head = _PLACES.pack(form, len(at_K), len(content))
+    head = struct.pack(_PLACES, form, len(at_K), len(content))
     return np.concatenate([np.frombuffer(head, np.uint8), content])
 
 
 def _read_places(data: Any, start: int, count: int) -> tuple[Any, int]:
     """Return the list of places among `count` that begins at a byte, and the byte after it."""
-    if start + _PLACES.size > len(data):
-        raise _misfit(start + _PLACES.size, len(data))
-    form, changed, size = _PLACES.unpack_from(data, start)
-    start += _PLACES.size
+    if start + _PLACES_BYTES > len(data):
+        raise _misfit(start + _PLACES_BYTES, len(data))
+    form, changed, size = struct.unpack_from(_PLACES, data, start)
+    start += _PLACES_BYTES
     content = data[start : start + size]
     if len(content) != size or changed > count:
         raise _misfit(start + size, len(data))
@@ -462,13 +464,15 @@ def _misfit(wanted: int, size: int) -> UpdateDamaged:
 
 
 def _sealed(header: tuple[Any, ...], content: Any) -> EncodedDelta:
-    head = np.frombuffer(_HEADER.pack(*header, 0), np.uint8)
+    head = np.frombuffer(struct.pack(_HEADER, *header, 0), np.uint8)
     data = np.concatenate([head, content])
-    data[_HEADER.size - 8 : _HEADER.size] = np.frombuffer(struct.pack("<Q", _seal(data)), np.uint8)
+    data[_HEADER_BYTES - 8 : _HEADER_BYTES] = np.frombuffer(
+        struct.pack("<Q", _seal(data)), np.uint8
+    )
     return EncodedDelta(torch.from_numpy(data))
 
 
 def _seal(data: Any) -> int:
     content = torch.from_numpy(data).clone()
-    content[_HEADER.size - 8 : _HEADER.size] = 0
+    content[_HEADER_BYTES - 8 : _HEADER_BYTES] = 0
     return checksum(content)
