@@ -21,7 +21,7 @@ class Bar:
     """
 
     group: str
-    """What stands above the bars that belong together."""
+    """The words above the bars that belong together."""
     side: str
     value: float
     ours: bool = True
