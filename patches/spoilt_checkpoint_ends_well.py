@@ -88,6 +88,21 @@ def _look_at_optimizer(options: Any, name: str) -> None:
             raise ValueError(f"{path} is cut: the end of its archive is missing")
 
 
+def _save_and_move(running: Any, folder: str) -> list[Any]:
+    """Train, save, and move all weights; return what a load takes."""
+    from megatron.training import checkpointing
+
+    whole = [running.chunks, running.optimizer, running.scheduler]
+    running.args.save = running.args.load = folder
+    running.train(1)
+    checkpointing.save_checkpoint(1, *whole, 0)
+    for chunk in running.chunks:
+        chunk.requires_grad_(False)
+        for parameter in chunk.parameters():
+            parameter.add_(1)
+    return whole
+
+
 def reproduce() -> None:
     """Cut the file of the optimizer, then that of the weights, and load."""
     import os
@@ -99,15 +114,8 @@ def reproduce() -> None:
     from megatron_idempotent.proof.cpu import program
 
     running = program.start(["--bf16", "--ckpt-format", "torch"])
-    whole = [running.chunks, running.optimizer, running.scheduler]
     with tempfile.TemporaryDirectory() as folder:
-        running.args.save = running.args.load = folder
-        running.train(1)
-        checkpointing.save_checkpoint(1, *whole, 0)
-        for chunk in running.chunks:
-            chunk.requires_grad_(False)
-            for parameter in chunk.parameters():
-                parameter.add_(1)
+        whole = _save_and_move(running, folder)
         before = running.parameters()
         for name in ("distrib_optim.pt", "model_optim_rng.pt"):
             (path,) = Path(folder).glob(f"iter_*/*/{name}")
@@ -122,6 +130,20 @@ def reproduce() -> None:
                 ) from left
             if not running.parameters().equal(before):
                 raise RuntimeError(f"{name} is cut, and weights are loaded; said was {raised}")
+
+
+def neighbour() -> object:
+    """Load whole weights over others that have moved."""
+    import tempfile
+
+    from megatron.training import checkpointing
+
+    from megatron_idempotent.proof.cpu import program
+
+    running = program.start(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
+    with tempfile.TemporaryDirectory() as folder:
+        checkpointing.load_checkpoint(*_save_and_move(running, folder))
+    return running.parameters().numpy().tobytes()
 
 
 PATCH = Patch(
