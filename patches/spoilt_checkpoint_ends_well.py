@@ -79,7 +79,9 @@ def _look_at_optimizer(options: Any, name: str) -> None:
         parallel_state.get_data_parallel_rank(with_context_parallel=True)
         and parallel_state.get_expert_data_parallel_rank()
     )
-    wanted = options.use_distributed_optimizer and not (options.no_load_optim or options.finetune)
+    wanted = options.use_distributed_optimizer and not (
+        options.no_load_optim or getattr(options, "finetune", False)
+    )
     if not (reads and wanted):
         return
     path = checkpointing.get_distributed_optimizer_checkpoint_name(name)
