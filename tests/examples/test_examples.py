@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from short_examples import NEEDS_ALL, PACKAGE, binds, names_of, resolved, seen_by
 
+from megatron_idempotent.megatron.targets import target
+
 pytestmark = NEEDS_ALL
 
 CLUSTER = "processes of its own, which cost 5 CPU seconds each"
@@ -35,6 +37,8 @@ BOUND = {
     "rl/workers/embedded.py": CLUSTER,
     "rl/workers/ray.py": "a cluster of Ray's",
     "rl/workers/torchrun.py": "torchrun's ranks in other processes",
+    "megatron/expert_replay.py:ExpertReplay": "experts: tests/step/test_expert_replay.py has it",
+    "rl/sync/bucket.py": "a store, and engines: examples/weight_bucket.py has them",
 }
 ON_RANKS = {
     "proof/cpu/probes.py:watching_collectives",
@@ -143,7 +147,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
         "patching/api.py": {},
         "patching/scoped.py": {"train": lambda _: None},
         "patching/base.py": {},
-        "patching/record.py": {"train": print},
+        "patching/record.py": {"train": print, "target": target},
         "patching/report.py": {},
         "patching/source.py": {"Path": tmp_path.joinpath},
         "patching/trees.py": {"Path": lambda _: installed, "patches": _patches},

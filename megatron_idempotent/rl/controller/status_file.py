@@ -37,7 +37,7 @@ class StatusFile:
     """Writes a run's status every `every_s` seconds while a block runs, and once when it ends.
 
     `ping` returns the status, and is called in the controller's event loop.
-    Example: `async with StatusFile(controller.ping, run / STATUS_FILE): await controller.run(6)`
+    Example: `async with StatusFile(controller.ping, folder / STATUS_FILE): await training`
     """
 
     def __init__(
