@@ -147,7 +147,7 @@ class Patch:
     def write(self) -> None:
         """Change the tensor in place. Once more: undo."""
         flat, itemsize = self.tensor.detach().reshape(-1), self.xor_K.itemsize
-        if flat.is_cpu:
+        if flat.is_cpu and not flat.is_cuda:  # both, where a CPU stands for a device
             flat.view(torch.uint8).numpy().view(f"u{itemsize}")[self.at_K] ^= self.xor_K
             return
         at_K = torch.from_numpy(self.at_K).to(flat.device)

@@ -76,7 +76,7 @@ def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
     bytes_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = bytes_N.numel() // 8
     words_W: Any
-    if bytes_N.is_cpu:
+    if bytes_N.is_cpu and not bytes_N.is_cuda:  # both, where a CPU stands for a device
         words_W = bytes_N[: whole * 8].numpy().view(np.uint64)
     else:
         if bytes_N.storage_offset() % 8:
