@@ -217,7 +217,9 @@ class WeightSync:
         )
         if deltas:
             self._sent = update.version
-        if base is not None and len(report.named("committed")) < len(outcomes):
+        if base is not None and len(report.named("committed")) == len(outcomes):
+            self._refused = 0
+        elif base is not None:
             # Not at once again: an engine may take no deltas at all.
             self._refused += 1
             self._whole_updates = 2**self._refused
