@@ -83,7 +83,7 @@ async def measure(calls: int, rounds: int, megabytes: int) -> dict[str, float]:
         started.append(time.perf_counter() - begun)
     await ranks.close()
     found["killed rank to RanksLost"] = 1e3 * statistics.median(lost)
-    found["fresh ranks behind that"] = 1e3 * statistics.median(started)
+    found["fresh ranks after that"] = 1e3 * statistics.median(started)
     return found
 
 

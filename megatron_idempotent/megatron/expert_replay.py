@@ -220,10 +220,11 @@ class _Given:
                 f"{self._given_NK.shape[1]}: cut them as the tokens are cut"
             )
         given_NK = self._given_NK.to(scores.device, torch.int64)
-        other_N = (given_NK.sort(-1).values != own_NK.sort(-1).values).any(-1) & _known(given_NK)
+        known_N = _known(given_NK)
+        other_N = (given_NK.sort(-1).values != own_NK.sort(-1).values).any(-1) & known_N
         if not self._counted:
             self._counted = True
-            counts = torch.stack((other_N.sum(), _known(given_NK).sum()))
+            counts = torch.stack((other_N.sum(), known_N.sum()))
             self._replay._counts = self._replay._counts.to(counts.device) + counts
         if self._replay.mode == "measure":
             return values_NK, own_NK

@@ -49,9 +49,9 @@ def check_all(folder: Path) -> list[list[tuple[str, Checked | str | None]]]:
     some that are wrong."""
     os.chdir(folder)
     wrong = [Short("rl/sync/records.py", 18, code, None, "SyncSettings") for code in WRONG]
-    # Engines have a method of that name too, which takes that much.
+    # `ExpertReplay` has a method of that name too, which takes that much.
     of_its_class = Short(
-        "rl/sync/weight_sync.py", 23, "await one.stage(buckets, 3)", None, "UpdateAttempt"
+        "rl/sync/weight_sync.py", 23, "await one.run(buckets, stamp, 3)", None, "UpdateAttempt"
     )
     return [told(examples()), told([*wrong, of_its_class])]
 
@@ -69,7 +69,7 @@ def test_examples_of_one_line_fit_what_they_show(megatron_ranks, tmp_path):
     assert len(nothing) == 1 + len(OTHER), "all of the table are there"
     *of_wrong, (_, of_its_class) = of_wrong
     assert of_its_class == (
-        "rl/sync/weight_sync.py:23: await one.stage(buckets, 3): TypeError: "
+        "rl/sync/weight_sync.py:23: await one.run(buckets, stamp, 3): TypeError: "
         "too many positional arguments"
     )
     for (place, error), message in zip(of_wrong, WRONG.values(), strict=True):

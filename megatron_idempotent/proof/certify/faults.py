@@ -59,7 +59,7 @@ def no_room(*, yes: bool) -> Iterator[None]:
             blocks.enter_context(contextlib.redirect_stdout(nowhere))
             blocks.enter_context(contextlib.redirect_stderr(nowhere))
         if yes and 0x030C0000 <= sys.hexversion < 0x030C0200:
-            # These crash in the collector on what a write leaves behind that failed in between
+            # These crash in the collector on what a failed write leaves
             # (https://github.com/python/cpython/issues/111049): let nothing be collected of it.
             gc.disable()
             blocks.callback(gc.enable)

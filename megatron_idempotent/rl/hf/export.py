@@ -311,8 +311,8 @@ class Changes:
             name = self._infos[member].name
             if self._split[member]:
                 for tensor in self._whole(range(member, member + 1)).values():
-                    if checksum(tensor) != self.checksums[name]:
-                        self.checksums[name] = checksum(tensor)
+                    if (now := checksum(tensor)) != self.checksums[name]:
+                        self.checksums[name] = now
                         tensors[name] = tensor
             elif member in deltas:
                 delta = merged(deltas[member], before=self.checksums[name])

@@ -325,7 +325,8 @@ class BucketFollower:
                 break
             chain = index.chain(base)
             reading = await asyncio.to_thread(Chain, self._objects, index.run, chain)
-            one = await self._attempt(behind, reading)
+            one = UpdateAttempt(behind, reading.update, self._settings, Phases(None))
+            await one.run(reading.buckets(self._settings.bucket_bytes), None)
             updates, bytes_read = updates + len(chain), bytes_read + reading.bytes_read
             pause_s += one.pause_s
             outcomes |= one.outcomes
@@ -344,17 +345,6 @@ class BucketFollower:
             raise SyncError(f"no engine took version {newest.version} of {index.run}: {told}")
         _log.info("%s: %s", self._objects.address, report.describe())
         return report
-
-    async def _attempt(self, engines: Sequence[RolloutEngine], reading: Chain) -> UpdateAttempt:
-        one = UpdateAttempt(engines, reading.update, self._settings, Phases(None))
-        try:
-            await one.stage(reading.buckets(self._settings.bucket_bytes))
-            await one.switch(None)
-        except BaseException as error:
-            # Interrupted, or an object is damaged: no engine may stay paused.
-            await asyncio.shield(one.give_up(f"the update was interrupted: {error!r}"))
-            raise
-        return one
 
     def _check(self, index: Index) -> None:
         if self._run not in (None, index.run):

@@ -182,13 +182,7 @@ class WeightSync:
         passing = self._outgoing(source, deltas=deltas, whole=base is None)
         one = UpdateAttempt(alive, update, self._settings, phases)
         try:
-            await one.stage(passing.buckets())
-            staged_at = clock()
-            await one.switch(self._stamp)
-        except BaseException as error:
-            # Interrupted, or the export failed: no engine may stay paused, or torn and not named.
-            await asyncio.shield(one.give_up(f"the update was interrupted: {error!r}"))
-            raise
+            await one.run(passing.buckets(), self._stamp)
         finally:
             outcomes = {
                 name: one.outcomes.get(name) or given_up(healths[name], "it does not answer")
@@ -211,7 +205,7 @@ class WeightSync:
             bytes_whole=self._size[1],
             encode_s=passing.encode_s,
             decode_s=one.decode_s if base is not None else 0.0,
-            stage_s=staged_at - started,
+            stage_s=one.staged_at - started,
             pause_s=one.pause_s,
             total_s=clock() - started,
         )
@@ -257,7 +251,7 @@ def follow(source: WeightSource, *, settings: SyncSettings | None = None) -> Non
 class UpdateAttempt:
     """Brings one update to engines, and finds the outcome of each.
 
-    Example: `await one.stage(buckets); await one.switch(stamp); one.outcomes`.
+    Example: `await one.run(buckets, stamp); one.outcomes`.
     """
 
     def __init__(
@@ -268,7 +262,7 @@ class UpdateAttempt:
         phases: Phases,
     ) -> None:
         self.outcomes: dict[str, EngineOutcome] = {}
-        self.pause_s = self.decode_s = 0.0
+        self.pause_s = self.decode_s = self.staged_at = 0.0
         self.stamp_error: Exception | None = None
         self._engines = list(engines)
         self._failed: list[tuple[RolloutEngine, str, bool]] = []
@@ -277,7 +271,21 @@ class UpdateAttempt:
         self._settings = settings
         self._phases = phases
 
-    async def stage(self, buckets: Iterator[Bucket]) -> None:
+    async def run(self, buckets: Iterator[Bucket], stamp: Stamp | None) -> None:
+        """Stage the update on all engines, and switch those that took it.
+
+        Raise what the export does. If that fails, or it is interrupted, no engine is left paused,
+        or torn and not named.
+        """
+        try:
+            await self._stage(buckets)
+            self.staged_at = asyncio.get_running_loop().time()
+            await self._switch(stamp)
+        except BaseException as error:
+            await asyncio.shield(self._give_up(f"the update was interrupted: {error!r}"))
+            raise
+
+    async def _stage(self, buckets: Iterator[Bucket]) -> None:
         """Bring the buckets to all engines, which keep serving. Raises only what the export does.
 
         The export runs to its end even if no engine wants it: other ranks take part in it.
@@ -297,7 +305,7 @@ class UpdateAttempt:
             self._keep_good(await staging)
         self._staged = True
 
-    async def switch(self, stamp: Stamp | None) -> None:
+    async def _switch(self, stamp: Stamp | None) -> None:
         """Pause, commit, verify, stamp and resume; requests wait from the pause to the resume.
 
         Engines that have failed are repaired after that, so that they delay no other.
@@ -324,7 +332,7 @@ class UpdateAttempt:
         self._engines = []
         await self._settle_failed()
 
-    async def give_up(self, reason: str) -> None:
+    async def _give_up(self, reason: str) -> None:
         """Settle all engines without an outcome: roll them back, or resume them if they have it."""
         self._keep_good([reason] * len(self._engines))
         await self._settle_failed()

@@ -41,6 +41,7 @@ from .records import (
     UpdateRefused,
     checksum,
     checksum_share,
+    in_host_memory,
     word_blocks,
 )
 
@@ -147,7 +148,7 @@ class Patch:
     def write(self) -> None:
         """Change the tensor in place. Once more: undo."""
         flat, itemsize = self.tensor.detach().reshape(-1), self.xor_K.itemsize
-        if flat.is_cpu and not flat.is_cuda:  # both, where a CPU stands for a device
+        if in_host_memory(flat):
             flat.view(torch.uint8).numpy().view(f"u{itemsize}")[self.at_K] ^= self.xor_K
             return
         at_K = torch.from_numpy(self.at_K).to(flat.device)
@@ -253,10 +254,7 @@ def merged(deltas: Sequence[EncodedDelta], *, before: int) -> EncodedDelta:
     after = (before + sum(each.after for each in deltas)) % 2**64
     if len(deltas) == 1:
         return _sealed((*header[:4], before, after), deltas[0]._bytes[_HEADER_BYTES:])
-    places = [each.places() for each in deltas]
-    at_K, xor_K = (np.concatenate(each) for each in zip(*places, strict=True))
-    order = np.argsort(at_K, kind="stable")
-    return pack(at_K[order], xor_K[order], header[2], before, after)
+    return pack(*_united(deltas), header[2], before, after)
 
 
 def pack(at_K: Any, xor_K: Any, elements: int, before: int, after: int) -> EncodedDelta:
@@ -349,14 +347,20 @@ def join(deltas: Sequence[EncodedDelta]) -> EncodedDelta:
             )
     if len(deltas) == 1:
         return deltas[0]
+    first, last = deltas[0], deltas[-1]
+    return pack(*_united(deltas), first.elements, first.before, last.after)
+
+
+def _united(deltas: Sequence[EncodedDelta]) -> tuple[Any, Any]:
+    """Return the places, in order, that all deltas together change, and the XOR of all there."""
     at_K, xor_K = map(np.concatenate, zip(*(each.places() for each in deltas), strict=True))
     order_K = np.argsort(at_K, kind="stable")
-    at_U, starts_U = np.unique(at_K[order_K], return_index=True)
+    at_K, xor_K = at_K[order_K], xor_K[order_K]
+    starts_U = np.flatnonzero(np.diff(at_K, prepend=-1))
     # A sum of no parts is no sum: reduceat() takes at least one.
-    xor_U = np.bitwise_xor.reduceat(xor_K[order_K], starts_U) if len(at_U) else xor_K
+    xor_U = np.bitwise_xor.reduceat(xor_K, starts_U) if len(starts_U) else xor_K
     kept = xor_U != 0
-    first, last = deltas[0], deltas[-1]
-    return pack(at_U[kept], xor_U[kept], first.elements, first.before, last.after)
+    return at_K[starts_U][kept], xor_U[kept]
 
 
 def _fitting(encoded: EncodedDelta, tensor: torch.Tensor) -> tuple[Any, Any]:

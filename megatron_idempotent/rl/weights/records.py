@@ -64,6 +64,11 @@ def checksum(tensor: torch.Tensor) -> int:
     return total % 2**64
 
 
+def in_host_memory(tensor: torch.Tensor) -> bool:
+    """Return whether NumPy may have a tensor; no where a CPU rank's stands for a device's."""
+    return tensor.is_cpu and not tensor.is_cuda
+
+
 def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
     """Yield a tensor's words of 8 bytes in blocks of half a MB, each with the number of its first.
 
@@ -76,7 +81,7 @@ def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
     bytes_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = bytes_N.numel() // 8
     words_W: Any
-    if bytes_N.is_cpu and not bytes_N.is_cuda:  # both, where a CPU stands for a device
+    if in_host_memory(bytes_N):
         words_W = bytes_N[: whole * 8].numpy().view(np.uint64)
     else:
         if bytes_N.storage_offset() % 8:

@@ -72,7 +72,7 @@ class Staging:
                 f"{self._buckets} is next; send the update again from its first bucket"
             )
         self._check_fit(
-            {name: bucket.tensors[name] for name in bucket.tensors if DELTA not in name}
+            {name: each for name, each in bucket.tensors.items() if not name.endswith(DELTA)}
         )
         for name, tensor in bucket.tensors.items():
             if name.removesuffix(DELTA) in self._tensors:

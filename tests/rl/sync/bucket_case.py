@@ -148,6 +148,15 @@ def follower(place: str, *engines: WeightsEngine, **more: Any) -> BucketFollower
     return BucketFollower(place, engines, settings=QUICK, **more)
 
 
+async def followed(place: str, steps: int) -> tuple[Trainer, WeightsEngine, BucketFollower]:
+    """Return a trainer that has published steps, and an engine that has them, with its follower."""
+    trainer, engine = Trainer(place), WeightsEngine()
+    await trainer.steps(steps)
+    following = follower(place, engine)
+    await following.catch_up()
+    return trainer, engine, following
+
+
 def index_of(objects: Objects) -> Index:
     found = Index.read(objects)
     assert found is not None

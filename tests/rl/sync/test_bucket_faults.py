@@ -10,7 +10,17 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("zstandard")
 
-from bucket_case import Trainer, WeightsEngine, bits, follower, index_of, run, unneeded, url
+from bucket_case import (
+    Trainer,
+    WeightsEngine,
+    bits,
+    followed,
+    follower,
+    index_of,
+    run,
+    unneeded,
+    url,
+)
 
 from megatron_idempotent.rl.sync import BucketFollower, SyncFailed
 from megatron_idempotent.rl.weights import UpdateDamaged, UpdateRefused, WeightsError
@@ -52,10 +62,7 @@ def test_a_writer_that_is_killed_at_an_object_leaves_the_old_update_or_the_new_o
     place = url()
 
     async def scenario() -> None:
-        trainer, engine = Trainer(place), WeightsEngine()
-        following = follower(place, engine)
-        await trainer.steps(2)
-        await following.catch_up()
+        trainer, engine, following = await followed(place, 2)
         trainer.step(0.1)
         kill_at(trainer, write, after=after)
         with pytest.raises(Killed):
@@ -183,10 +190,7 @@ def test_a_bucket_that_lies_is_an_error_by_name_and_the_engine_serves_on(
     place = url()
 
     async def scenario() -> None:
-        trainer, engine = Trainer(place), WeightsEngine()
-        following = follower(place, engine)
-        await trainer.steps(2)
-        await following.catch_up()
+        trainer, engine, following = await followed(place, 2)
         await trainer.steps(1)
         lie(following, [], random.Random(seed))
         with pytest.raises(error, match=said):
