@@ -30,6 +30,7 @@ Remove when:
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -58,13 +59,7 @@ def process(original: Original, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     from megatron.core.transformer import multi_token_prediction as module
 
-    shift = partial(
-        module.roll_tensor,
-        shifts=-1,
-        dims=-1,
-        cp_group=group,
-        packed_seq_params=call["packed_seq_params"],
-    )
+    shift = _shift(original, args, kwargs)
     mask = _mask(shift, call["loss_mask"], call["labels"], _tokens(original, args, kwargs))
     if mask is None:  # nor does upstream compute a loss then
         return original(*args, **kwargs)
@@ -72,12 +67,13 @@ def process(original: Original, *args: Any, **kwargs: Any) -> Any:
     # So each loss is divided by the rank's own number and multiplied by none.
     averaged = copy.copy(config)
     averaged.calculate_per_token_loss = False
-    theirs = module.MTPLossAutoScaler
-    module.MTPLossAutoScaler = _Weighing(theirs, factors)
+    theirs = module.MTPLossAutoScaler, module.MTPLossLoggingHelper
+    module.MTPLossAutoScaler = _Weighing(theirs[0], factors)
+    module.MTPLossLoggingHelper = _logging(theirs[1], config)
     try:
         return _called(original, args, kwargs, config=averaged)
     finally:
-        module.MTPLossAutoScaler = theirs
+        module.MTPLossAutoScaler, module.MTPLossLoggingHelper = theirs
 
 
 def _tokens(original: Original, args: Any, kwargs: Any) -> Any:
@@ -86,6 +82,29 @@ def _tokens(original: Original, args: Any, kwargs: Any) -> Any:
 
 def _called(original: Original, args: Any, kwargs: Any, **other: Any) -> Any:
     return original(**{**arguments(original, args, kwargs), **other})
+
+
+def _shift(original: Original, args: Any, kwargs: Any) -> Callable[[Any], Any]:
+    """Return what shifts a mask as upstream does, once more at each call, and counts it."""
+    from megatron.core.transformer import multi_token_prediction as module
+
+    call = arguments(original, args, kwargs)
+    same = {
+        "shifts": -1,
+        "dims": -1,
+        "cp_group": call["cp_group"],
+        "packed_seq_params": call["packed_seq_params"],
+    }
+    if "sequence_roll_context" not in call:
+        return partial(module.roll_tensor, **same)
+    same |= {"roll_context": call["sequence_roll_context"], "sequence_fields": ["loss_mask"]}
+    depth = itertools.count()
+
+    def shift(mask: Any) -> Any:
+        (shifted,) = module.roll_tensor([mask], roll_depth=next(depth), **same)
+        return shifted, shifted.sum()
+
+    return shift
 
 
 def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> Any:
@@ -124,6 +143,19 @@ class _Weighing:
 
     def apply(self, hidden_states: Any, loss: Any) -> Any:
         return self._scaler.apply(hidden_states, loss * next(self._factors).to(loss.dtype))
+
+
+def _logging(helper: Any, config: Any) -> Any:
+    """Return a helper that logs by the model's configuration, where upstream logs by any."""
+
+    class Logging(helper):  # type: ignore[misc]
+        @staticmethod
+        def save_loss_to_tracker(*args: Any, **kwargs: Any) -> None:
+            if "calculate_per_token_loss" in kwargs:
+                kwargs["calculate_per_token_loss"] = config.calculate_per_token_loss
+            helper.save_loss_to_tracker(*args, **kwargs)
+
+    return Logging
 
 
 def reproduce() -> None:

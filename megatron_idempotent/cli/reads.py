@@ -555,6 +555,7 @@ def elsewhere() -> frozenset[str]:
     import types
 
     import torch
+    from torch.distributed.checkpoint import filesystem
 
     kinds: tuple[type, ...] = (
         *(dict, list, set, str, bytes, int, type, types.FunctionType, types.FrameType),
@@ -563,4 +564,6 @@ def elsewhere() -> frozenset[str]:
         *(torch.utils.hooks.RemovableHandle, torch.distributed.Work, torch.autograd.Function),
         *(functools.partial, enum.Enum, logging.Logger, type(hashlib.sha256())),
     )
-    return frozenset(name for kind in kinds for name in dir(kind)) | {"parameters", "param_groups"}
+    stored = filesystem._StorageInfo.__dataclass_fields__
+    instances = {"parameters", "param_groups", "path", *stored}
+    return frozenset(name for kind in kinds for name in dir(kind)) | instances
