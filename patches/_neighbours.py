@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from megatron_idempotent.megatron.ddp import bucket_groups
 
+from ._case import Fault, bench
+
 
 class Steps(NamedTuple):
     """Describes steps that stock takes rightly, and how they reduce."""
@@ -41,13 +43,13 @@ def taken() -> list[bytes]:
     """Return this rank's parameters after each step of `ALL`.
 
     Raises:
-        RuntimeError: a step differs from the same step without overlap.
+        Fault: a step differs from the same step without overlap.
     """
     found = []
     for steps in ALL:
         mine = _run(steps)
         if mine and steps.overlap and mine != _run(steps._replace(overlap=False)):
-            raise RuntimeError(f"parameters differ from those without overlap after {steps}")
+            raise Fault(f"parameters differ from those without overlap after {steps}")
         found += mine
     return found
 
@@ -69,9 +71,7 @@ def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
 
     It does not clip: with other buckets a norm is summed in another order.
     """
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(
+    model = bench(
         overlap_grad_reduce=overlap,
         distributed_optimizer=distributed,
         layers_per_stage=1,

@@ -27,16 +27,12 @@ Remove when:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ._case import Original, Patch, bench, target
 
 
-def set_loss_scale(original: Original, scale: Tensor) -> None:
+def set_loss_scale(original: Original, scale: Any) -> None:
     """Give upstream a tensor that it can keep, or copy into the one that it keeps."""
     import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -54,9 +50,7 @@ def reproduce() -> None:
     """Compute log-probs under inference mode, then run a training window."""
     import torch
 
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(experts=4)
+    model = bench(experts=4)
     with torch.inference_mode():
         model.forward_backward(2, data_seed=0, forward_only=True)
     model.forward_backward(2, data_seed=0)

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+from ._case import Fault, Original, Patch, target
 
 
 def read_metadata(original: Original, self: Any) -> Any:
@@ -65,9 +64,9 @@ def reproduce() -> None:
             try:
                 loaded = dist_checkpointing.load(state(0.0, ""), folder, reader)
             except CheckpointException as error:
-                raise RuntimeError("what was saved last cannot be loaded") from error
+                raise Fault("what was saved last cannot be loaded") from error
             if not torch.equal(loaded["weight"], torch.full((64,), value)):
-                raise RuntimeError("what was saved last cannot be loaded")
+                raise Fault("what was saved last cannot be loaded")
 
 
 PATCH = Patch(
@@ -81,5 +80,4 @@ PATCH = Patch(
     since="0.17",
     ranks=1,
     needs=("psutil",),
-    stock_error=r"RuntimeError: what was saved last cannot be loaded",
 )

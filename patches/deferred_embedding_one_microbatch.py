@@ -25,10 +25,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
-
 from . import _deferred_embedding
+from ._case import Fault, Original, Patch, bench, target
 
 
 def drain(
@@ -52,17 +50,13 @@ def drain(
 
 def reproduce() -> None:
     """Run a window of one microbatch, deferred and not: the output layer's gradients must agree."""
-    import torch
-
-    from megatron_idempotent.proof.cpu import tiny
-
     # Without overlap, see deferred-embedding-reduced-early.
-    plain = tiny.build(pp=2, overlap_grad_reduce=False)
+    plain = bench(pp=2, overlap_grad_reduce=False)
     plain.forward_backward(1, data_seed=0)
     deferred = _deferred_embedding.build(overlap_grad_reduce=False)
     deferred.forward_backward(1, data_seed=0)
-    if not torch.equal(plain.gradients(), deferred.gradients()):
-        raise RuntimeError("the deferred gradient differs from the one computed at once")
+    if not plain.gradients().equal(deferred.gradients()):
+        raise Fault("the deferred gradient differs from the one computed at once")
 
 
 PATCH = Patch(

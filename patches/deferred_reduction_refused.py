@@ -31,11 +31,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
-from megatron_idempotent.megatron.ddp import bucket_groups
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
 
-from . import _scenarios
+from ._case import Fault, Original, Patch, backward, bench, target
 
 _HELD = "_megatron_idempotent_held"
 
@@ -46,7 +43,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
         self.ddp_config.overlap_grad_reduce
         and getattr(self, _HELD, False)
         and not ddp.is_idle(self)
-        and not any(ddp.dispatched(g) or ddp.registered(g) for g in bucket_groups(self))
+        and not any(ddp.dispatched(g) or ddp.registered(g) for g in ddp.bucket_groups(self))
     ):
         ddp.start_held(self, *args, **kwargs)
     original(self, *args, **kwargs)
@@ -71,23 +68,21 @@ def reproduce() -> None:
     """Run an ordinary window, so that the next is not the first, then one that is held back."""
     import torch
 
-    from megatron_idempotent.proof.cpu import tiny
-
     gradients = []
     for overlap in (True, False):
-        model = tiny.build(
+        model = bench(
             overlap_grad_reduce=overlap, distributed_optimizer=False, with_optimizer=False
         )
         (chunk,) = model.chunks
         model.forward_backward(2, data_seed=0)
         chunk.zero_grad_buffer()
         with chunk.no_sync():
-            _scenarios.backward(model, data_seed=1)
-            _scenarios.backward(model, data_seed=2)
+            backward(model, data_seed=1)
+            backward(model, data_seed=2)
         chunk.finish_grad_sync()
         gradients.append(model.gradients())
     if not torch.equal(*gradients):
-        raise RuntimeError("gradients that no_sync() held back are not reduced")
+        raise Fault("gradients that no_sync() held back are not reduced")
 
 
 PATCH = Patch(

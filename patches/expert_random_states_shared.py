@@ -27,8 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, a_body_has
+from ._case import Fault, Original, Patch, a_body_has, program, target
 
 _STREAM = "expert-parallel-rng"
 _OF_ALL = "expert_parallel_rng_of_ranks"
@@ -75,11 +74,9 @@ def reproduce() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.training import checkpointing
 
-    from megatron_idempotent.proof.cpu import program
-
     given = ["--ckpt-format", "torch_dist", "--no-save-optim", "--no-load-optim"]
     experts = ["--num-experts", "2", "--expert-model-parallel-size", "2"]
-    running = program.start([*given, *experts])
+    running = program([*given, *experts])
     rank = torch.distributed.get_rank()
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
     torch.distributed.broadcast_object_list(folder)
@@ -89,7 +86,7 @@ def reproduce() -> None:
     checkpointing.save_checkpoint(1, running.chunks, None, None, 0)
     checkpointing.load_checkpoint(running.chunks, None, None)
     if not torch.equal(tracker.get_states()[_STREAM], before):
-        raise RuntimeError(f"rank {rank} has the {_STREAM} of another rank after a load")
+        raise Fault(f"rank {rank} has the {_STREAM} of another rank after a load")
 
 
 PATCH = Patch(
@@ -107,5 +104,4 @@ PATCH = Patch(
     needs=("psutil",),
     # As on dev since January 2026, and in commits that slime and miles pin.
     fixed_when=a_body_has("ep_size = mpu.get_expert_model_parallel_world_size()"),
-    stock_error=r"RuntimeError: rank 1 has the expert-parallel-rng of another rank after a load",
 )

@@ -35,8 +35,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, arguments
+from ._case import Fault, Original, Patch, arguments, target
 
 _UNCHANGED = "Nothing was loaded on any rank."
 _PART = "Ranks may have loaded a part: load a whole checkpoint before the next step."
@@ -163,7 +162,7 @@ def reproduce() -> None:
     rank, raised = torch.distributed.get_rank(), found.pop("raised")
     for name, weight in found.items():
         if raised == "nothing" or weight.ne(2.0).any():
-            raise RuntimeError(f"a file is spoilt; rank {rank} raises {raised}; {name} is loaded")
+            raise Fault(f"a file is spoilt; rank {rank} raises {raised}; {name} is loaded")
 
 
 def neighbour() -> object:
@@ -191,5 +190,4 @@ PATCH = Patch(
     ),
     since="0.13",
     needs=("psutil",),
-    stock_error=r"RuntimeError: a file is spoilt; rank \d raises \w+; \w+ is loaded",
 )

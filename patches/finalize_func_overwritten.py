@@ -27,8 +27,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron_idempotent.megatron.targets import TRAINING, target
-from megatron_idempotent.patching import Original, Patch, arguments
+from ._case import TRAINING, Fault, Original, Patch, arguments, program, target
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -59,9 +58,7 @@ def reproduce() -> None:
     """Set a custom function that counts its calls."""
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_idempotent.proof.cpu import program
-
-    running = program.start()
+    running = program()
     calls = []
 
     def custom(*args: Any, **kwargs: Any) -> None:
@@ -71,7 +68,7 @@ def reproduce() -> None:
     running.config.finalize_model_grads_func = custom
     running.train(1)
     if not calls:
-        raise RuntimeError("train() did not call the custom finalize_model_grads_func")
+        raise Fault("train() did not call the custom finalize_model_grads_func")
 
 
 PATCH = Patch(
@@ -79,5 +76,4 @@ PATCH = Patch(
     target("training.train", train, "config.finalize_model_grads_func = finalize_model_grads"),
     before="0.19",
     groups=("train-again",),
-    stock_error=r"RuntimeError: train\(\) did not call the custom finalize_model_grads_func",
 )

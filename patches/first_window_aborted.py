@@ -37,10 +37,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
 
-from . import _scenarios
+from ._case import Original, Patch, abort_in_backward, bench, expect_gradients, target
 
 _REDUCED = "_megatron_idempotent_first_window_reduced"
 
@@ -81,14 +79,12 @@ def reproduce() -> None:
     """Interrupt the very first backward, and go on."""
     import torch
 
-    from megatron_idempotent.proof.cpu import tiny
-
-    expected = tiny.build()
+    expected = bench()
     expected.forward_backward(1, data_seed=0)
-    model = tiny.build()
-    _scenarios.abort_in_backward(model, torch.Tensor.register_hook)
+    model = bench()
+    abort_in_backward(model, torch.Tensor.register_hook)
     for _ in range(3):  # the second learns, the third reduces in its backward
-        _scenarios.expect_gradients(model, expected.gradients())
+        expect_gradients(model, expected.gradients())
 
 
 PATCH = Patch(

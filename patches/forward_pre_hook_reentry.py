@@ -28,8 +28,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+from ._case import Original, Patch, bench, target
 
 
 class _NoHandle:
@@ -61,9 +60,7 @@ def enable(original: Original, self: Any) -> None:
 
 def reproduce() -> None:
     """Enable and disable twice; the second disable must still gather what an update left stale."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(overlap_param_gather=True)
+    model = bench(overlap_param_gather=True)
     (chunk,) = model.chunks
     chunk.disable_forward_pre_hook()
     chunk.disable_forward_pre_hook()

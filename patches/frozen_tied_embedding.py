@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, a_body_has
+from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def add_up(original: Original, model: list[Any], config: Any) -> None:
@@ -63,12 +62,10 @@ def _freeze(module: Any) -> None:
 
 def reproduce() -> None:
     """Run a window of a model whose embedding is tied and frozen; the rest gets a gradient."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(pp=2, tied=True, before_ddp=_freeze)
+    model = bench(pp=2, tied=True, before_ddp=_freeze)
     model.forward_backward(2, data_seed=0)
     if not model.gradients().any():
-        raise RuntimeError("the gradients are zero")
+        raise Fault("the gradients are zero")
 
 
 def neighbour() -> object:
@@ -76,13 +73,11 @@ def neighbour() -> object:
     import torch
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
-    from megatron_idempotent.proof.cpu import tiny
-
-    bench = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
-    (chunk,) = bench.chunks
+    base = bench(with_optimizer=False, overlap_grad_reduce=False)
+    (chunk,) = base.chunks
     layer = torch.nn.Linear(4, 4).cuda()
     torch.nn.init.constant_(layer.weight, 0.5)
-    model = DistributedDataParallel(bench.config, chunk.ddp_config, layer)
+    model = DistributedDataParallel(base.config, chunk.ddp_config, layer)
     model(torch.ones(2, 4, device="cuda")).sum().backward()
     finalize_model_grads([model])
     return [buffer.grad_data.tolist() for buffer in model.buffers]

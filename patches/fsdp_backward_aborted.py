@@ -31,14 +31,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron import fsdp
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
 
-from . import _scenarios
-
-_STOCK_ERROR = (
-    rf"{_scenarios.SPOILT_ERROR}|AssertionError: Found \d+ out of \d+ parameters that are ready"
-)
+from ._case import Original, Patch, abort_in_backward, bench, expect_gradients, target
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
@@ -50,19 +44,15 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 def reproduce() -> None:
     """Interrupt a backward in the middle, and go on."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(fsdp="optim_grads_params")
+    model = bench(fsdp="optim_grads_params")
     model.forward_backward(1, data_seed=0)
     expected = model.gradients()
     raw = model.chunks[0].module.raw_param
     # The gradients of the first layer come last but for the embedding's.
     in_the_middle = next(raw[name] for name in raw if "layers.0" in name)
-    _scenarios.abort_in_backward(
-        model, lambda _, fail: in_the_middle.register_post_accumulate_grad_hook(fail)
-    )
+    abort_in_backward(model, lambda _, fail: in_the_middle.register_post_accumulate_grad_hook(fail))
     for _ in range(2):
-        _scenarios.expect_gradients(model, expected)
+        expect_gradients(model, expected)
 
 
 PATCH = Patch(
@@ -71,5 +61,5 @@ PATCH = Patch(
     since="0.15",
     groups=("abort",),
     needs=("einops",),
-    stock_error=_STOCK_ERROR,
+    stock_error=r"Fault: |AssertionError: Found \d+ out of \d+ parameters that are ready",
 )

@@ -28,10 +28,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import OPEN, Original, Patch, no_body_has
-
-from . import _scenarios
+from ._case import (
+    OPEN,
+    Original,
+    Patch,
+    abort_in_backward,
+    bench,
+    expect_gradients,
+    no_body_has,
+    target,
+)
 
 
 def pre_forward(original: Original, self: Any) -> None:
@@ -67,13 +73,11 @@ def _rest(module: Any) -> None:
 
 def reproduce() -> None:
     """Interrupt a backward, and take the window again."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(fsdp="v2")
+    model = bench(fsdp="v2")
     model.forward_backward(1, data_seed=0)
     expected = model.gradients()
-    _scenarios.abort_in_backward(model, lambda _, fail: _interrupted(model, fail))
-    _scenarios.expect_gradients(model, expected)
+    abort_in_backward(model, lambda _, fail: _interrupted(model, fail))
+    expect_gradients(model, expected)
 
 
 def _interrupted(model: Any, fail: Callable[..., None]) -> Any:

@@ -26,10 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
-
-from . import _scenarios
+from ._case import Original, Patch, abort_in_backward, bench, expect_gradients, target
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
@@ -44,18 +41,15 @@ def reproduce() -> None:
     """Interrupt a backward between autograd's accumulation and DDP's hook, and go on."""
     import torch
 
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(overlap_grad_reduce=False)
+    model = bench(overlap_grad_reduce=False)
     model.forward_backward(1, data_seed=0)
     expected = model.gradients()
-    _scenarios.abort_in_backward(model, torch.Tensor.register_post_accumulate_grad_hook)
-    _scenarios.expect_gradients(model, expected)
+    abort_in_backward(model, torch.Tensor.register_post_accumulate_grad_hook)
+    expect_gradients(model, expected)
 
 
 PATCH = Patch(
     "a gradient that an aborted backward left in param.grad adds to the next window's",
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("abort",),
-    stock_error=_scenarios.SPOILT_ERROR,
 )

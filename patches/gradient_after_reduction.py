@@ -35,16 +35,13 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
-from megatron_idempotent.megatron.ddp import bucket_groups
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
 
-from . import _scenarios
+from ._case import Fault, Original, Patch, backward, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Look for gradients that no reduction contains, then finish."""
-    for group in bucket_groups(self):
+    for group in ddp.bucket_groups(self):
         counts, expected = ddp.registered(group), _expected(group)
         late = ddp.late(group)
         if late is not None and counts.get(late, 0) <= expected.get(late, 0):
@@ -106,19 +103,17 @@ def reproduce() -> None:
     """Run a microbatch that reduces, then one inside of `no_sync`, then the end of the window."""
     import torch
 
-    from megatron_idempotent.proof.cpu import tiny
-
     gradients = []
     for overlap in (True, False):
-        model = tiny.build(
+        model = bench(
             overlap_grad_reduce=overlap, distributed_optimizer=False, with_optimizer=False
         )
         (chunk,) = model.chunks
         model.forward_backward(1, data_seed=0)
         chunk.zero_grad_buffer()
-        _scenarios.backward(model, data_seed=1)
+        backward(model, data_seed=1)
         with chunk.no_sync():
-            _scenarios.backward(model, data_seed=2)
+            backward(model, data_seed=2)
         try:
             chunk.finish_grad_sync()
         except RuntimeError as error:
@@ -127,7 +122,7 @@ def reproduce() -> None:
             raise
         gradients.append(model.gradients())
     if not torch.equal(*gradients):
-        raise RuntimeError("the second microbatch's gradients are not reduced")
+        raise Fault("the second microbatch's gradients are not reduced")
 
 
 def neighbour() -> object:
@@ -143,5 +138,4 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     target("group.start_grad_sync", ddp.dispatching),
     groups=("overlap",),
-    stock_error=r"RuntimeError: the second microbatch's gradients are not reduced",
 )

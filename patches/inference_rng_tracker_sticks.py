@@ -26,10 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, arguments
-
-from . import _scenarios
+from ._case import Fault, Original, Patch, arguments, gathered, target
 
 
 def seed(original: Original, *args: Any, **kwargs: Any) -> None:
@@ -58,8 +55,8 @@ def reproduce() -> None:
     with random.get_cuda_rng_tracker().fork():
         drawn = torch.rand(8, device=torch.cuda.current_device())
     group = parallel_state.get_tensor_model_parallel_group()
-    if torch.equal(*_scenarios.gathered(drawn, group)):
-        raise RuntimeError("tensor-parallel ranks 0 and 1 draw the same dropout")
+    if torch.equal(*gathered(drawn, group)):
+        raise Fault("tensor-parallel ranks 0 and 1 draw the same dropout")
 
 
 PATCH = Patch(
@@ -71,5 +68,4 @@ PATCH = Patch(
         "initialize_rng_tracker",
     ),
     groups=("generation",),
-    stock_error=r"RuntimeError: tensor-parallel ranks 0 and 1 draw the same dropout",
 )

@@ -25,7 +25,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.patching import Helper
+from ._case import Helper
 
 
 def reproduce() -> None:

@@ -26,8 +26,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.megatron.targets import schedule_targets
-from megatron_idempotent.patching import Original, Patch
+
+from ._case import Fault, Original, Patch, bench, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -45,21 +45,18 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run one microbatch, too few for two stages: upstream says so after it took both functions."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(pp=2, vpp=2, overlap_param_gather=True, align=True)
+    model = bench(pp=2, vpp=2, overlap_param_gather=True, align=True)
     try:
         model.forward_backward(1, data_seed=0, forward_only=True)
     except ValueError:
         config = model.config
         lost = [n for n in ("grad_sync_func", "param_sync_func") if getattr(config, n) is None]
         if lost:
-            raise RuntimeError(f"the window lost {' and '.join(lost)}") from None
+            raise Fault(f"the window lost {' and '.join(lost)}") from None
 
 
 PATCH = Patch(
     "a forward-only interleaved window that raises loses grad_sync_func, param_sync_func",
     *schedule_targets(schedule, "forward_backward_pipelining_with_interleaving"),
     groups=("overlap", "abort"),
-    stock_error=r"RuntimeError: the window lost grad_sync_func and param_sync_func",
 )

@@ -28,8 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, a_body_has, arguments
+from ._case import Fault, Original, Patch, a_body_has, arguments, target
 
 
 class _Logits:
@@ -171,8 +170,6 @@ def _unscaled(logits: Any) -> Any:
 
 def reproduce() -> None:
     """Ask for the hidden states that the output layer would be given."""
-    import torch
-
     model, inputs = _model()
     (chunk,) = model.chunks
 
@@ -180,8 +177,8 @@ def reproduce() -> None:
         return output_layer(hidden_states, weight=output_weight)[0].transpose(0, 1)
 
     logits = chunk(*inputs, labels=inputs[0], output_processor=processor)
-    if not torch.equal(logits, chunk(*inputs)):
-        raise RuntimeError("a processor that makes logits makes others than the model")
+    if not logits.equal(chunk(*inputs)):
+        raise Fault("a processor that makes logits makes others than the model")
 
 
 def neighbour() -> object:

@@ -25,16 +25,14 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.patching import Limit
+from ._case import Limit, bench
 
 
 def reproduce() -> None:
     """Wrap a wrapped module once more and run one window."""
     from megatron.core.distributed import DistributedDataParallel
 
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(with_optimizer=False)
+    model = bench(with_optimizer=False)
     (first,) = model.chunks
     model.chunks = [DistributedDataParallel(model.config, first.ddp_config, first.module)]
     model.config.no_sync_func = model.chunks[0].no_sync

@@ -35,11 +35,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, no_body_has
-from megatron_idempotent.patching.record import arguments
-
-from . import _scenarios
+from ._case import Fault, Original, Patch, arguments, no_body_has, of_context_rank, target
 
 _COUNTED = "original_num_tokens = loss_mask.sum()"
 _SHIFTED = (
@@ -182,14 +178,14 @@ def reproduce() -> None:
 
     def forward_step(data: Any, chunk: Any) -> Any:
         next(data)
-        output = _scenarios.of_context_rank(chunk, tokens, mask)
+        output = of_context_rank(chunk, tokens, mask)
         return output, lambda output: ((output * mask).sum(), mask.sum().int(), {})
 
     chunk.zero_grad_buffer()
     model.schedule(iter([None]), 1, forward_step, micro_batch_size=1)
     (layer,) = chunk.module.mtp.layers
     if not layer.eh_proj.weight.main_grad.any():
-        raise RuntimeError("an MTP layer learns nothing of a token that another rank counts")
+        raise Fault("an MTP layer learns nothing of a token that another rank counts")
 
 
 PATCH = Patch(
@@ -198,5 +194,4 @@ PATCH = Patch(
     since="0.17",
     fixed_when=no_body_has("loss_mask.sum()"),
     given=("mtp-without-transformer-engine",),
-    stock_error="RuntimeError: an MTP layer learns nothing of a token that another rank counts",
 )

@@ -27,8 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, a_body_has
+from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -60,15 +59,14 @@ def reproduce() -> None:
     import torch
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.step import own_positions
 
-    tiny.build(cp=2, overlap_grad_reduce=False, distributed_optimizer=False)
+    bench(cp=2, overlap_grad_reduce=False, distributed_optimizer=False)
     row = torch.arange(1, 9, device="cuda")[None]
     found, _ = roll_tensor(own_positions(row), shifts=-1, dims=-1)
     right = own_positions(torch.tensor([[2, 3, 4, 5, 6, 7, 8, 0]], device="cuda"))
     if not torch.equal(found, right):
-        raise RuntimeError("positions are followed by others than those that come next")
+        raise Fault("positions are followed by others than those that come next")
 
 
 def neighbour() -> object:
@@ -76,12 +74,10 @@ def neighbour() -> object:
     import torch
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    from megatron_idempotent.proof.cpu import tiny
-
-    tiny.build(overlap_grad_reduce=False, distributed_optimizer=False)
+    bench(overlap_grad_reduce=False, distributed_optimizer=False)
     found, total = roll_tensor(torch.arange(1, 8, device="cuda")[None], shifts=-1, dims=-1)
     if found.tolist() != [[2, 3, 4, 5, 6, 7, 0]]:
-        raise RuntimeError(f"whole rows are rolled to {found.tolist()}")
+        raise Fault(f"whole rows are rolled to {found.tolist()}")
     return [found.tolist(), int(total)]
 
 
@@ -90,5 +86,4 @@ PATCH = Patch(
     target("mtp.roll_tensor", roll),
     before="0.14",
     fixed_when=a_body_has("cp_group.size()"),
-    stock_error="RuntimeError: positions are followed by others than those that come next",
 )

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import OPEN, Original, Patch
+from ._case import OPEN, Original, Patch, bench, target
 
 
 def is_inference_linear(original: Original, module: Any) -> bool:
@@ -39,9 +38,7 @@ def is_inference_linear(original: Original, module: Any) -> bool:
 
 def reproduce() -> None:
     """Build a small model with an MTP layer."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    tiny.build(mtp=1)
+    bench(mtp=1)
 
 
 PATCH = Patch(

@@ -28,8 +28,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron.ddp import is_no_sync_of
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, arguments, no_body_has
+
+from ._case import Original, Patch, arguments, no_body_has, program, target
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -51,9 +51,7 @@ def reproduce() -> None:
     """Run two calls of stock `train()` on two data-parallel ranks with overlap_grad_reduce."""
     from megatron.training import get_timers
 
-    from megatron_idempotent.proof.cpu import program
-
-    running = program.start(["--overlap-grad-reduce"])
+    running = program(["--overlap-grad-reduce"])
     running.train(1)
     # Upstream asserts on the timer too, which is `train-interval-timer`'s.
     get_timers()._timers["interval-time"].reset()

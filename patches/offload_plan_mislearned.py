@@ -41,8 +41,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.megatron.targets import schedule_targets, target
-from megatron_idempotent.patching import Original, Patch
+
+from ._case import Fault, Original, Patch, bench, schedule_targets, target
 
 _IDLE = "_megatron_idempotent_idle"
 
@@ -120,8 +120,6 @@ def offloading(**layout: Any) -> Any:
     from megatron.core.extensions import transformer_engine
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
 
-    from megatron_idempotent.proof.cpu import tiny
-
     transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
     if hasattr(upstream.ChunkOffloadHandler, "_can_manage_tensor_for_offload"):
         upstream.ChunkOffloadHandler._can_manage_tensor_for_offload = staticmethod(
@@ -133,7 +131,7 @@ def offloading(**layout: Any) -> Any:
         "min_offloaded_tensor_size": 1,
         **layout.pop("config_overrides", {}),
     }
-    return tiny.build(with_optimizer=False, config_overrides=overrides, **layout)
+    return bench(with_optimizer=False, config_overrides=overrides, **layout)
 
 
 def offloaded() -> int:
@@ -161,7 +159,7 @@ def reproduce() -> None:
         learned = offloaded()
         model.forward_backward(2, data_seed=0)
     if not learned or offloaded() == learned:
-        raise RuntimeError("training offloads nothing")
+        raise Fault("training offloads nothing")
 
 
 PATCH = Patch(

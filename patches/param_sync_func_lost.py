@@ -26,8 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, arguments, no_body_has
+from ._case import Fault, Original, Patch, arguments, no_body_has, program, target
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -49,14 +48,12 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run a `train()` that has no iteration left to run, with a function of the caller's own."""
-    from megatron_idempotent.proof.cpu import program
-
-    running = program.start(["--overlap-grad-reduce", "--overlap-param-gather"])
+    running = program(["--overlap-grad-reduce", "--overlap-param-gather"])
     (chunk,) = running.chunks
     running.config.param_sync_func = chunk.start_param_sync
     running.train(0)
     if running.config.param_sync_func is None:
-        raise RuntimeError("config.param_sync_func is None after train()")
+        raise Fault("config.param_sync_func is None after train()")
 
 
 PATCH = Patch(
@@ -70,5 +67,4 @@ PATCH = Patch(
     ),
     groups=("train-again", "overlap"),
     fixed_when=no_body_has("config.param_sync_func = None"),
-    stock_error=r"RuntimeError: config\.param_sync_func is None after train\(\)",
 )

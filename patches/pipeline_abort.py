@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patching import Helper
+from ._case import Fault, Helper, bench
 
 
 def reproduce() -> None:
@@ -47,19 +47,16 @@ def repaired() -> None:
 
 def neighbour() -> list[bytes]:
     """Run windows in which nothing fails: of training, and forward-only between them."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    return _windows(tiny.build(pp=2), lambda _: None)
+    return _windows(bench(pp=2), lambda _: None)
 
 
 def helped() -> list[bytes]:
     """Run the same under the guard, with each call between windows that a failure would need."""
     from megatron_idempotent import abort_window, verify
-    from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.window import agree, rebuild_process_groups
 
     _guard()
-    model = tiny.build(pp=2)
+    model = bench(pp=2)
 
     def before(window: int) -> None:
         verify()
@@ -75,8 +72,7 @@ def _windows(model: Any, before: Callable[[int], None]) -> list[bytes]:
     found = []
     for seed, microbatches in enumerate((4, 2, 3)):
         before(seed)
-        model.forward_backward(microbatches, data_seed=seed)
-        model.step()
+        model.train_step(microbatches, data_seed=seed)
         found.append(model.bits())
         model.forward_backward(1, data_seed=seed, forward_only=True)
     return found
@@ -90,11 +86,8 @@ def _guard() -> None:
 
 
 def _train(guarded: bool) -> None:
-    import torch
 
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(pp=2, overlap_grad_reduce=False, distributed_optimizer=False)
+    model = bench(pp=2, overlap_grad_reduce=False, distributed_optimizer=False)
     model.config.finalize_model_grads_func = None  # the sum over stages is not what is looked at
     model.forward_backward(4, data_seed=1)
     expected = model.gradients()
@@ -114,8 +107,8 @@ def _train(guarded: bool) -> None:
     model.on_microbatch = None
     # Without the guard the first stage gets a gradient of the dead window, and ends one early.
     model.forward_backward(4, data_seed=1)
-    if not torch.equal(model.gradients(), expected):
-        raise RuntimeError("the gradients of a window are those of the aborted one before it")
+    if not model.gradients().equal(expected):
+        raise Fault("the gradients of a window are those of the aborted one before it")
 
 
 def _guarded(schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,5 +122,4 @@ def _guarded(schedule: Callable[..., Any]) -> Callable[..., Any]:
 HELPER = Helper(
     summary="a window that a rank leaves half-way hangs the others, or corrupts the next window",
     call="guarded_window",
-    stock_error=r"RuntimeError: the gradients of a window are those of the aborted one",
 )

@@ -29,11 +29,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import STAGE_OFFSET
-from megatron_idempotent.patching import Original, Patch, a_body_has
 
-from . import _scenarios
+from ._case import Fault, Original, Patch, a_body_has, gathered, target
 
 
 def seed_all_stages(original: Original, seed: int, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +95,8 @@ def reproduce() -> None:
     with random.get_cuda_rng_tracker().fork():
         drawn = torch.rand(8, device=torch.cuda.current_device())
     group = parallel_state.get_pipeline_model_parallel_group()
-    if torch.equal(*_scenarios.gathered(drawn, group)):
-        raise RuntimeError("pipeline stages 0 and 1 draw the same weights")
+    if torch.equal(*gathered(drawn, group)):
+        raise Fault("pipeline stages 0 and 1 draw the same weights")
 
 
 def neighbour() -> list[bytes]:
@@ -167,5 +165,4 @@ PATCH = Patch(
         "initialize_rng_tracker",
     ),
     fixed_when=a_body_has("get_pipeline_model_parallel_rank()"),
-    stock_error=r"RuntimeError: pipeline stages 0 and 1 draw the same weights",
 )

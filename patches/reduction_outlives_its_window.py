@@ -29,10 +29,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, a_body_has
 
-from . import _scenarios
+from ._case import Original, Patch, a_body_has, abort_in_backward, bench, expect_gradients, target
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
@@ -48,14 +46,12 @@ def reproduce() -> None:
     """Interrupt the last backward of a window where reductions are under way, and go on."""
     import torch
 
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build()
+    model = bench()
     for _ in range(2):  # releases from 0.16 on reduce early from their second window on
         model.forward_backward(1, data_seed=0)
     expected = model.gradients()
-    _scenarios.abort_in_backward(model, torch.Tensor.register_hook)
-    _scenarios.expect_gradients(model, expected)
+    abort_in_backward(model, torch.Tensor.register_hook)
+    expect_gradients(model, expected)
 
 
 PATCH = Patch(

@@ -39,8 +39,8 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_idempotent.megatron import training
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+
+from ._case import Fault, Original, Patch, bench, target
 
 
 def should_run_forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,14 +62,12 @@ def state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run a framework's own loop, whose first window cannot read its batch, and then a good one."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build()
+    model = bench()
     with suppress(_Unreadable):
         _window(model, _unreadable)
     losses = _window(model, model._forward_step([]))
     if len(losses) != 2:
-        raise RuntimeError(f"{len(losses)} losses of 2 microbatches")
+        raise Fault(f"{len(losses)} losses of 2 microbatches")
 
 
 def _window(model: Any, forward_step: Callable[..., Any]) -> Any:

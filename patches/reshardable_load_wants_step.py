@@ -26,8 +26,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron import optimizers
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+
+from ._case import Fault, Original, Patch, bench, target
 
 
 def set_states(original: Original, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
@@ -43,11 +43,8 @@ def reproduce() -> None:
     """Load what an optimizer itself gives to save: that has to change nothing."""
     import torch
 
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build()
-    model.forward_backward(1, data_seed=0)
-    model.step()
+    model = bench()
+    model.train_step(1, data_seed=0)
     before = model.parameters()
     (optimizer,) = model.optimizer.chained_optimizers
     state = optimizer.sharded_state_dict(
@@ -61,7 +58,7 @@ def reproduce() -> None:
     with torch.no_grad():
         optimizer.load_parameter_state_from_fully_reshardable(loaded)
     if not torch.equal(model.parameters(), before):
-        raise RuntimeError("a load of its own state has changed the parameters")
+        raise Fault("a load of its own state has changed the parameters")
 
 
 PATCH = Patch(

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+from ._case import Fault, Original, Patch, target
 
 
 def forward(
@@ -76,7 +75,7 @@ def reproduce() -> None:
     (stage(tokens, places, hidden, padding_mask=padding) * 0.0).sum().backward()
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     if bool(stage.decoder.layers[0].mlp.router.weight.grad.any()) != first:
-        raise RuntimeError("a router takes another rank's part of the padding mask")
+        raise Fault("a router takes another rank's part of the padding mask")
 
 
 PATCH = Patch(

@@ -29,9 +29,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
+
+from ._case import Fault, Original, Patch, bench, target
 
 #: The router of each RouterReplay, neither kept alive.
 _routers: PerProcessWeakKeys[Any, weakref.ref[Any]] = PerProcessWeakKeys(__name__, "_routers")
@@ -75,20 +75,18 @@ def reproduce() -> None:
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    from megatron_idempotent.proof.cpu import tiny
-
     def built() -> Any:
         overrides = {"moe_enable_routing_replay": True}
-        return tiny.build(experts=4, config_overrides=overrides, with_optimizer=False)
+        return bench(experts=4, config_overrides=overrides, with_optimizer=False)
 
     layers = sum(hasattr(each, "router_replay") for each in built().chunks[0].modules())
     model = built()  # the first is gone
     RouterReplay.set_replay_data([torch.zeros(4, 2, dtype=torch.long)] * layers)
     routers = [each for each in model.chunks[0].modules() if hasattr(each, "router_replay")]
     if any(each.router_replay.target_topk_idx is None for each in routers):
-        raise RuntimeError("a router of the model was given no routing")
+        raise Fault("a router of the model was given no routing")
     if len(RouterReplay.get_recorded_data()) != layers:
-        raise RuntimeError("routing of a model that is gone is read")
+        raise Fault("routing of a model that is gone is read")
 
 
 PATCH = Patch(

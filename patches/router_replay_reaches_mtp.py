@@ -28,8 +28,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+from ._case import Fault, Original, Patch, target
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +69,7 @@ def reproduce() -> None:
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     model.forward_backward(1, data_seed=0)
     if taken[0][:, [0, 3]].all():
-        raise RuntimeError("the MTP layer is routed as the decoder's first layer is")
+        raise Fault("the MTP layer is routed as the decoder's first layer is")
     RouterReplay.set_replay_data(recorded)
 
 
@@ -80,6 +79,5 @@ PATCH = Patch(
     since="0.16",
     given=("mtp-without-transformer-engine",),
     ranks=1,
-    stock_error=r"RuntimeError: the MTP layer is routed as the decoder's first layer is|"
-    r"AttributeError: 'NoneType' object has no attribute 'to'",
+    stock_error="Fault: |AttributeError: 'NoneType' object has no attribute 'to'",
 )

@@ -35,9 +35,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_idempotent.megatron import ddp
-from megatron_idempotent.megatron.ddp import bucket_groups
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+
+from ._case import Fault, Original, Patch, bench, target
 
 _LOOKED_AT = "_megatron_idempotent_looked_at"
 _ZEROED = "_megatron_idempotent_zeroed"
@@ -49,12 +48,12 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
     if ddp.grown(self):
         _require_exact(self)
         setattr(self, _AGAIN, True)
-        for group in bucket_groups(self):
+        for group in ddp.bucket_groups(self):
             if hasattr(group, "grad_reduce_finished"):
                 group.grad_reduce_finished = False
     original(self, *args, **kwargs)
     if self.ddp_config.overlap_grad_reduce:
-        for group in bucket_groups(self):
+        for group in ddp.bucket_groups(self):
             if not getattr(group, "is_first_batch", False):
                 ddp.drop_registered(group)  # so that hooks dispatch the next window's
     _finished(self)
@@ -77,7 +76,7 @@ def _finished(chunk: Any) -> None:
 
 
 def _require_exact(chunk: Any) -> None:
-    for group in bucket_groups(chunk):
+    for group in ddp.bucket_groups(chunk):
         why = _inexact(group)
         if why and not getattr(chunk, _ZEROED, False):
             _refuse([chunk], why)
@@ -123,7 +122,7 @@ def _is_any(gradients: Any) -> bool:
 def zero_grad_buffer(original: Original, self: Any) -> None:
     """Start a window whose gradients are not reduced."""
     if getattr(self, _AGAIN, False) or ddp.grown(self):
-        for group in bucket_groups(self):
+        for group in ddp.bucket_groups(self):
             # What two windows have registered is what neither of them will, and a window that was
             # refused or aborted must teach nothing: the next one counts as the first.
             if getattr(group, "is_first_batch", False):
@@ -188,20 +187,19 @@ def reproduce() -> None:
         model = _two_windows(overlap_grad_reduce=overlap, distributed_optimizer=False)
         gradients.append(model.gradients())
     if not torch.equal(*gradients):
-        raise RuntimeError("gradients of a second window are not reduced")
+        raise Fault("gradients of a second window are not reduced")
     try:
         _two_windows(overlap_grad_reduce=True, distributed_optimizer=True)
     except RuntimeError as error:
         if "cannot be reduced again" in str(error):
             return
         raise
-    raise RuntimeError("a second reduce-scatter of the same gradients went unnoticed")
+    raise Fault("a second reduce-scatter of the same gradients went unnoticed")
 
 
 def _two_windows(**options: Any) -> Any:
-    from megatron_idempotent.proof.cpu import tiny
 
-    model = tiny.build(with_optimizer=False, **options)
+    model = bench(with_optimizer=False, **options)
     model.forward_backward(2, data_seed=0)
     # An ordinary window after it, so that upstream knows what to wait for.
     model.forward_backward(2, data_seed=1)
@@ -234,7 +232,7 @@ def neighbour() -> object:
         _neighbours.step(model, (1, 1), held=True, data_seed=3)
         found.append(_shards(model))
     if found[-4:-2] != found[-2:]:
-        raise RuntimeError("the same windows again have other gradients")
+        raise Fault("the same windows again have other gradients")
     return found
 
 
@@ -246,7 +244,7 @@ def _shards(model: Any) -> bytes:
         bucket.grad_data.tensor_split(group.intra_distributed_optimizer_instance_size)[
             group.intra_distributed_optimizer_instance_rank
         ]
-        for group in bucket_groups(model.chunks[0])
+        for group in ddp.bucket_groups(model.chunks[0])
         for bucket in group.buckets
     ]
     whole: bytes = torch.cat(shards).cpu().numpy().tobytes()

@@ -29,8 +29,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, no_body_has
+from ._case import Original, Patch, bench, no_body_has, target
 
 _ASKED = "param_start_index % self.data_parallel_world_size != 0"
 
@@ -60,9 +59,7 @@ def init(original: Original, self: Any, ddp_config: Any, *args: Any, **kw: Any) 
 
 def reproduce() -> None:
     """Build a tied model, of which a layer has seven sizes that are odd multiples of 64."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    tiny.build(pp=2, tied=True, layers_per_stage=1, overlap_grad_reduce=False)
+    bench(pp=2, tied=True, layers_per_stage=1, overlap_grad_reduce=False)
 
 
 PATCH = Patch(

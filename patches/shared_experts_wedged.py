@@ -29,8 +29,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron.moe import reset_shared_experts
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+
+from ._case import Fault, Original, Patch, bench, target
 
 
 def pre_forward_comm(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -41,11 +41,7 @@ def pre_forward_comm(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 def reproduce() -> None:
     """Interrupt a layer before it takes its shared experts' output, and go on."""
-    import torch
-
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(
+    model = bench(
         experts=4,
         overlap_grad_reduce=False,
         config_overrides={
@@ -66,8 +62,8 @@ def reproduce() -> None:
     except ValueError:
         del shared.get_output
     model.forward_backward(1, data_seed=0)
-    if not torch.equal(model.gradients(), expected):
-        raise RuntimeError("the gradients of a window depend on the aborted one before it")
+    if not model.gradients().equal(expected):
+        raise Fault("the gradients of a window depend on the aborted one before it")
 
 
 PATCH = Patch(

@@ -29,8 +29,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron import gather
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+
+from ._case import Original, Patch, bench, target
 
 
 def start(original: Original, self: Any, force_sync: bool = False) -> Any:
@@ -45,9 +45,7 @@ def start(original: Original, self: Any, force_sync: bool = False) -> Any:
 
 def reproduce() -> None:
     """Start twice, then run a window on what was gathered."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(overlap_param_gather=True)
+    model = bench(overlap_param_gather=True)
     for chunk in model.chunks:
         chunk.start_param_sync()
         chunk.start_param_sync()

@@ -29,11 +29,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron import schedules
-from megatron_idempotent.megatron.targets import schedule_targets, step_targets, target
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import Original, Patch
 
-from . import _scenarios
+from ._case import Original, Patch, bench, interrupt_window, schedule_targets, step_targets, target
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -58,11 +56,9 @@ def reproduce() -> None:
     """Run a forward-only window that raises, and the same again in good order."""
     from megatron.core.timers import Timers
 
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build(overlap_grad_reduce=False)
+    model = bench(overlap_grad_reduce=False)
     model.config.timers = Timers(2, "minmax")
-    _scenarios.interrupt_window(model, at=0, forward_only=True)
+    interrupt_window(model, at=0, forward_only=True)
     model.forward_backward(2, data_seed=0, forward_only=True)
 
 

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import Original, Patch, a_body_has
+
+from ._case import Original, Patch, a_body_has, program, target
 
 _TIMER = "interval-time"
 
@@ -55,9 +55,7 @@ def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run two calls of stock `train()` without any overlap."""
-    from megatron_idempotent.proof.cpu import program
-
-    running = program.start()
+    running = program()
     running.train(1)
     running.train(1)
 

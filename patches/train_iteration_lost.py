@@ -36,8 +36,8 @@ import sys
 from typing import Any
 
 from megatron_idempotent.megatron import training
-from megatron_idempotent.megatron.targets import TRAINING, target
-from megatron_idempotent.patching import Original, Patch, a_body_has
+
+from ._case import TRAINING, Fault, Original, Patch, a_body_has, program, target
 
 # The iteration of this train() whose train_step has returned; empty before the first one has.
 _stepped: list[int | None] = []
@@ -117,12 +117,10 @@ def _count_samples(options: Any) -> int:
 
 def reproduce() -> None:
     """Run one call of stock `train()` over one iteration."""
-    from megatron_idempotent.proof.cpu import program
-
-    running = program.start()
+    running = program()
     running.train(1)
     if running.args.iteration != 1:
-        raise RuntimeError(f"args.iteration is {running.args.iteration} after one iteration")
+        raise Fault(f"args.iteration is {running.args.iteration} after one iteration")
 
 
 PATCH = Patch(
@@ -137,5 +135,4 @@ PATCH = Patch(
     target("training.train_step", train_step, "skipped_iter = 0"),
     groups=("train-again",),
     fixed_when=a_body_has("args.iteration = iteration"),
-    stock_error=r"RuntimeError: args\.iteration is 0 after one iteration",
 )

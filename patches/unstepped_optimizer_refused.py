@@ -28,8 +28,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.megatron import optimizers
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+
+from ._case import Fault, Original, Patch, bench, target
 
 
 def state_dict(original: Original, self: Any) -> Any:
@@ -63,19 +63,16 @@ def reproduce() -> None:
     """Ask for the state before the first step; the step must then be the one without asking."""
     import torch
 
-    from megatron_idempotent.proof.cpu import tiny
-
     found = []
     for asked in (False, True):
-        model = tiny.build()
+        model = bench()
         for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
             if asked:
                 part.state_dict()
-        model.forward_backward(1, data_seed=0)
-        model.step()
+        model.train_step(1, data_seed=0)
         found.append(model.parameters())
     if not torch.equal(*found):
-        raise RuntimeError("the first step differs where the state was asked for before")
+        raise Fault("the first step differs where the state was asked for before")
 
 
 PATCH = Patch(

@@ -24,8 +24,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+from ._case import Original, Patch, bench, target
 
 
 def reset(original: Original, self: Any) -> None:
@@ -44,12 +43,9 @@ def reset(original: Original, self: Any) -> None:
 
 def reproduce() -> None:
     """Zero while offloaded, restore, and train on."""
-    from megatron_idempotent.proof.cpu import tiny
-
-    model = tiny.build()
+    model = bench()
     for seed in range(2):
-        model.forward_backward(2, data_seed=seed)
-        model.step()
+        model.train_step(2, data_seed=seed)
         for chunk in model.chunks:
             chunk.offload_grad_buffers()
             chunk.zero_grad_buffer()

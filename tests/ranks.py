@@ -112,10 +112,10 @@ def abort(model: Any) -> None:
 
 def agree(model: Any) -> bool:
     """Return whether the data-parallel ranks hold the same parameters."""
-    from megatron_idempotent.patches import _scenarios
+    from megatron_idempotent.patches import _case
 
     try:
-        _scenarios.expect_agreement(model, "in the test")
+        _case.expect_agreement(model, "in the test")
     except RuntimeError:
         return False
     return True

@@ -220,9 +220,9 @@ class Hazard(Record):
     summary: str
     """One line for the tables: what goes wrong on stock Megatron."""
 
-    stock_error: str
+    stock_error: str = "Fault: "
     """Regular expression that the error of `reproduce` on stock Megatron must match, `Type:
-    message`."""
+    message`; by default it is a `Fault`, which `reproduce` raises where it has found the hazard."""
 
     distribution: str = ""
     """The package whose releases `since` and `before` speak of; by default the one that the first
@@ -337,13 +337,12 @@ class Hazard(Record):
 
 
 class Patch(Hazard):
-    r"""Describes a hazard that wrappers around Megatron's functions repair.
+    """Describes a hazard that wrappers around Megatron's functions repair.
 
     Example:
         PATCH = Patch(
             "train() with --manual-gc leaves garbage collection off for good",
             target("training.train", train, "gc.disable()"),
-            stock_error=r"RuntimeError: garbage collection is off after train\(\)",
         )
     """
 

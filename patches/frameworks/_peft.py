@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.patches._scenarios import gathered
+from megatron_idempotent.patches._case import Fault, gathered
 
 from . import _standins
 
@@ -139,7 +139,7 @@ def expect_replicas(chunks: Any) -> None:
             continue
         found = gathered(parameter.main_grad, group)
         if not all(torch.equal(found[0], each) for each in found):
-            raise RuntimeError(f"ranks that share {name} have other gradients")
+            raise Fault(f"ranks that share {name} have other gradients")
 
 
 def expect_balance(chunks: Any) -> None:
@@ -158,7 +158,7 @@ def expect_balance(chunks: Any) -> None:
         if ".experts." in adapter and not torch.allclose(
             both["in.weight"], both["out.weight"], rtol=0.01
         ):
-            raise RuntimeError(f"the gradients of {adapter} are not of one product: {both}")
+            raise Fault(f"the gradients of {adapter} are not of one product: {both}")
 
 
 def expect_norms(chunks: Any) -> None:
@@ -177,7 +177,7 @@ def expect_norms(chunks: Any) -> None:
             norm = (base + module.scaling * outer @ inner).norm(dim=1)
             own = norm if rows else norm.chunk(group.size())[group.rank()]
             if not torch.allclose(module._get_weight_norm(), own):
-                raise RuntimeError(f"{name} has the norm of a part of its rows")
+                raise Fault(f"{name} has the norm of a part of its rows")
 
 
 def expect_products(chunks: Any) -> None:
@@ -226,7 +226,7 @@ def expect_products(chunks: Any) -> None:
                 has = _summed(has, group)
             fine = fine and has is not None and torch.allclose(has, is_)
         if not fine:
-            raise RuntimeError(f"{name} is not the product of its factors")
+            raise Fault(f"{name} is not the product of its factors")
 
 
 def _trained(chunks: Any) -> list[tuple[str, Any]]:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_idempotent.patches._scenarios import Broken
+from megatron_idempotent.patches._case import Broken
 
 from . import _standins
 

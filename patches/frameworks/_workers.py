@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_idempotent.patches._scenarios import Broken
+from megatron_idempotent.patches._case import Broken, Fault
 
 #: The microbatches of a window.
 MICROBATCHES = 4
@@ -103,7 +103,7 @@ class Windows:
         """Raise if the gradients of a window are still there."""
         for chunk in self.bench.chunks:
             if any(bool(buffer.grad_data.any()) for buffer in chunk.buffers):
-                raise RuntimeError("the gradients of a window that raised are still there")
+                raise Fault("the gradients of a window that raised are still there")
 
     def _break(self, site: str) -> None:
         if self._fails(site):

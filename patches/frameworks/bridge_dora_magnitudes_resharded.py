@@ -26,10 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.patches._scenarios import gathered
-
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, arguments
+from megatron_idempotent.patches._case import Fault, Original, Patch, arguments, gathered, target
 
 from . import _peft
 
@@ -67,7 +64,7 @@ def reproduce() -> None:
     halves = [each.chunk(2) for each in gathered(adapter.weight_magnitude, group)]
     right = torch.cat([part for half in zip(*halves, strict=True) for part in half])
     if not torch.equal(found, right):
-        raise RuntimeError("the magnitudes of gate and up are mixed in the checkpoint")
+        raise Fault("the magnitudes of gate and up are mixed in the checkpoint")
 
 
 PATCH = Patch(
@@ -78,5 +75,4 @@ PATCH = Patch(
         "sharded_state_dict[magnitude_key] = magnitude_sharded_tensor",
     ),
     since="0.2",
-    stock_error=r"RuntimeError: the magnitudes of gate and up are mixed in the checkpoint",
 )

@@ -27,9 +27,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patches._case import Broken, Fault, Original, Patch, arguments, target
+
 from megatron_idempotent.megatron.training import undone
-from megatron_idempotent.patching import Original, Patch, arguments
 
 
 def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -47,8 +47,6 @@ def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run one evaluation whose data raises."""
-    from megatron_idempotent.patches._scenarios import Broken
-
     from ._bridge import Bridge
 
     bridge = Bridge()
@@ -60,7 +58,7 @@ def reproduce() -> None:
     with contextlib.suppress(Broken):
         bridge.evaluate()
     if not bridge.program.chunks[0].training:
-        raise RuntimeError("the model is in evaluation mode after evaluate()")
+        raise Fault("the model is in evaluation mode after evaluate()")
 
 
 PATCH = Patch(
@@ -74,5 +72,4 @@ PATCH = Patch(
         "config.timers = state.timers",
     ),
     since="0.3",
-    stock_error=r"RuntimeError: the model is in evaluation mode after evaluate\(\)",
 )

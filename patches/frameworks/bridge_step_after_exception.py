@@ -26,9 +26,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patches._case import Broken, Original, Patch, arguments, target
+
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import Original, Patch, arguments
 
 
 def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -39,8 +39,6 @@ def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run a step whose optimizer fails, and then a good one."""
-    from megatron_idempotent.patches._scenarios import Broken
-
     from ._bridge import Bridge
 
     bridge = Bridge()

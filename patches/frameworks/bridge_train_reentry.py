@@ -30,9 +30,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patches._case import Original, Patch, a_body_has, arguments, target
+
 from megatron_idempotent.megatron.training import stopping
-from megatron_idempotent.patching import Original, Patch, a_body_has, arguments
 
 from . import _copies
 

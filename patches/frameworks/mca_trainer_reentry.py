@@ -27,8 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, no_body_has
+from megatron_idempotent.patches._case import Original, Patch, no_body_has, program, target
 
 from . import _copies
 
@@ -43,11 +42,9 @@ def reproduce() -> None:
     """Prepare the loop of one trainer twice."""
     from unittest.mock import MagicMock
 
-    from megatron_idempotent.proof.cpu import program
-
     from ._standins import import_alone
 
-    running = program.start(["--overlap-grad-reduce"])
+    running = program(["--overlap-grad-reduce"])
     module = import_alone("mcore_adapter.trainer.trainer", "accelerate", "transformers")
     module.get_model_param_count = lambda *_, **__: 0
     options = MagicMock(

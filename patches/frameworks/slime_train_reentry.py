@@ -27,7 +27,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.patching import Patch
+from megatron_idempotent.patches._case import Patch
 
 from . import _copies
 

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, no_body_has
+from megatron_idempotent.patches._case import Original, Patch, no_body_has, target
 
 from . import _copies
 

@@ -29,8 +29,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch, arguments, no_body_has
+from megatron_idempotent.patches._case import (
+    Fault,
+    Original,
+    Patch,
+    arguments,
+    no_body_has,
+    program,
+    target,
+)
 
 from . import _copies
 
@@ -59,15 +66,13 @@ def wire(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Wire a model of two virtual stages per rank, which share a config."""
-    from megatron_idempotent.proof.cpu import program
-
     from ._standins import import_alone
 
-    running = program.start(["--overlap-grad-reduce"], pp=2, vpp=2, shared_config=True)
+    running = program(["--overlap-grad-reduce"], pp=2, vpp=2, shared_config=True)
     verl = import_alone("verl.utils.megatron_utils", "transformers")
     verl.register_megatron_training_hooks(running.chunks, running.optimizer)
     if len(running.config.no_sync_func) != 2:
-        raise RuntimeError("not all chunks are wired")
+        raise Fault("not all chunks are wired")
 
 
 PATCH = Patch(

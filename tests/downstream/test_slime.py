@@ -80,7 +80,7 @@ def test_one_patched_rollout_equals_one_stock_rollout(megatron_ranks):
 def retried(fail_at: int) -> tuple[int, tuple[list[float], list[float], bytes]]:
     """Runs on a rank: a rollout whose data cannot be read in one step; the same again from
     there."""
-    from megatron_idempotent.patches._scenarios import Broken
+    from megatron_idempotent.patches._case import Broken
     from megatron_idempotent.patches.frameworks._rollouts import MICROBATCHES
 
     rollouts = start()
@@ -106,7 +106,7 @@ def left_behind(fail_at: int | None) -> tuple[bool, bool]:
     rollout."""
     import gc
 
-    from megatron_idempotent.patches._scenarios import Broken
+    from megatron_idempotent.patches._case import Broken
 
     rollouts = start(MANUAL_GC)
     config, (chunk,) = rollouts.program.config, rollouts.program.chunks
@@ -141,7 +141,7 @@ def test_a_custom_no_sync_func_still_meets_slimes_assertion(megatron_ranks):
 
 def inferring(fail_at: int | None, passes: bool = True):
     """Runs on a rank: two rollouts, and log-probs before each, of which a pass may fail."""
-    from megatron_idempotent.patches._scenarios import Broken
+    from megatron_idempotent.patches._case import Broken
 
     rollouts = start()
     for number in range(2):

@@ -192,13 +192,13 @@ BARE = """
 import sys
 
 import megatron_idempotent
-from megatron_idempotent.patches import _scenarios
+from megatron_idempotent.patches import _case
 
 package = sys.modules["megatron_idempotent.patches"]
 assert megatron_idempotent.patches is package
-print(*package.__path__, _scenarios.__file__, megatron_idempotent.__path__[0], sep="\\n")
+print(*package.__path__, _case.__file__, megatron_idempotent.__path__[0], sep="\\n")
 megatron_idempotent.apply()
-assert not {"patches", "_scenarios"} & set(sys.modules)
+assert not {"patches", "_case"} & set(sys.modules)
 """
 
 
@@ -211,7 +211,7 @@ def test_a_bare_tree_on_the_path_runs_with_its_own_case_files(tree, tmp_path):
         sys.executable, "-c", BARE, cwd=tmp_path, PYTHONPATH=str(tree)
     ).splitlines()
     assert Path(folder) == tree / "patches"
-    assert Path(file) == tree / "patches" / "_scenarios.py"
+    assert Path(file) == tree / "patches" / "_case.py"
     assert Path(inside) == tree / "megatron_idempotent"
 
 

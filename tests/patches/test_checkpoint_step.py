@@ -92,7 +92,7 @@ def test_steps_that_a_save_is_written_in_are_not_saved(tmp_path, persistent):
 
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-    from megatron_idempotent.patches._scenarios import once_there
+    from megatron_idempotent.patches._case import once_there
 
     from megatron_idempotent.megatron.layer_specs import takes
 

@@ -204,14 +204,14 @@ def test_every_rank_reads_what_a_run_without_overlap_has(ranks, kind, megatron_r
 @on_ranks("ranks")
 def test_the_watch_on_another_optimizer_is_not_believed(kind):
     """Ranks agree after a step and the call, with all patches but these two."""
-    from megatron_idempotent.patches import _scenarios
+    from megatron_idempotent.patches import _case
 
     megatron_idempotent.apply(exclude=[STALE, ERASED])
     model = built(kind)
     model.step()
     for _ in range(2):
         assert megatron_idempotent.ensure_params_synced(model.chunks) > 0
-        _scenarios.expect_agreement(model, "after the call")
+        _case.expect_agreement(model, "after the call")
 
 
 @needs_layout

@@ -18,7 +18,7 @@ PATCH = "mtp-loss-per-context-rank"
 def mtp_gradient(cp, layers, per_token, masked, applied):
     """Runs on a rank: what MTP's loss alone does to the MTP layers, as one list."""
     import torch
-    from megatron_idempotent.patches import _scenarios
+    from megatron_idempotent.patches import _case
 
     import megatron_idempotent
     from megatron_idempotent.proof.cpu import tiny
@@ -44,7 +44,7 @@ def mtp_gradient(cp, layers, per_token, masked, applied):
 
     def forward_step(data, chunk):
         next(data)
-        output = _scenarios.of_context_rank(chunk, tokens, mask)
+        output = _case.of_context_rank(chunk, tokens, mask)
 
         def nothing(output):
             number = torch.tensor(1 if mask is None else int(mask.sum()))

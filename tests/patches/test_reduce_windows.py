@@ -68,7 +68,7 @@ REFUSED = "cannot be reduced again: "
 )
 @on_ranks("ranks")
 def test_a_second_window_without_zeroing_is_reduced_where_that_is_exact(options, why):
-    from megatron_idempotent.patches._scenarios import backward
+    from megatron_idempotent.patches._case import backward
 
     model = build(**options)
 
@@ -150,7 +150,7 @@ def test_with_cuda_graphs_a_second_finish_is_never_taken_for_idle():
 
 def held_back(overlap: bool) -> str:
     """Runs on a rank: the gradients of a window all of which is inside of no_sync."""
-    from megatron_idempotent.patches._scenarios import backward
+    from megatron_idempotent.patches._case import backward
 
     options = {"distributed_optimizer": False, "ddp_overrides": {"bucket_size": None}}
     model = build(overlap_grad_reduce=overlap, **options)

@@ -179,7 +179,7 @@ def suspects(result: Result) -> list[str]:
 
 _RAISED = re.compile(r"(?P<kind>\w+) in (?P<file>\S.*?):\d+ \(\S+\): ?(?P<said>.*)")
 #: Where reproductions find a wrong number, they raise this themselves; no framework does.
-_OURS = "RuntimeError"
+_OURS = "Fault"
 _MEGATRON = "megatron"
 _PACKAGES = {
     "megatron_core": _MEGATRON,

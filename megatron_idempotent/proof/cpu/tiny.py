@@ -125,6 +125,11 @@ class Tiny:
         result: tuple[bool, Any, Any] = self.optimizer.step()
         return result
 
+    def train_step(self, num_microbatches: int, *, data_seed: int) -> None:
+        """Run one window and the optimizer. All ranks take part."""
+        self.forward_backward(num_microbatches, data_seed=data_seed)
+        self.step()
+
     def gradients(self) -> torch.Tensor:
         """Return all gradient buffers of this rank as one vector, a copy.
 

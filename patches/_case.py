@@ -1,15 +1,50 @@
-"""Shares parts between reproductions: they abort windows, and compare what comes after."""
+"""Is the door of a case file: records and targets, a bench, and what reproductions have in common.
+
+A reproduction raises a `Fault` where it finds the hazard's; where upstream itself raises, the case
+file names that error.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_SPOILT = "the gradients of a window depend on the aborted one before it"
+from megatron_idempotent.megatron.targets import PIPELINED as PIPELINED
+from megatron_idempotent.megatron.targets import TRAINING as TRAINING
+from megatron_idempotent.megatron.targets import address as address
+from megatron_idempotent.megatron.targets import schedule_targets as schedule_targets
+from megatron_idempotent.megatron.targets import step_targets as step_targets
+from megatron_idempotent.megatron.targets import target as target
+from megatron_idempotent.patching import OPEN as OPEN
+from megatron_idempotent.patching import Helper as Helper
+from megatron_idempotent.patching import Limit as Limit
+from megatron_idempotent.patching import Original as Original
+from megatron_idempotent.patching import Patch as Patch
+from megatron_idempotent.patching import a_body_has as a_body_has
+from megatron_idempotent.patching import arguments as arguments
+from megatron_idempotent.patching import no_body_has as no_body_has
+
+if TYPE_CHECKING:
+    from megatron_idempotent.proof.cpu.program import Program
+    from megatron_idempotent.proof.cpu.tiny import Tiny
 
 
-#: `stock_error` of the reproductions that `expect_gradients` ends.
-SPOILT_ERROR = f"RuntimeError: {_SPOILT}"
+class Fault(Exception):
+    """Is raised by a reproduction that has found what its case file describes."""
+
+
+def bench(**options: Any) -> Tiny:
+    """Build a tiny model on a rank; the options are those of `cpu.tiny.build`."""
+    from megatron_idempotent.proof.cpu import tiny
+
+    return tiny.build(**options)
+
+
+def program(*args: Any, **options: Any) -> Program:
+    """Set a stock `megatron.training` program up on a rank, as `cpu.program.start` does."""
+    from megatron_idempotent.proof.cpu import program
+
+    return program.start(*args, **options)
 
 
 def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]], Any]) -> None:
@@ -50,7 +85,7 @@ def expect_gradients(model: Any, expected: Any) -> None:
 
     model.forward_backward(1, data_seed=0)
     if not torch.equal(model.gradients(), expected):
-        raise RuntimeError(_SPOILT)
+        raise Fault("the gradients of a window depend on the aborted one before it")
 
 
 #: Fields of the config for routers that learn a bias from the tokens that they count.
@@ -129,7 +164,7 @@ def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
         found.append(gradient / (tokens if per_token else 1))
     mean, per_token_mean = found
     if not torch.equal(mean, per_token_mean):
-        raise RuntimeError(
+        raise Fault(
             f"router gradient norm {per_token_mean.norm():.4g} per token, "
             f"{mean.norm():.4g} of means"
         )
@@ -145,7 +180,7 @@ def expect_agreement(model: Any, when: str) -> None:
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
     differing = float((most != least).float().mean())
     if differing:
-        raise RuntimeError(
+        raise Fault(
             f"parameters differ between data-parallel ranks on {differing:.0%} of the elements "
             f"{when}"
         )
