@@ -203,7 +203,8 @@ def _ended(
             already_applied=all_of_them,
         )
     except RankError as error:
-        return f"{error.exception_type}: {error.message}".strip(), []
+        kind = error.exception_type.rpartition(".")[2]
+        return f"{kind}: {error.message}".strip(), []
     except RankTimeout as error:
         return f"RankTimeout: no end within {error.timeout_s:g} s", []
 
