@@ -29,81 +29,61 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import contextlib
 from typing import Any
 
 from ._case import Fault, Helper, bench
 
 
-def reproduce() -> None:
-    """Run four calls of one microbatch, for which the caller divides its own loss by four."""
-    _compare(lambda chunks: nullcontext(), divide=4)
-
-
-def repaired() -> None:
-    """Run four calls of one microbatch in a window."""
-    from megatron_idempotent.window import accumulation_window
-
-    _compare(lambda chunks: accumulation_window(chunks, total_microbatches=4), divide=1)
-
-
-def neighbour() -> list[bytes]:
-    """Run two steps of one call each, which weighs every loss as it should."""
-    return _steps(lambda chunks: nullcontext())
-
-
-def helped() -> list[bytes]:
-    """Run the same steps, each in a window."""
-    from megatron_idempotent.window import accumulation_window
-
-    return _steps(lambda chunks: accumulation_window(chunks, total_microbatches=3))
-
-
-def _steps(around: Callable[[list[Any]], AbstractContextManager[Any]]) -> list[bytes]:
-
-    model = bench(experts=4, config_overrides={"moe_aux_loss_coeff": 1.0})
-    found = []
-    for seed in (0, 1):
-        for chunk in model.chunks:
-            chunk.zero_grad_buffer()
-        model.optimizer.zero_grad()
-        with around(model.chunks):
-            model.forward_backward(3, data_seed=seed, zero_first=False)
-        model.step()
-        found.append(model.bits())
-    return found
-
-
-def _compare(around: Callable[[list[Any]], AbstractContextManager[Any]], *, divide: int) -> None:
-    import torch
-
+def reproduce(*, helped: bool) -> None:
+    """Run four calls of one microbatch, in a window, or with losses that the caller divides."""
     from megatron_idempotent.proof.cpu import tiny
 
-    model = tiny.build(
+    model = bench(
         experts=4, overlap_grad_reduce=False, config_overrides={"moe_aux_loss_coeff": 1.0}
     )
     model.config.finalize_model_grads_func = None  # each rank compares its own
     (chunk,) = model.chunks
     router = chunk.module.decoder.layers[0].mlp.router.weight
 
-    def gradient(calls: int, microbatches: int) -> torch.Tensor:
+    def gradient(calls: int, microbatches: int) -> Any:
         chunk.zero_grad_buffer()
         data = tiny.microbatches(0)
         forward_step = model._forward_step([])
         for _ in range(calls):
             model.schedule(data, microbatches, forward_step)
-        found: torch.Tensor = router.main_grad.clone()
-        return found
+        return router.main_grad.clone()
 
     one = gradient(1, 4)
+    divide = 1 if helped else 4
     model.on_microbatch = lambda _, loss: None if loss is None else loss / divide
-    with around(model.chunks):
+    with _window(helped, model, 4):
         four = gradient(4, 1)
-    if not torch.equal(one, four):
+    if not one.equal(four):
         raise Fault(
             f"router gradient norm {four.norm():.4g} in four calls, {one.norm():.4g} in one"
         )
+
+
+def neighbour(*, helped: bool) -> list[bytes]:
+    """Run two steps of one call each, which weighs every loss as it should."""
+    model = bench(experts=4, config_overrides={"moe_aux_loss_coeff": 1.0})
+    found = []
+    for seed in (0, 1):
+        for chunk in model.chunks:
+            chunk.zero_grad_buffer()
+        model.optimizer.zero_grad()
+        with _window(helped, model, 3):
+            model.forward_backward(3, data_seed=seed, zero_first=False)
+        model.step()
+        found.append(model.bits())
+    return found
+
+
+def _window(helped: bool, model: Any, microbatches: int) -> Any:
+    from megatron_idempotent.window import accumulation_window
+
+    return accumulation_window(model.chunks, microbatches) if helped else contextlib.nullcontext()
 
 
 HELPER = Helper(

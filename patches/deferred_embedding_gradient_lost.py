@@ -25,59 +25,42 @@ Remove when:
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from . import _deferred_embedding
 from ._case import Fault, Helper
 
 
-def reproduce() -> None:
-    """Run two calls without a finalize function, then finalize by hand."""
+def reproduce(*, helped: bool) -> None:
+    """Run two calls without a finalize function and finalize by hand, or run them in a window."""
     from megatron.core.distributed import finalize_model_grads
 
     model = _deferred_embedding.build(overlap_grad_reduce=False)
-    model.config.finalize_model_grads_func = None
-    _two_calls(model)
-    finalize_model_grads(model.chunks)
+    if not helped:
+        model.config.finalize_model_grads_func = None
+    with _window(model) if helped else contextlib.nullcontext():
+        for _ in range(2):
+            model.forward_backward(2, data_seed=0, zero_first=False)
+    if not helped:
+        finalize_model_grads(model.chunks)
     _expect_gradient(model)
 
 
-def repaired() -> None:
-    """Run the same calls in a window."""
-    from megatron_idempotent.window import accumulation_window
-
+def neighbour(*, helped: bool) -> bytes:
+    """Run one call, whose finalize function is told of the whole step; or run it in a window."""
     model = _deferred_embedding.build(overlap_grad_reduce=False)
-    with accumulation_window(model.chunks, total_microbatches=4):
-        _two_calls(model)
-    _expect_gradient(model)
-
-
-def neighbour() -> bytes:
-    """Run one call, whose finalize function is told of the whole step."""
-    model = _deferred_embedding.build(overlap_grad_reduce=False)
-    model.forward_backward(4, data_seed=0)
-    return _gradients(model)
-
-
-def helped() -> bytes:
-    """Run the same call in a window."""
-    from megatron_idempotent.window import accumulation_window
-
-    model = _deferred_embedding.build(overlap_grad_reduce=False)
-    with accumulation_window(model.chunks, total_microbatches=4):
-        model.forward_backward(4, data_seed=0, zero_first=False)
-    return _gradients(model)
-
-
-def _gradients(model: Any) -> bytes:
+    with _window(model) if helped else contextlib.nullcontext():
+        model.forward_backward(4, data_seed=0, zero_first=not helped)
     _expect_gradient(model)
     found: bytes = model.gradients().numpy().tobytes()
     return found
 
 
-def _two_calls(model: Any) -> None:
-    for _ in range(2):
-        model.forward_backward(2, data_seed=0, zero_first=False)
+def _window(model: Any) -> Any:
+    from megatron_idempotent.window import accumulation_window
+
+    return accumulation_window(model.chunks, total_microbatches=4)
 
 
 def _expect_gradient(model: Any) -> None:

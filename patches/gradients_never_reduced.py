@@ -26,48 +26,27 @@ Remove when:
 
 from __future__ import annotations
 
-from typing import Any
-
 from ._case import Fault, Helper, bench, gathered
 
 
-def reproduce() -> None:
-    """Run one window of a program that has set nothing."""
-    _one_window(_build())
+def reproduce(*, helped: bool) -> None:
+    """Run one window of a program that has set nothing, or that calls `wire_train_config`."""
+    _one_window(helped, wire=False)
 
 
-def repaired() -> None:
-    """Run the same after `wire_train_config`."""
+def neighbour(*, helped: bool) -> bytes:
+    """Run one window of a program that has set all of it by hand, also before the call."""
+    return _one_window(helped, wire=True)
+
+
+def _one_window(helped: bool, *, wire: bool) -> bytes:
     from megatron_idempotent import wire_train_config
 
-    model = _build()
-    wire_train_config(model.chunks)
-    _one_window(model)
-
-
-def neighbour() -> bytes:
-    """Run one window of a program that has set all of it by hand."""
-    return _one_window(_build(wire=True))
-
-
-def helped() -> bytes:
-    """Run the same after `wire_train_config`, which finds everything set."""
-    from megatron_idempotent import wire_train_config
-
-    model = _build(wire=True)
-    wire_train_config(model.chunks)
-    return _one_window(model)
-
-
-def _build(*, wire: bool = False) -> Any:
-
-    return bench(
+    model = bench(
         overlap_grad_reduce=False, distributed_optimizer=False, with_optimizer=False, wire=wire
     )
-
-
-def _one_window(model: Any) -> bytes:
-
+    if helped:
+        wire_train_config(model.chunks)
     model.forward_backward(2, data_seed=0)
     mine = model.gradients().cuda()
     if not all(mine.equal(other) for other in gathered(mine)):

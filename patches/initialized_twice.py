@@ -25,27 +25,27 @@ Remove when:
 
 from __future__ import annotations
 
+from typing import Any
+
 from ._case import Helper
 
+_TWO: dict[str, Any] = {"tensor_model_parallel_size": 2}
 
-def reproduce() -> None:
-    """Set the same groups up twice."""
+
+def reproduce(*, helped: bool) -> None:
+    """Set the same groups up twice; with the helper, the other globals as well."""
     from megatron.core import parallel_state
-
-    for _ in range(2):
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-
-
-def repaired() -> None:
-    """Set the same globals up twice."""
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
     from megatron_idempotent.window import ensure_initialized
 
     get_rerun_state_machine()  # which makes one, disabled
     for _ in range(2):
+        if not helped:
+            parallel_state.initialize_model_parallel(**_TWO)
+            continue
         ensure_initialized(
-            model_parallel={"tensor_model_parallel_size": 2},
+            model_parallel=_TWO,
             microbatches={
                 "rank": 0,
                 "rampup_batch_size": None,
@@ -57,28 +57,15 @@ def repaired() -> None:
         )
 
 
-def neighbour() -> list[int]:
-    """Set the groups up once."""
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    return _groups()
-
-
-def helped() -> list[int]:
-    """Run the same for a program that has set them up by itself."""
+def neighbour(*, helped: bool) -> list[int]:
+    """Set the groups up once; the helper finds that a program has done it by itself."""
     from megatron.core import parallel_state
 
     from megatron_idempotent.window import ensure_initialized
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    ensure_initialized(model_parallel={"tensor_model_parallel_size": 2})
-    return _groups()
-
-
-def _groups() -> list[int]:
-    from megatron.core import parallel_state
-
+    parallel_state.initialize_model_parallel(**_TWO)
+    if helped:
+        ensure_initialized(model_parallel=_TWO)
     return [
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),

@@ -191,7 +191,6 @@ def neighbour() -> object:
 
 
 def _model() -> tuple[Any, tuple[Any, ...]]:
-
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(with_optimizer=False, overlap_grad_reduce=False)

@@ -97,7 +97,6 @@ def _load(chunk: Any, state_dict: dict[str, Any], strict: bool) -> None:
 
 
 def _program() -> Any:
-
     return program(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
 
 

@@ -28,54 +28,33 @@ Remove when:
 
 from __future__ import annotations
 
-from typing import Any
-
 from ._case import Helper, bench, expect_agreement
 
 
-def _stepped() -> Any:
+def reproduce(*, helped: bool) -> None:
+    """Read the parameters right after a step."""
+    from megatron_idempotent import ensure_params_synced
 
     model = bench(overlap_param_gather=True)
     model.train_step(2, data_seed=0)
-    return model
-
-
-def reproduce() -> None:
-    """Read the parameters right after a step."""
-    expect_agreement(_stepped(), "in an export after the step")
-
-
-def repaired() -> None:
-    """Run the same with the call that the case file names."""
-    import megatron_idempotent
-
-    model = _stepped()
-    megatron_idempotent.ensure_params_synced(model.chunks)
+    if helped:
+        ensure_params_synced(model.chunks)
     expect_agreement(model, "in an export after the step")
 
 
-def neighbour() -> bytes:
-    """Gather by hand before the parameters are read."""
-    model = _stepped()
-    for chunk in model.chunks:
-        chunk.start_param_sync(force_sync=True)
-    return _read(model)
-
-
-def helped() -> bytes:
-    """Gather with the call, which is repeated where nothing is owed any more."""
+def neighbour(*, helped: bool) -> bytes:
+    """Gather by hand before they are read, or call twice, where nothing is owed any more."""
     from megatron_idempotent import ensure_params_synced
 
-    model = _stepped()
+    model = bench(overlap_param_gather=True)
+    model.train_step(2, data_seed=0)
     for _ in range(2):
-        ensure_params_synced(model.chunks)
-    return _read(model)
-
-
-def _read(model: Any) -> bytes:
+        if helped:
+            ensure_params_synced(model.chunks)
+        else:
+            model.chunks[0].start_param_sync(force_sync=True)
     expect_agreement(model, "in an export after the step")
-    bits: bytes = model.bits()
-    return bits
+    return model.bits()
 
 
 HELPER = Helper(

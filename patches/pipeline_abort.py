@@ -29,69 +29,19 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 from ._case import Fault, Helper, bench
 
 
-def reproduce() -> None:
+def reproduce(*, helped: bool) -> None:
     """Let both stages meet a bad microbatch 1, the last one after it has sent a gradient back."""
-    _train(guarded=False)
-
-
-def repaired() -> None:
-    """Run the same under the guard."""
-    _train(guarded=True)
-
-
-def neighbour() -> list[bytes]:
-    """Run windows in which nothing fails: of training, and forward-only between them."""
-    return _windows(bench(pp=2), lambda _: None)
-
-
-def helped() -> list[bytes]:
-    """Run the same under the guard, with each call between windows that a failure would need."""
-    from megatron_idempotent import abort_window, verify
-    from megatron_idempotent.window import agree, rebuild_process_groups
-
-    _guard()
-    model = bench(pp=2)
-
-    def before(window: int) -> None:
-        verify()
-        agree()
-        abort_window(model.chunks, model.optimizer)
-        if window == 2:  # costs as much as all the rest
-            rebuild_process_groups(model.chunks, model.optimizer)
-
-    return _windows(model, before)
-
-
-def _windows(model: Any, before: Callable[[int], None]) -> list[bytes]:
-    found = []
-    for seed, microbatches in enumerate((4, 2, 3)):
-        before(seed)
-        model.train_step(microbatches, data_seed=seed)
-        found.append(model.bits())
-        model.forward_backward(1, data_seed=seed, forward_only=True)
-    return found
-
-
-def _guard() -> None:
-    from megatron.core import pipeline_parallel
-
-    schedule = pipeline_parallel.get_forward_backward_func
-    pipeline_parallel.get_forward_backward_func = lambda: _guarded(schedule())
-
-
-def _train(guarded: bool) -> None:
-
     model = bench(pp=2, overlap_grad_reduce=False, distributed_optimizer=False)
     model.config.finalize_model_grads_func = None  # the sum over stages is not what is looked at
     model.forward_backward(4, data_seed=1)
     expected = model.gradients()
-    if guarded:
+    if helped:
         _guard()
 
     def fail(index: int, loss: Any) -> None:
@@ -111,12 +61,40 @@ def _train(guarded: bool) -> None:
         raise Fault("the gradients of a window are those of the aborted one before it")
 
 
-def _guarded(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    import functools
+def neighbour(*, helped: bool) -> list[bytes]:
+    """Run windows in which nothing fails: of training, and forward-only between them.
+
+    Under the guard they come with each call between windows that a failure would need.
+    """
+    from megatron_idempotent import abort_window, verify
+    from megatron_idempotent.window import agree, rebuild_process_groups
+
+    if helped:
+        _guard()
+    model = bench(pp=2)
+    found = []
+    for window, microbatches in enumerate((4, 2, 3)):
+        if helped:
+            verify()
+            agree()
+            abort_window(model.chunks, model.optimizer)
+        if helped and window == 2:  # costs as much as all the rest
+            rebuild_process_groups(model.chunks, model.optimizer)
+        model.train_step(microbatches, data_seed=window)
+        found.append(model.bits())
+        model.forward_backward(1, data_seed=window, forward_only=True)
+    return found
+
+
+def _guard() -> None:
+    from megatron.core import pipeline_parallel
 
     from megatron_idempotent.window.guard import guarded_window
 
-    return functools.partial(guarded_window, schedule)
+    schedule = pipeline_parallel.get_forward_backward_func
+    pipeline_parallel.get_forward_backward_func = lambda: functools.partial(
+        guarded_window, schedule()
+    )
 
 
 HELPER = Helper(

@@ -26,7 +26,6 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron.training import STAGE_OFFSET
@@ -99,51 +98,28 @@ def reproduce() -> None:
         raise Fault("pipeline stages 0 and 1 draw the same weights")
 
 
-def neighbour() -> list[bytes]:
-    """Seed each stage differently by hand, twice."""
-    from megatron.core import parallel_state
+def neighbour(*, helped: bool) -> list[bytes]:
+    """Seed each of two stages differently, by hand or with `seed_all`, and draw; twice."""
+    import random
 
-    def seed(number: int) -> None:
-        stage = int(parallel_state.get_pipeline_model_parallel_rank())
-        _seed_everything(number + STAGE_OFFSET * stage)
+    import numpy
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
 
-    return _drawn(seed)
-
-
-def helped() -> list[bytes]:
-    """Run the same with `seed_all`."""
     from megatron_idempotent import seed_all
-
-    return _drawn(seed_all)
-
-
-def _seed_everything(seed: int) -> None:
-    import random
-
-    import numpy
-    import torch
-    from megatron.core import tensor_parallel
-
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def _drawn(seed: Callable[[int], object]) -> list[bytes]:
-    """Return what one stage of two draws from each generator after each seed."""
-    import random
-
-    import numpy
-    import torch
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     found = []
     for number in (42, 7):
-        seed(number)
-        with get_cuda_rng_tracker().fork():
+        if helped:
+            seed_all(number)
+        else:
+            seed = number + STAGE_OFFSET * parallel_state.get_pipeline_model_parallel_rank()
+            random.seed(seed)
+            numpy.random.seed(seed)
+            torch.manual_seed(seed)
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
             weights = torch.rand(8, device=torch.cuda.current_device())
         found += [
             weights.cpu().numpy().tobytes(),

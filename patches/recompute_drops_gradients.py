@@ -116,7 +116,6 @@ def _freeze(module: Any) -> None:
 
 
 def _gradients(**config: Any) -> Any:
-
     model = bench(
         config_overrides=config, before_ddp=_freeze, with_optimizer=False, overlap_grad_reduce=False
     )

@@ -198,7 +198,6 @@ def reproduce() -> None:
 
 
 def _two_windows(**options: Any) -> Any:
-
     model = bench(with_optimizer=False, **options)
     model.forward_backward(2, data_seed=0)
     # An ordinary window after it, so that upstream knows what to wait for.

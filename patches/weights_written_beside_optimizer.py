@@ -32,6 +32,32 @@ from typing import Any
 from ._case import Fault, Helper, bench
 
 
+def reproduce(*, helped: bool) -> None:
+    """Roll weights back in place, and step."""
+    from megatron_idempotent import ensure_main_params_synced
+
+    model = _stepped()
+    if helped:
+        ensure_main_params_synced(model.optimizer)
+    _expect_kept(model)
+
+
+def neighbour(*, helped: bool) -> bytes:
+    """Reload with Megatron's own call or twice with the helper, then train."""
+    from megatron_idempotent import ensure_main_params_synced
+
+    model = _stepped()
+    if helped:
+        ensure_main_params_synced(model.optimizer)
+        ensure_main_params_synced(model.optimizer)
+    else:
+        model.optimizer.reload_model_params()
+    _expect_kept(model)
+    for group in model.optimizer.param_groups:
+        group["lr"] = 0.5
+    return _advance(model)
+
+
 def _stepped() -> Any:
     """Train one step, and put the weights back to those before it, as a rollback does."""
     import torch
@@ -58,45 +84,6 @@ def _expect_kept(model: Any) -> None:
     before = model.bits()
     if _advance(model) != before:
         raise Fault("a step with a learning rate of 0 has put back other weights")
-
-
-def reproduce() -> None:
-    """Roll weights back in place, and step."""
-    _expect_kept(_stepped())
-
-
-def repaired() -> None:
-    """Run the same with the call that the case file names."""
-    from megatron_idempotent import ensure_main_params_synced
-
-    model = _stepped()
-    ensure_main_params_synced(model.optimizer)
-    _expect_kept(model)
-
-
-def neighbour() -> bytes:
-    """Reload with Megatron's own call, then train."""
-    model = _stepped()
-    model.optimizer.reload_model_params()
-    _expect_kept(model)
-    return _trained(model)
-
-
-def helped() -> bytes:
-    """Do so with the call, twice."""
-    from megatron_idempotent import ensure_main_params_synced
-
-    model = _stepped()
-    for _ in range(2):
-        ensure_main_params_synced(model.optimizer)
-    _expect_kept(model)
-    return _trained(model)
-
-
-def _trained(model: Any) -> bytes:
-    for group in model.optimizer.param_groups:
-        group["lr"] = 0.5
-    return _advance(model)
 
 
 HELPER = Helper(

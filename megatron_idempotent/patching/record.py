@@ -275,29 +275,23 @@ class Hazard(Record):
                 raise ValueError(f"patch {self.id}: {bound!r} is no release; give one like '0.12'")
 
     @property
-    def reproduce(self) -> Callable[[], None]:
-        """The module's function that is called on every rank, and raises if the hazard is there."""
+    def reproduce(self) -> Callable[..., None]:
+        """The module's function that is called on every rank, and raises if the hazard is there.
+
+        Where a function of this package helps, it takes `helped`: whether to call that function.
+        """
         return sys.modules[self.module].reproduce  # type: ignore[no-any-return]
 
     @property
-    def repaired(self) -> Callable[[], None] | None:
-        """`reproduce` with the helper's remedy in use; None if patches alone repair it."""
-        return getattr(sys.modules[self.module], "repaired", None)
-
-    @property
-    def neighbour(self) -> Callable[[], object] | None:
+    def neighbour(self) -> Callable[..., object] | None:
         """A right program beside the hazard, which stock runs and the patches must leave as it is.
 
         It is called on every rank, stock and patched. It raises if stock gets the program wrong,
         and returns what has to be the same to the bit: bytes, numbers, strings, or lists of them.
-        Each patch that can raise has one, and each helper.
+        Each patch that can raise has one, and each helper. It may take `helped`, which is True
+        where it is called with the patches.
         """
         return getattr(sys.modules[self.module], "neighbour", None)
-
-    @property
-    def helped(self) -> Callable[[], object] | None:
-        """The neighbour with a helper in use; None if patches alone are the remedy."""
-        return getattr(sys.modules[self.module], "helped", None)
 
     @property
     def versions(self) -> str:
@@ -408,13 +402,11 @@ class Helper(Hazard):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.repaired is None:
-            raise ValueError(f"helper {self.id} does not show its remedy: define repaired()")
-        if self.helped is None or self.neighbour is None:
-            raise ValueError(
-                f"helper {self.id} shows no right program that it leaves alone: define "
-                "neighbour() and helped()"
-            )
+        for name in ("reproduce", "neighbour"):
+            if not takes_help(getattr(sys.modules[self.module], name, None)):
+                raise ValueError(
+                    f"helper {self.id} is not shown in use: define {name}(*, helped: bool)"
+                )
 
     @property
     def answer(self) -> str:
@@ -429,6 +421,11 @@ class Limit(Hazard):
     def answer(self) -> str:
         """The words "documented limit", because there is nothing to call."""
         return "documented limit"
+
+
+def takes_help(program: Any) -> bool:
+    """Return whether a program of a case file is told whether to call the helper."""
+    return "helped" in getattr(getattr(program, "__code__", None), "co_varnames", ())
 
 
 def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:

@@ -24,7 +24,7 @@ from megatron_idempotent.patching.decide import (
     check_version,
     version_of,
 )
-from megatron_idempotent.patching.record import Hazard, Limit, Patch
+from megatron_idempotent.patching.record import Hazard, Limit, Patch, takes_help
 from megatron_idempotent.patching.report import COVERED, Report
 from megatron_idempotent.patching.settings import check_ids
 from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout
@@ -146,7 +146,7 @@ def outcome(
     hazard_id: str,
     *,
     applied: Iterable[str],
-    repaired: bool = False,
+    helped: bool = False,
 ) -> str:
     """Run one reproduction with some patches; return `ok` or `Type: message`.
 
@@ -154,9 +154,9 @@ def outcome(
         run: `RankPool.run`, or the pytest fixture `megatron_ranks`.
         hazard_id: the hazard.
         applied: the patches to apply; no others are.
-        repaired: True to run the code that calls the helper, if the hazard has one.
+        helped: True to have the program call the helper, if the hazard has one.
     """
-    error, _ = _ended(run, _reproduce, hazard_id, applied, repaired)
+    error, _ = _ended(run, _reproduce, hazard_id, applied, helped)
     return error or "ok"
 
 
@@ -213,7 +213,7 @@ def _examine(hazard: Hazard, pool: RankPool) -> Finding:
     started = time.perf_counter()
     stock = outcome(pool.run, hazard.id, applied=())
     limit = isinstance(hazard, Limit)
-    patched = "-" if limit else outcome(pool.run, hazard.id, applied=patches(), repaired=True)
+    patched = "-" if limit else outcome(pool.run, hazard.id, applied=patches(), helped=True)
     verdict: Verdict = "documented" if limit else "proven"
     neighbour = "-"
     if stock == "ok":
@@ -242,21 +242,19 @@ def _ready() -> None:
     """Do nothing on a rank, which waits until the pool has imported torch and Megatron."""
 
 
-def _reproduce(hazard_id: str, applied: tuple[str, ...], repaired: bool) -> None:
+def _reproduce(hazard_id: str, applied: tuple[str, ...], helped: bool) -> None:
     hazard = hazards()[hazard_id]
     _apply(hazard_id, (*applied, *hazard.given))
-    if repaired and hazard.repaired is not None:
-        hazard.repaired()
-    else:
-        hazard.reproduce()
+    _run(hazard.reproduce, helped)
 
 
 def _neighbour(hazard_id: str, applied: tuple[str, ...], helped: bool) -> object:
     _apply(hazard_id, applied)
-    hazard = hazards()[hazard_id]
-    program = (helped and hazard.helped) or hazard.neighbour
-    assert program is not None
-    return program()
+    return _run(hazards()[hazard_id].neighbour, helped)
+
+
+def _run(program: Any, helped: bool) -> object:
+    return program(helped=helped) if takes_help(program) else program()
 
 
 def _apply(hazard_id: str, applied: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys, shar
     code, (finding,) = proved(capsys, "pipeline-seed-offset")
     assert code == 0
     assert finding["verdict"] == "proven"
-    assert finding["stock"] == "RuntimeError: pipeline stages 0 and 1 draw the same weights"
+    assert finding["stock"] == "Fault: pipeline stages 0 and 1 draw the same weights"
     assert finding["patched"] == "ok"
     assert finding["seconds"] > 0
 
@@ -43,13 +43,13 @@ def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys, shar
     [
         ("ok", "ok", "stock_runs"),
         ("ValueError: something else", "ok", "other_error"),
-        ("RuntimeError: pipeline stages 0 and 1 draw the same weights", "no", "not_repaired"),
+        ("Fault: pipeline stages 0 and 1 draw the same weights", "no", "not_repaired"),
     ],
 )
 def test_prove_fails_where_release_and_case_file_disagree(
     stock, patched, verdict, capsys, mocker, shared_ranks
 ):
-    def outcome(run, patch_id, *, applied, repaired=False):
+    def outcome(run, patch_id, *, applied, helped=False):
         return patched if list(applied) else stock
 
     mocker.patch.object(proof, "outcome", outcome)

@@ -35,7 +35,7 @@ def pairs() -> list:
 @pytest.mark.parametrize(("without", "hazard"), pairs())
 def test_the_others_repair_their_hazards_without_it(without, hazard, megatron_ranks):
     rest = set(patches()) - {without}
-    assert prove.outcome(megatron_ranks, hazard, applied=rest, repaired=True) == "ok"
+    assert prove.outcome(megatron_ranks, hazard, applied=rest, helped=True) == "ok"
 
 
 @pytest.mark.exhaustive

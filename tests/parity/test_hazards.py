@@ -33,7 +33,7 @@ def test_the_hazard_is_on_stock(hazard_id, megatron_ranks):
 
 @pytest.mark.parametrize("hazard_id", REPAIRED)
 def test_the_hazard_is_gone_with_the_patches(hazard_id, megatron_ranks):
-    assert outcome(megatron_ranks, hazard_id, applied=patches(), repaired=True) == "ok"
+    assert outcome(megatron_ranks, hazard_id, applied=patches(), helped=True) == "ok"
 
 
 @pytest.mark.parametrize("hazard_id", BESIDE)

@@ -16,7 +16,7 @@ from editable import proven_on_a_commit
 from megatron_idempotent.lazy import homes
 from megatron_idempotent.patching import catalog, decide, source
 from megatron_idempotent.patching.catalog import hazards, patches
-from megatron_idempotent.patching.record import SECTIONS, Helper
+from megatron_idempotent.patching.record import SECTIONS, Helper, takes_help
 
 TARGETS = [(patch, target) for patch in patches().values() for target in patch.targets]
 # Frameworks that carry copies of Megatron's code are not installed here: see tests/downstream.
@@ -186,7 +186,7 @@ def test_a_helper_that_can_raise_is_called_by_a_right_program_beside_a_hazard():
     called = {
         name
         for hazard in hazards().values()
-        if (helped := hazard.helped) is not None
-        for _, name, _ in under(helped.__module__, helped.__qualname__, catalog.PACKAGE)
+        if takes_help(hazard.neighbour)
+        for _, name, _ in under(hazard.module, "neighbour", catalog.PACKAGE)
     }
     assert not refusing - called, "a false alarm of theirs would go unnoticed"
