@@ -71,8 +71,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.targets import target
-from megatron_idempotent.patching import Original, Patch
+from ._case import Original, Patch, target
 
 
 def add(original: Original, self: Any, name: str, seed: int) -> None:
