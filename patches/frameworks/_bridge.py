@@ -256,8 +256,7 @@ class Checkpoints:
         from megatron_idempotent.proof.cpu import tiny
 
         model = tiny.build()
-        model.forward_backward(1, data_seed=0)
-        model.step()
+        model.train_step(1, data_seed=0)
         return Checkpoints(model.chunks, model.optimizer, None, model.config)
 
     @property

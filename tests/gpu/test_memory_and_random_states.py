@@ -53,8 +53,7 @@ def allocated(ends: tuple[str, ...]) -> list[int]:
 
         bench.on_microbatch = on_microbatch
         try:
-            bench.forward_backward(4, data_seed=0)
-            bench.step()
+            bench.train_step(4, data_seed=0)
         except ValueError:
             megatron_idempotent.abort_window(bench.chunks, bench.optimizer)
         gc.collect()

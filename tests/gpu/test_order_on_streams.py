@@ -104,11 +104,9 @@ def reductions_and_kernels() -> tuple[list[str], int]:
     from torch.profiler import ProfilerActivity, profile
 
     bench = build({"overlap_param_gather": True}, late=False)
-    bench.forward_backward(4, data_seed=0)
-    bench.step()
+    bench.train_step(4, data_seed=0)
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
-        bench.forward_backward(4, data_seed=1)
-        bench.step()
+        bench.train_step(4, data_seed=1)
         torch.cuda.synchronize()
     events = [e for e in profiled.events() if "nccl" in e.name.lower() or "c10d::" in e.name]
     return sorted({event.name for event in events}), len(events)

@@ -28,8 +28,7 @@ def steps(options: dict[str, Any], extra: bool = False) -> tuple[dict[str, int],
     bench = tiny.build(**options)
 
     def step() -> None:
-        bench.forward_backward(4, data_seed=0)
-        bench.step()
+        bench.train_step(4, data_seed=0)
 
     def more() -> None:
         step()

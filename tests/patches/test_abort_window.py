@@ -26,8 +26,7 @@ def test_between_two_steps_it_changes_no_value_however_often():
     def values(times: int) -> list[str]:
         model = built(applied=False, overlap_param_gather=True)
         for _ in range(2):
-            model.forward_backward(2, data_seed=0)
-            model.step()
+            model.train_step(2, data_seed=0)
         for _ in range(times):
             abort(model)
         states = model.optimizer.chained_optimizers[0].optimizer.state.values()

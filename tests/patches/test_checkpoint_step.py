@@ -40,11 +40,6 @@ def load(bench, sharding, folder):
         bench.optimizer.load_state_dict(state["optimizer"])
 
 
-def advance(bench, data_seed):
-    bench.forward_backward(2, data_seed=data_seed)
-    bench.step()
-
-
 @pytest.mark.parametrize(
     ("sharding", "layout"),
     [(DP, {}), (FULL, {}), (FULL, ONE_BUCKET), (FULL, {"tp": 2})],
@@ -62,10 +57,10 @@ def test_a_loaded_run_goes_on_to_the_bit(tmp_path, sharding, layout):
     # A norm over shards depends on how they are cut.
     unclipped = {"optimizer_overrides": {"clip_grad": 0.0}}
     saved = built(seed=1, **unclipped)
-    advance(saved, 0)
-    advance(saved, 1)
+    saved.train_step(2, data_seed=0)
+    saved.train_step(2, data_seed=1)
     dist_checkpointing.save(sharded(saved, sharding, False), str(tmp_path))
-    advance(saved, 2)
+    saved.train_step(2, data_seed=2)
     if "tp" in layout:
         parallel_state.destroy_model_parallel()
         other = built(seed=2, **layout, **unclipped)
@@ -78,9 +73,9 @@ def test_a_loaded_run_goes_on_to_the_bit(tmp_path, sharding, layout):
     for steps_before in (0, 1):
         loaded = built(seed=2, **layout, **unclipped)
         for data_seed in range(steps_before):
-            advance(loaded, data_seed)
+            loaded.train_step(2, data_seed=data_seed)
         load(loaded, sharding, tmp_path)
-        advance(loaded, 2)
+        loaded.train_step(2, data_seed=2)
         assert same(saved.parameters(), loaded.parameters())
 
 
@@ -100,7 +95,7 @@ def test_steps_that_a_save_is_written_in_are_not_saved(tmp_path, persistent):
     if takes(dist_checkpointing.save, "async_strategy"):
         how["async_strategy"] = "mcore"
     going_on = built(seed=1)
-    advance(going_on, 0)
+    going_on.train_step(2, data_seed=0)
     queue = AsyncCallsQueue(persistent=persistent)
     for number in range(2):
         folder = tmp_path / str(number)
@@ -111,12 +106,12 @@ def test_steps_that_a_save_is_written_in_are_not_saved(tmp_path, persistent):
             request._replace(async_fn=partial(once_there, stepped, request.async_fn))
         )
         for data_seed in (1, 2):
-            advance(going_on, data_seed)
+            going_on.train_step(2, data_seed=data_seed)
         stepped.touch()
         queue.maybe_finalize_async_calls(blocking=True)
         loaded = built(seed=2)
         load(loaded, DP, folder)
         for data_seed in (1, 2):
-            advance(loaded, data_seed)
+            loaded.train_step(2, data_seed=data_seed)
         assert same(going_on.parameters(), loaded.parameters())
     queue.close()

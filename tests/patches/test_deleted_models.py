@@ -37,8 +37,7 @@ def test_a_model_that_was_trained_and_built_again_is_replayed_alone():
         assert [each.router_replay for each in routers] == listed
         assert [each.router_replay.target_topk_idx for each in routers] == routing
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        model.forward_backward(1, data_seed=built)
-        model.step()
+        model.train_step(1, data_seed=built)
         del model, routers
 
 

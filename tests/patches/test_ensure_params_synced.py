@@ -13,8 +13,7 @@ ONLY = ["params-stale-after-step", "pending-gather-dropped", "start-param-sync-r
 def stepped(microbatches: int = 2, **layout):
     """A bench after a window and a step."""
     model = built(ONLY, **{"overlap_param_gather": True, **layout})
-    model.forward_backward(microbatches, data_seed=0)
-    model.step()
+    model.train_step(microbatches, data_seed=0)
     return model
 
 
@@ -35,8 +34,7 @@ def test_a_step_is_gathered_once_and_a_second_call_is_free(hooks):
     if not hooks:
         for chunk in model.chunks:
             chunk.disable_forward_pre_hook()
-    model.forward_backward(2, data_seed=0)
-    model.step()
+    model.train_step(2, data_seed=0)
     assert not agree(model)
     count = len(groups(model))
     assert count > 1

@@ -28,8 +28,7 @@ def test_a_second_disable_still_synchronises_the_parameters_where_it_is_to(param
     """It has no hook to remove, but a gather to do."""
     model, chunk = patched()
     chunk.disable_forward_pre_hook()
-    model.forward_backward(2, data_seed=0)
-    model.step()
+    model.train_step(2, data_seed=0)
     assert disagreement(model) > 0, "with hooks off the step does not gather the ranks' shards"
     chunk.disable_forward_pre_hook(param_sync=param_sync)
     assert (disagreement(model) == 0) == param_sync

@@ -139,8 +139,7 @@ def save(model, overlap: bool) -> None:
 def hooks_off_with_an_update_pending(model, overlap: bool) -> None:
     model.step()
     hooks_off(model, overlap, param_sync=False)
-    model.forward_backward(2, data_seed=1)
-    model.step()
+    model.train_step(2, data_seed=1)
     look(model)
 
 

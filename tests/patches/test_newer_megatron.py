@@ -63,8 +63,7 @@ def test_a_reader_changes_nothing_inside_of_reading():
     from megatron.core.utils import ensure_params_ready
 
     model = built(overlap_param_gather=True)
-    model.forward_backward(2, data_seed=0)
-    model.step()
+    model.train_step(2, data_seed=0)
     step = megatron_idempotent.TrainStep(
         model.chunks, model.optimizer, None, forward=lambda model, rows: model(rows)
     )

@@ -107,8 +107,7 @@ def test_memory_that_a_reduction_writes_to_is_not_freed():
     """The last backward has dispatched its reductions; nobody has finished them."""
     model = built(ONLY)
     # The first window only counts which gradients come.
-    model.forward_backward(2, data_seed=0)
-    model.step()
+    model.train_step(2, data_seed=0)
     model.config.finalize_model_grads_func = lambda *_, **__: None
     model.forward_backward(2, data_seed=1)
     with pytest.raises(RuntimeError, match=r"\d gradient reductions in flight"):

@@ -36,8 +36,7 @@ KINDS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 
 
 def advance(model: Any, data_seed: int) -> Any:
-    model.forward_backward(2, data_seed=data_seed)
-    model.step()
+    model.train_step(2, data_seed=data_seed)
     return model.parameters()
 
 

@@ -24,8 +24,7 @@ def test_each_group_has_its_saved_rate(distributed, lr):
     def made(lr):
         rates = {"lr": lr, "min_lr": 0.0, "decoupled_lr": 0.25}
         model = built(optimizer_overrides=rates, distributed_optimizer=distributed, dtype="bf16")
-        model.forward_backward(1, data_seed=0)
-        model.step()
+        model.train_step(1, data_seed=0)
         (optimizer,) = model.optimizer.chained_optimizers
         return optimizer
 

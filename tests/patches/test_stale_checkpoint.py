@@ -31,8 +31,7 @@ def test_only_the_models_that_are_saved_are_gathered(saved, left):
     only = ["checkpoint-before-gather"]
     models = [built(only, overlap_param_gather=True, dtype=dtype) for dtype in ("fp32", "bf16")]
     for model in models:
-        model.forward_backward(2, data_seed=0)
-        model.step()
+        model.train_step(2, data_seed=0)
 
     def pending() -> list[int]:
         return [sum(bool(gather.marked(g)) for g in groups(model)) for model in models]

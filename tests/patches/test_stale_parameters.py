@@ -119,8 +119,7 @@ def test_with_the_hooks_off_every_step_reaches_the_next_forward():
 def test_disabling_without_sync_gathers_only_what_an_update_left(updated):
     model = overlapped("pending-gather-dropped")
     if updated:
-        model.forward_backward(2, data_seed=0)
-        model.step()
+        model.train_step(2, data_seed=0)
     before = [group.param_gather_dispatched for group in groups(model)]
     for chunk in model.chunks:
         chunk.disable_forward_pre_hook(param_sync=False)

@@ -269,8 +269,7 @@ def many_switches(first: str | None) -> tuple[int, bytes]:
     before = again(5)
     grown = again(20) - before  # 80 calls, of which each would leave a few hundred bytes
     tracemalloc.stop()
-    model.forward_backward(2, data_seed=0)
-    model.step()
+    model.train_step(2, data_seed=0)
     params = [each.detach().flatten() for each in chunk.parameters()]
     return grown, torch.cat(params).numpy().tobytes()
 

@@ -141,8 +141,7 @@ def saving() -> Iterator[Event]:
         ("with a manifest", {"validate_access_integrity": False, "verify_integrity": True}),
         ("asynchronously", {"async_sharded_save": True}),
     ):
-        model.forward_backward(1, data_seed=0)
-        model.step()
+        model.train_step(1, data_seed=0)
         sharded = model.chunks[0].module.sharded_state_dict()
         writer = Writer(*form)
         with tempfile.TemporaryDirectory() as folder:
