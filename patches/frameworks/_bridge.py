@@ -32,15 +32,6 @@ _OF_CHECKPOINTS = (
 )
 
 
-class _Off(SimpleNamespace):
-    """Stands for a configuration that has every option, off unless it was given."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
 class _Flops(SimpleNamespace):
     """Holds statistics that are all 0: as a tuple of five up to 0.6, as attributes after that."""
 
@@ -73,20 +64,20 @@ class Bridge:
         args = running.args
         running.config.seq_length = args.seq_length  # which Bridge's own configs have
         self.timers = Timers(2, "minmax")
-        self.cfg = _Off(
-            checkpoint=_Off(),
+        self.cfg = _standins.Off(
+            checkpoint=_standins.Off(),
             data_parallel_size=args.data_parallel_size,
-            dataset=_Off(dataloader_type="single"),
-            ddp=_Off(
+            dataset=_standins.Off(dataloader_type="single"),
+            ddp=_standins.Off(
                 align_param_gather=args.align_param_gather,
                 overlap_grad_reduce=args.overlap_grad_reduce,
                 overlap_param_gather=args.overlap_param_gather,
             ),
-            dist=_Off(use_decentralized_pg=True),
-            logger=_Off(skip_train_metrics_log=True),
-            model=_Off(cuda_graph_impl="none", seq_length=args.seq_length),
-            optimizer=_Off(use_distributed_optimizer=args.use_distributed_optimizer),
-            train=_Off(
+            dist=_standins.Off(use_decentralized_pg=True),
+            logger=_standins.Off(skip_train_metrics_log=True),
+            model=_standins.Off(cuda_graph_impl="none", seq_length=args.seq_length),
+            optimizer=_standins.Off(use_distributed_optimizer=args.use_distributed_optimizer),
+            train=_standins.Off(
                 empty_unused_memory_level=0,
                 global_batch_size=args.global_batch_size,
                 iterations_to_skip=[],
@@ -96,7 +87,7 @@ class Bridge:
                 train_iters=0,
                 **train,
             ),
-            validation=_Off(
+            validation=_standins.Off(
                 eval_global_batch_size=args.global_batch_size,
                 eval_iters=1,
                 eval_micro_batch_size=args.micro_batch_size,
@@ -104,11 +95,11 @@ class Bridge:
         )
         # Up to 0.3 the options of an evaluation are among those of the training.
         vars(self.cfg.train).update(vars(self.cfg.validation))
-        self.state = _Off(
+        self.state = _standins.Off(
             cfg=self.cfg,
             start_time=0.0,
             timers=self.timers,
-            train_state=_Off(
+            train_state=_standins.Off(
                 consumed_train_samples=0,
                 consumed_valid_samples=0,
                 floating_point_operations_so_far=0,
@@ -238,15 +229,15 @@ class Checkpoints:
         )
         self.state = states.GlobalState()
         sharded = chunks[0].ddp_config.use_distributed_optimizer
-        self.state._cfg = _Off(
+        self.state._cfg = _standins.Off(
             checkpoint=self.checkpoint,
-            dataset=_Off(),
-            ddp=_Off(),
-            dist=_Off(use_decentralized_pg=True),
-            logger=_Off(),
+            dataset=_standins.Off(),
+            ddp=_standins.Off(),
+            dist=_standins.Off(use_decentralized_pg=True),
+            logger=_standins.Off(),
             model=config,
-            optimizer=_Off(use_distributed_optimizer=sharded),
-            rng=_Off(),
+            optimizer=_standins.Off(use_distributed_optimizer=sharded),
+            rng=_standins.Off(),
             to_yaml=self._describe,
         )
 
@@ -258,11 +249,6 @@ class Checkpoints:
         model = tiny.build()
         model.train_step(1, data_seed=0)
         return Checkpoints(model.chunks, model.optimizer, None, model.config)
-
-    @property
-    def train_state(self) -> Any:
-        """Bridge's counters of steps and samples."""
-        return self.state.train_state
 
     def save(self, folder: str) -> None:
         """Run Bridge's `save_checkpoint`. All ranks take part."""

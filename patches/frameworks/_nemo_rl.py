@@ -64,43 +64,21 @@ class NemoRL(Windows):
                 ),
             ),
             rank=0,
-            dtype=None,
             dp_size=1,
-            fp8_cfg=None,
-            sampling_params=None,
-            draft_model=None,
-            defer_fp32_logits=False,
-            optimizer_cpu_offload=False,
-            offload_optimizer_for_logprob=False,
-            offload_optimizer_for_refit=False,
-            media_placeholder_token_id=None,
-            delegate_pack_to_model=False,
-            delegate_mtp_loss_mask_to_model=False,
-            model_slices_context_parallel_inputs=False,
             refit_conversion_tasks=[],
-            checkpointing_context=None,
             should_disable_forward_pre_hook=ddp.overlap_param_gather,
-            mcore_state=SimpleNamespace(
-                straggler_timer=None,
+            mcore_state=_standins.Off(
                 cfg=SimpleNamespace(
-                    checkpoint=SimpleNamespace(save=None, async_save=False),
-                    model=SimpleNamespace(seq_length=1),
+                    checkpoint=_standins.Off(), model=SimpleNamespace(seq_length=1)
                 ),
                 train_state=SimpleNamespace(floating_point_operations_so_far=0),
             ),
-            megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
+            megatron_cfg=_standins.Off(),
             megatron_bridge=SimpleNamespace(export_hf_weights=weights_of),
             _policy_like_cfg={"sequence_packing": {"enabled": False}},
-            _router_replay_enabled=False,
-            _first_train_step_forward_pre_hook_disabled=False,
-            _first_train_step_param_sync_func=None,
-            _async_checkpoint_cuda_cache_active=False,
         )
-        if worker == "value":
-            self.worker.timer = None
-        else:
-            timer = _standins.import_alone("nemo_rl.utils.timer")
-            self.worker.timer = timer.Timer()
+        if worker == "policy":
+            self.worker.timer = _standins.import_alone("nemo_rl.utils.timer").Timer()
             self.worker._collect_mtp_metrics = lambda *_: None
 
     def train(self, seed: int, *, eval_mode: bool = False) -> Any:
@@ -185,14 +163,16 @@ class NemoRL(Windows):
         for name, value in given.items():
             setattr(self.module, name, value)
         train = _standins.import_alone("nemo_rl.models.megatron.train")
-        train.wrap_loss_fn_with_input_preparation = _call_loss
+        train.wrap_loss_fn_with_input_preparation = (
+            lambda logits_BTV, *, loss_fn, data, global_valid_toks, **_: loss_fn(
+                logits_BTV, data["input_ids"], global_valid_toks
+            )
+        )
         train.get_capture_context = lambda *_: (contextlib.nullcontext(), None)
         train.need_top_k_or_top_p_filtering = lambda _: False
-        train.from_parallel_logits_to_logprobs = self._logprobs_of
-
-    def _logprobs_of(self, logits_BTV: Any, *, target: Any, **_: Any) -> Any:
-        _, logprobs_BT = self.measured(logits_BTV, target)
-        return logprobs_BT
+        train.from_parallel_logits_to_logprobs = lambda logits_BTV, *, target, **_: self.measured(
+            logits_BTV, target
+        )[1]
 
 
 class _Config(dict):  # type: ignore[type-arg]
@@ -232,26 +212,14 @@ def _modules(worker: str) -> tuple[Any, type]:
     return module, module.MegatronValueWorkerImpl
 
 
-def _microbatch(batch: dict[str, Any]) -> SimpleNamespace:
-    return SimpleNamespace(
+def _microbatch(batch: dict[str, Any]) -> Any:
+    return _standins.Off(
         data_dict=_Data(input_ids=batch["tokens"]),
         input_ids=batch["tokens"],
         input_ids_cp_sharded=batch["tokens"],
         attention_mask=batch["mask"],
         position_ids=batch["positions"],
-        packed_seq_params=None,
-        cu_seqlens_padded=None,
-        mtp_loss_mask=None,
-        routed_experts_cp_sharded=None,
-        media_token_validity_mask=None,
     )
-
-
-def _call_loss(
-    logits_BTV: Any, *, loss_fn: Any, data: Any, global_valid_toks: Any, **_: Any
-) -> tuple[Any, dict[str, Any]]:
-    made: tuple[Any, dict[str, Any]] = loss_fn(logits_BTV, data["input_ids"], global_valid_toks)
-    return made
 
 
 def _bits(tensor: Any) -> bytes:

@@ -36,8 +36,6 @@ class Roll(Windows):
             model=_Models(bench.chunks, bench.config),
             optimizer=bench.optimizer,
             scheduler=SimpleNamespace(step=lambda: None),
-            enable_router_replay=False,
-            use_sequence_packing=False,
             seq_length=bench.chunks[0].module.max_sequence_length,
             worker_config=SimpleNamespace(
                 name="actor",
@@ -46,7 +44,9 @@ class Roll(Windows):
             ),
             megatron_train_args=SimpleNamespace(gradient_accumulation_steps=MICROBATCHES),
             forward_backward_func=self._forward_backward,
-            inner_forward_step=self._forward_step,
+            inner_forward_step=lambda _, data, model: self.forward_step(
+                (row.row for row in data), model
+            ),
             load_states=lambda **_: None,
             offload_states=lambda **_: None,
             _get_batch_num_tokens=lambda *_, **__: 1,
@@ -55,7 +55,10 @@ class Roll(Windows):
 
     def train(self, seed: int) -> None:
         """Run one call of the strategy's `train_step`."""
-        rows = [_row(batch) for batch in self.batches(seed)]
+        rows = [
+            SimpleNamespace(meta_info={}, batch=SimpleNamespace(batch_size=[1]), row=batch)
+            for batch in self.batches(seed)
+        ]
         batch = SimpleNamespace(
             meta_info={},
             batch=SimpleNamespace(batch_size=[MICROBATCHES]),
@@ -68,9 +71,6 @@ class Roll(Windows):
 
         data = [self.reading(list(each)) for each in data_iterator]
         return get_forward_backward_func()(data_iterator=data, **call)
-
-    def _forward_step(self, _: Any, data: Any, model: Any) -> tuple[Any, Any]:
-        return self.forward_step((row.row for row in data), model)
 
 
 class _Models(list):  # type: ignore[type-arg]
@@ -86,7 +86,3 @@ class _Models(list):  # type: ignore[type-arg]
     def train(self) -> None:
         for chunk in self:
             chunk.train()
-
-
-def _row(batch: dict[str, Any]) -> SimpleNamespace:
-    return SimpleNamespace(meta_info={}, batch=SimpleNamespace(batch_size=[1]), row=batch)

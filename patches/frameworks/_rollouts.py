@@ -15,26 +15,19 @@ from megatron_idempotent.patches._case import Broken
 from . import _standins
 
 # What the frameworks' own parsers add to Megatron's arguments, all of it off.
-_OPTIONS = {
-    "allgather_cp": False,
-    "ci_load_grad_norm": None,
-    "ci_save_grad_norm": None,
-    "ci_test": False,
-    "custom_megatron_before_log_prob_hook_path": None,
-    "custom_megatron_before_train_step_hook_path": None,
-    "data_pad_size_multiplier": 1,
-    "debug_disable_optimizer": False,
-    "enable_mtp_training": False,
-    "enable_witness": False,
-    "n_samples_per_prompt": 1,
+_OFF = (
+    *("allgather_cp", "ci_load_grad_norm", "ci_save_grad_norm", "ci_test"),
+    "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+    *("debug_disable_optimizer", "enable_mtp_training", "enable_witness"),
+    *("reset_optimizer_states", "save_debug_train_data", "use_dynamic_batch_size"),
+    *("use_rollout_entropy", "use_wandb"),
+)
+_OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(_OFF),
+    **dict.fromkeys(("data_pad_size_multiplier", "n_samples_per_prompt", "rollout_batch_size"), 1),
     "qkv_format": "thd",
-    "reset_optimizer_states": False,
-    "rollout_batch_size": 1,
     "rollout_top_p": 1.0,
-    "save_debug_train_data": None,
-    "use_dynamic_batch_size": False,
-    "use_rollout_entropy": False,
-    "use_wandb": False,
 }
 
 #: Per step.
@@ -71,9 +64,7 @@ class Rollouts:
         self._rollout = 0
         self._read = 0
         self._batches: list[Any] = []
-        for name, value in _OPTIONS.items():
-            if not hasattr(self.program.args, name):
-                setattr(self.program.args, name, value)
+        vars(self.program.args).update(_OPTIONS | vars(self.program.args))
         self._stand_in(framework)
         for chunk in self.program.chunks:
             # The frameworks leave positions and mask to models with rotary embeddings.
@@ -147,12 +138,8 @@ class Rollouts:
         tokens_BT, self._positions_BT, self._mask = next(data)
         return {
             "tokens": tokens_BT,
-            "multimodal_train_inputs": None,
-            "packed_seq_params": None,
-            "full_loss_masks": None,
-            "unconcat_tokens": None,
-            "total_lengths": None,
-            "response_lengths": None,
+            **dict.fromkeys(("multimodal_train_inputs", "packed_seq_params", "full_loss_masks")),
+            **dict.fromkeys(("unconcat_tokens", "total_lengths", "response_lengths")),
         }
 
     def _complete(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:

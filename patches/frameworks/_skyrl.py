@@ -32,14 +32,8 @@ class SkyRL(Windows):
         _standins.replace("ray")
         self.module = _standins.import_alone(WRAPPER.split(":")[0], *_ABSENT)
         self._stand_in()
-        cfg = SimpleNamespace(
-            remove_microbatch_padding=False,
-            logprobs_chunk_size=None,
-            policy=SimpleNamespace(
-                megatron_config=SimpleNamespace(
-                    mtp_loss_weight=0.0, mtp_loss_chunk_size=None, mtp_loss_topk=None
-                )
-            ),
+        cfg = _standins.Off(
+            policy=SimpleNamespace(megatron_config=_standins.Off(mtp_loss_weight=0.0)),
             algorithm=SimpleNamespace(policy_loss_type="cross_entropy"),
         )
         bench = self.bench
@@ -54,13 +48,11 @@ class SkyRL(Windows):
             model=self.model,
             actor_module=bench.chunks,
             optimizer=bench.optimizer,
-            scheduler=None,
             strategy=SimpleNamespace(optimizer_step=_optimizer_step),
         )
         self.exporter = methods(
             worker.MegatronWeightExtractor,
             actor_module=bench.chunks,
-            enable_bucketing=False,
             bridge=SimpleNamespace(export_hf_weights=weights_of),
             _ensure_buckets_initialized=lambda: None,
         )
@@ -147,11 +139,7 @@ def _microbatch(batch: dict[str, Any]) -> dict[str, Any]:
         "attention_mask": torch.ones_like(batch["tokens"]),
         "position_ids": batch["positions"],
         "num_actions": batch["tokens"].shape[1] - 1,
-        "old_action_log_probs": None,
-        "base_action_log_probs": None,
-        "advantages": None,
-        "loss_mask": None,
-        "rollout_action_logprobs": None,
-        "rollout_expert_indices": None,
         "num_microbatches": MICROBATCHES,
+        **dict.fromkeys(("old_action_log_probs", "base_action_log_probs", "advantages")),
+        **dict.fromkeys(("loss_mask", "rollout_action_logprobs", "rollout_expert_indices")),
     }

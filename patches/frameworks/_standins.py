@@ -111,6 +111,18 @@ class Thing(metaclass=_Names):
         return cls
 
 
+class Off:
+    """Has every attribute, None unless it was given."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
 class _Standin(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return _made(self, name)

@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron_idempotent.patches._case import Broken, Fault
 
+from ._standins import Off
+
 #: The microbatches of a window.
 MICROBATCHES = 4
 #: Where a microbatch can fail: before its forward, in its loss function, in its backward.
@@ -114,16 +116,17 @@ class Windows:
 
 
 def methods(*of: type, **attributes: Any) -> Any:
-    """Make an object with the methods of a framework's classes, the last one's first."""
+    """Make an object with the methods of a framework's classes, the last one's first.
+
+    An attribute that is not given is None.
+    """
     own = {
         name: value
         for each in of
         for name, value in vars(each).items()
         if not name.startswith("__")
     }
-    made = type(of[-1].__name__, (), own)()
-    vars(made).update(attributes)
-    return made
+    return type(of[-1].__name__, (Off,), own)(**attributes)
 
 
 def weights_of(chunks: list[Any], **_: Any) -> Iterator[tuple[str, Any]]:

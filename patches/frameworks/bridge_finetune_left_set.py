@@ -53,11 +53,11 @@ def reproduce() -> None:
         run.save(pretrained)
         run.checkpoint.pretrained_checkpoint = pretrained
         run.load(own)
-        run.train_state.step = 4
+        run.state.train_state.step = 4
         run.save(own)
         run.load(own)
-        if run.train_state.step != 4:
-            raise Fault(f"step 4 was saved, and step {run.train_state.step} is loaded")
+        if run.state.train_state.step != 4:
+            raise Fault(f"step 4 was saved, and step {run.state.train_state.step} is loaded")
 
 
 PATCH = Patch(

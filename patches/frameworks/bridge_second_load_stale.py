@@ -48,21 +48,21 @@ def reproduce() -> None:
 
     run = Checkpoints.after_a_step()
     with tempfile.TemporaryDirectory() as folder:
-        run.train_state.step = 1
+        run.state.train_state.step = 1
         run.save(folder)
         run.load(folder)
-        run.train_state.step += 2
+        run.state.train_state.step += 2
         run.load(folder)
         _expect(run, 1, "it was rolled back to step 1")
-        run.train_state.step += 2
+        run.state.train_state.step += 2
         run.save(folder)
         run.load(folder)
         _expect(run, 3, "step 3 was saved last")
 
 
 def _expect(run: Any, step: int, why: str) -> None:
-    if run.train_state.step != step:
-        raise Fault(f"the run is at step {run.train_state.step}, and {why}")
+    if run.state.train_state.step != step:
+        raise Fault(f"the run is at step {run.state.train_state.step}, and {why}")
 
 
 PATCH = Patch(
