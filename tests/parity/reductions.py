@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
+import torch
 from reduction_programs import LAYOUTS, Program, Result, Setting
 
 SIZE, ROWS = 8, 3
@@ -124,8 +125,6 @@ class Run:
         check_replicas(self.bench.chunks)
 
     def _looked_at(self) -> tuple[bool, str]:
-        import torch
-
         right, digest = True, hashlib.sha256()
         for group in self.groups:
             for bucket in group.buckets:
@@ -157,7 +156,6 @@ class _Net:
     """Three layers, small enough for thousands of programs. Each rank knows all ranks' data."""
 
     def __init__(self, setting: Setting) -> None:
-        import torch
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -214,8 +212,6 @@ class _Net:
         _loss(self.chunks[0](_rows(data_seed, self.rank)))[0].backward()
 
     def zero_reference(self) -> None:
-        import torch
-
         self._local = [
             [torch.zeros_like(param) for param in self.net.parameters()] for _ in range(self.ranks)
         ]
@@ -246,7 +242,6 @@ class _Net:
 
 
 def _net(config: Any, kind: str) -> Any:
-    import torch
     from megatron.core.enums import ModelType
     from torch.utils.checkpoint import checkpoint
 
@@ -274,8 +269,6 @@ def _net(config: Any, kind: str) -> Any:
 
 
 def _rows(seed: int, rank: int) -> Any:
-    import torch
-
     generator = torch.Generator().manual_seed(1009 * seed + rank)
     return torch.randn(ROWS, SIZE, generator=generator).requires_grad_()
 
@@ -345,7 +338,6 @@ class _Gpt:
         self._plain.forward_backward(microbatches, data_seed=data_seed, zero_first=False)
 
     def reduce_reference(self) -> None:
-        import torch
         from megatron.core import parallel_state
 
         for chunk in self._plain.chunks:

@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from abort_sites import Interrupted
 from ranks import abort, built, digest, fails, groups, on_microbatch, on_ranks, same
 
@@ -62,8 +64,6 @@ def test_a_no_sync_that_a_traceback_holds_is_left_for_good():
 @on_ranks(2)
 def test_later_sums_are_not_added_to_an_interrupted_reduction(at, after):
     """A reduction is interrupted as it is put together; a traceback holds its context."""
-    import torch
-    import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -122,8 +122,6 @@ def test_gathers_in_flight_end():
 
 @on_ranks(1)
 def test_bad_input_is_refused_before_anything_is_changed():
-    import torch
-
     (chunk,) = built(applied=False).chunks
     sgd = torch.optim.SGD(chunk.parameters(), lr=0.1)
     chunk.bucket_groups[0].is_last_microbatch = False
@@ -141,8 +139,6 @@ def test_bad_input_is_refused_before_anything_is_changed():
 @on_ranks(2)
 def test_zeroing_waits_for_a_reduction_that_a_peer_has_not_started():
     import time
-
-    import torch.distributed as dist
 
     model = built(["reduction-outlives-its-window"], distributed_optimizer=False)
     (chunk,) = model.chunks
@@ -291,8 +287,6 @@ GLOBAL_LOSS = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_los
 @pytest.mark.parametrize("overrides", [EXPERT_BIAS, GLOBAL_LOSS], ids=["bias", "global-loss"])
 @on_ranks(2)
 def test_the_next_window_counts_its_own_tokens_only_but_on_stock(overrides):
-    import torch
-
     def window(recovery: str, *, aborted: bool = True) -> list[str] | None:
         """Digests of the gradients and of all expert biases; None where there is no such loss."""
         model = built(

@@ -17,7 +17,6 @@ TOTAL = 4
 
 def _calls(model, sizes, *, window=None, forward_step=None, between=None):
     """Zero the gradients, then call the schedule once per size on one stream of microbatches."""
-
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     data = [tiny.microbatches(3) for _ in model.chunks]
@@ -175,7 +174,6 @@ def test_log_probabilities_and_other_models_do_not_count():
 
 
 def _run(model, microbatches):
-
     model.schedule(tiny.microbatches(0), microbatches)
 
 

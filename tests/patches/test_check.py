@@ -6,6 +6,7 @@ import contextlib
 import os
 
 import pytest
+import torch
 from ranks import on_ranks
 
 import megatron_idempotent
@@ -40,8 +41,6 @@ NEVER = r"was not reduced on every rank.*by rank \{0: 0, 1: 0\}.*finalize_model_
 @on_ranks(2)
 def test_what_differs_before_a_step_is_named(change, options, said):
     """Three steps; before the last, rank 1 changes one bit of one number."""
-    import torch
-
     os.environ["MEGATRON_IDEMPOTENT_CHECK"] = "1"
     from megatron_idempotent.proof.cpu import tiny
 
@@ -63,8 +62,6 @@ def test_what_differs_before_a_step_is_named(change, options, said):
 
 @on_ranks(1)
 def test_the_checksum_sees_order_and_signs_of_zero():
-    import torch
-
     from megatron_idempotent.megatron.replica_check import checksum
 
     values = torch.arange(3_000_000, dtype=torch.float32)

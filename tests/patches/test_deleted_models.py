@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import on_ranks
 
 import megatron_idempotent
 from megatron_idempotent.patching import decide
 from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.proof.cpu import tiny
 
 INSTALLED = decide.installed("megatron-core")
 assert INSTALLED is not None, "the tests need a Megatron"
@@ -18,10 +20,7 @@ REPLAYS = decide.supported(INSTALLED, PATCH.since, PATCH.before)
 @pytest.mark.skipif(not REPLAYS, reason=f"megatron-core {INSTALLED.text} replays no routing")
 @on_ranks(1)
 def test_a_model_that_was_trained_and_built_again_is_replayed_alone():
-    import torch
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-
-    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     listed = RouterReplay.global_router_replay_instances
@@ -46,10 +45,6 @@ def test_a_model_that_was_trained_and_built_again_is_replayed_alone():
 def test_a_step_keeps_no_model_that_was_deleted(end):
     import gc
     import weakref
-
-    import torch
-
-    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(experts=4, dtype="bf16")

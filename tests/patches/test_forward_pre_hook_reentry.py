@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import built, on_ranks
 
 
@@ -13,8 +14,6 @@ def patched(**options):
 
 def disagreement(model) -> float:
     """Largest difference of any parameter between the data-parallel ranks."""
-    import torch
-
     mine = model.parameters()
     most, least = mine.clone(), mine.clone()
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
@@ -37,8 +36,6 @@ def test_a_second_disable_still_synchronises_the_parameters_where_it_is_to(param
 
 @on_ranks(2)
 def test_modules_added_or_removed_after_the_wrap_are_no_obstacle():
-    import torch
-
     plain, stock = patched(applied=False)
     expected = plain.forward_backward(2, data_seed=0)
     stock.module.adapter = torch.nn.Linear(4, 4)

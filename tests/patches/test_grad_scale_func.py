@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch
 from ranks import built, on_ranks, same
 
 
@@ -23,8 +24,6 @@ def test_every_optimizer_wires_its_loss_scale_and_a_reference_model_keeps_none()
     import copy
     import pickle
 
-    import torch
-
     model = _build(dtype="bf16", loss_scale=1024.0)
     reference = _build(with_optimizer=False)
     assert float(model.config.grad_scale_func(torch.ones(1))) == 1024.0
@@ -36,7 +35,6 @@ def test_every_optimizer_wires_its_loss_scale_and_a_reference_model_keeps_none()
 
 @on_ranks(2)
 def test_a_rebuilt_optimizer_rebinds_and_somebody_elses_function_stays():
-    import torch
     from megatron.core import optimizer
 
     model = _build(dtype="bf16", loss_scale=1024.0)

@@ -9,6 +9,7 @@ import itertools
 import pickle
 
 import pytest
+import torch.distributed as dist
 from guard_failures import Broken, failing, guard, unguard
 from ranks import VIRTUAL, built, on_microbatch, on_ranks, same
 
@@ -24,8 +25,6 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 def _fail_each(layout, cases, microbatches, *, first_window=False, windows_before=2):
     """Each case (site, rank, index): aborted on all ranks, then a window with the exact bits."""
-    import torch.distributed as dist
-
     reference = built(**layout)
     expected = reference.forward_backward(microbatches, data_seed=1)
     model = None
@@ -110,7 +109,6 @@ def test_a_failure_in_a_call_that_reduces_nothing_starts_no_reduction():
 
     The peers' hooks wait for the registrations of both calls.
     """
-    import torch.distributed as dist
     from megatron.core.distributed import finalize_model_grads
 
     model = built()
@@ -158,7 +156,6 @@ def _count(counts, name, original, *args, **kwargs):
 @pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"tp": 2}], ids=["dp", "pp", "tp"])
 @on_ranks(2)
 def test_a_guarded_window_costs_one_collective_and_changes_no_bit(layout):
-    import torch.distributed as dist
     from megatron.core.pipeline_parallel import schedules
 
     model = built(**layout)
@@ -185,8 +182,6 @@ def test_a_guarded_window_costs_one_collective_and_changes_no_bit(layout):
 
 @on_ranks(2)
 def test_agree_raises_on_all_ranks_where_one_brings_an_error():
-    import torch.distributed as dist
-
     from megatron_idempotent.window import agree
 
     agree()
@@ -203,8 +198,6 @@ def test_agree_raises_on_all_ranks_where_one_brings_an_error():
 @pytest.mark.parametrize("windows_before", [0, 2])
 @on_ranks(2)
 def test_a_nan_that_upstream_finds_on_one_rank_is_raised_on_all(overlap, windows_before):
-    import torch.distributed as dist
-
     nan = {"check_for_nan_in_grad": True}
     model = built(overlap_grad_reduce=overlap, ddp_overrides=nan)
     guard(model)
@@ -228,8 +221,6 @@ def test_a_nan_that_upstream_finds_on_one_rank_is_raised_on_all(overlap, windows
 
 @on_ranks(2)
 def test_a_failed_forward_only_pass_leaves_the_pipeline_clean_and_gradients_alone():
-    import torch.distributed as dist
-
     model = built(pp=2)
     guard(model)
     model.forward_backward(3, data_seed=1)

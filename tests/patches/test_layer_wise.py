@@ -15,6 +15,7 @@ import megatron_idempotent
 from megatron_idempotent.patching import decide
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.source import locate
+from megatron_idempotent.proof.cpu import tiny
 
 STALE, ERASED = "layerwise-params-stale-after-step", "layerwise-gather-erases-gradients"
 INSTALLED = decide.installed("megatron-core")
@@ -63,8 +64,6 @@ KINDS = [
 
 def built(kind: dict, *, overlap: bool = True):
     """A bench after a window."""
-    from megatron_idempotent.proof.cpu import tiny
-
     model = tiny.build(dtype="bf16", layer_wise=True, overlap_param_gather=overlap, **kind)
     model.forward_backward(2, data_seed=0)
     return model
@@ -230,8 +229,6 @@ def test_keeping_a_gather_back_leaves_nothing_stale():
 @on_ranks(2)
 def test_gradients_of_the_first_window_of_all_outlive_the_call():
     """It gathers nothing before the first step, the hooks off."""
-    from megatron_idempotent.proof.cpu import tiny
-
     megatron_idempotent.apply(strict=True)
     model = tiny.build(dtype="bf16", layer_wise=True, overlap_param_gather=True, **LISTS)
     hooks_off(model, True, param_sync=False)

@@ -13,7 +13,6 @@ from megatron_idempotent.proof.prove import affected
 
 def _model() -> tuple[Any, tuple[Any, ...]]:
     """A tiny GPTModel with all patches, and what it is called with."""
-
     (chunk,) = built(with_optimizer=False, layers_per_stage=1).chunks
     return chunk.module, tiny.inputs(0)
 

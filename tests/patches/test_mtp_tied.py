@@ -6,6 +6,7 @@ import numpy
 import pytest
 
 from megatron_idempotent.patching.decide import installed
+from megatron_idempotent.proof.cpu import tiny
 
 found = installed("megatron-core")
 if found is None:
@@ -24,7 +25,6 @@ OPTIONS = {
 
 def built():
     import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     return tiny.build(pp=STAGES, **OPTIONS)
@@ -72,7 +72,6 @@ def embedding_gradient(deferred, applied):
     from megatron_idempotent.patches import _deferred_embedding
 
     import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(exclude=() if applied else ("mtp-tied-output-weight",))
     options = {**OPTIONS, "distributed_optimizer": False, "overlap_grad_reduce": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from ranks import built, on_ranks, same
 
 from megatron_idempotent.patching.decide import installed
@@ -43,7 +44,6 @@ def advance(model: Any, data_seed: int) -> Any:
 @on_ranks(2)
 def test_weights_that_are_written_are_what_the_next_step_starts_from():
     """Through Megatron's call and through ours, with every optimizer that has copies."""
-    import torch
 
     from megatron_idempotent import ensure_main_params_synced
 
@@ -71,8 +71,6 @@ def test_weights_that_are_written_are_what_the_next_step_starts_from():
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path):
     """Saved after two steps; loaded into a model that never stepped, or did, and trained on."""
     import queue
-
-    import torch
 
     pytest.importorskip("psutil")
     from megatron.core import dist_checkpointing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 from guard_failures import Broken, failing, guard
 from ranks import VIRTUAL, built, fails, on_microbatch, on_ranks, same
 
@@ -72,7 +73,6 @@ def test_training_goes_on_to_the_bit_in_new_groups_and_none_is_left(layout):
 
 @on_ranks(2)
 def test_all_ranks_know_where_an_old_group_is_still_held():
-    import torch.distributed as dist
     from megatron.core import parallel_state
 
     model = built()
@@ -99,7 +99,6 @@ def test_all_ranks_know_where_an_old_group_is_still_held():
 def test_what_cannot_be_carried_poisons_within_the_deadline_until_groups_are_new(site, layout):
     import contextlib
 
-    import torch.distributed as dist
     from megatron.core import parallel_state, pipeline_parallel
 
     from megatron_idempotent import SessionPoisoned
@@ -147,8 +146,6 @@ def test_what_cannot_be_carried_poisons_within_the_deadline_until_groups_are_new
 @on_ranks(2)
 def test_what_all_tensor_parallel_ranks_can_go_on_after_is_carried(site, ranks):
     """A failure in the loss, where the backward runs over zeros, or in the same line of all."""
-    import torch.distributed as dist
-
     model = built(tp=2, sequence_parallel=True)
     guard(model)
     model.forward_backward(2, data_seed=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import on_ranks
 
 import megatron_idempotent
@@ -11,7 +12,6 @@ import megatron_idempotent
 def handed_on(seeds: tuple[int, ...], *, pp: int, applied: bool = True) -> tuple[int, int]:
     """Runs on a rank: pipeline rank, and the default generator's seed after seeding with
     seeds[rank]."""
-    import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
@@ -47,7 +47,6 @@ def seeded_by_seed_all(*, applied: bool) -> tuple[int, int, float, float]:
     import random
 
     import numpy
-    import torch
     from megatron.core import parallel_state
 
     if applied:

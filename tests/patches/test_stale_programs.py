@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from ranks import VIRTUAL
 
 from megatron_idempotent.patching import OPEN, decide
@@ -30,7 +31,6 @@ def run_program(operations: list[tuple[str, int]], *, overlap: bool, **layout) -
 
     `overlap` switches overlap_param_gather; what concerns the gathers alone does nothing without.
     """
-    import torch
 
     from megatron_idempotent import ensure_params_synced
     from megatron_idempotent.proof.cpu import tiny
@@ -115,7 +115,6 @@ def with_fresh_gradients(operations: list[tuple[str, int]]) -> list[tuple[str, i
 
 def deviations(seeds: list[int], layout: dict) -> list[str]:
     """Runs on a rank: the programs whose reads differ from those without overlap_param_gather."""
-    import torch
 
     import megatron_idempotent
 

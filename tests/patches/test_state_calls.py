@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import on_ranks
 
 import megatron_idempotent
@@ -177,7 +178,6 @@ def test_a_run_that_began_with_pretrained_weights_goes_back_to_its_own(tmp_path)
 
 @on_ranks(1)
 def test_a_second_backward_through_a_recomputed_layer_drops_the_same_elements():
-    import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
@@ -199,7 +199,6 @@ def test_a_second_backward_through_a_recomputed_layer_drops_the_same_elements():
 
 def state(value, note=""):
     """Return what a rank saves: a tensor, and an object of some size."""
-    import torch
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
