@@ -297,7 +297,11 @@ def installed(distribution: str) -> Installed | None:
     if path is None:
         return None
     try:
-        return _from_package_info(path, os.stat(path).st_mtime_ns)
+        state = path, os.stat(path).st_mtime_ns
+        if state not in _read:
+            with open(path, encoding="utf-8") as file:
+                _read[state] = from_package_info(file)
+        return _read[state]
     except (OSError, UnicodeDecodeError):
         return None
 
@@ -346,13 +350,6 @@ def _significant(release: tuple[int, ...]) -> tuple[int, ...]:
 
 # The version that a file says, with the time at which it did.
 _read: dict[tuple[str, int], Installed | None] = {}
-
-
-def _from_package_info(path: str, mtime_ns: int) -> Installed | None:
-    if (path, mtime_ns) not in _read:
-        with open(path, encoding="utf-8") as file:
-            _read[path, mtime_ns] = from_package_info(file)
-    return _read[path, mtime_ns]
 
 
 def from_package_info(lines: Iterable[str]) -> Installed | None:

@@ -113,7 +113,10 @@ def _land(patch: Patch, names: StaleReferences, accepted: dict[str, str]) -> Row
         if not site.in_place or not site.is_installed:
             state.sites[target.address] = site
             site.body = verdict.bodies[target.address].hash
-            site.install(_prefixes(target), names)
+            # What a package binds of its own functions, it calls as its own.
+            own, told = target.module.partition(".")[0], state.selection
+            rebound = told.settings.rebind if told else ()
+            site.install({"megatron", own, *rebound}, names)
         site.add(patch.id, target.wrapper)
     accepted[patch.id] = verdict.reason
     return None
@@ -168,12 +171,6 @@ def prepare(patch: Patch, bodies: Mapping[str, Body]) -> list[tuple[Target, Patc
                 site = fresh
         prepared.append((target, site))
     return prepared
-
-
-def _prefixes(target: Target) -> set[str]:
-    # What a package binds of its own functions, it calls as its own.
-    own = target.module.partition(".")[0]
-    return {"megatron", own, *(state.selection.settings.rebind if state.selection else ())}
 
 
 def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:

@@ -106,12 +106,11 @@ def _with(report: Report, status: str) -> list[Row]:
 
 
 def _group(heading: str, rows: Sequence[Row], width: int | None) -> str:
-    cells = [(f"  {row.id}", *_status(row), _reason(row, width)) for row in rows]
+    cells = []
+    for row in rows:
+        status = (row.status,) if row.status in PROBLEMS else ()
+        cells.append((f"  {row.id}", *status, _reason(row, width)))
     return f"{heading} ({len(rows)})\n{render((), cells, width)}"
-
-
-def _status(row: Row) -> tuple[str, ...]:
-    return (row.status,) if row.status in PROBLEMS else ()
 
 
 def _reason(row: Row, width: int | None) -> str:

@@ -257,7 +257,10 @@ def poison(reason: str) -> SessionPoisoned:
     first = _heard_of()
     if _session.poisoned is None:
         _session.poisoned = reason
-        _tell(reason)
+        # Best effort: a rank that died may have taken the store with it.
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = distributed_c10d._get_default_store()
+            store.compare_set(_key(), "", f"rank {dist.get_rank()}: {reason}")
     heard = "" if first is None or first.endswith(reason) else f" First heard of: {first}."
     return SessionPoisoned(f"{_session.poisoned}.{heard} {_remedy()}")
 
@@ -295,13 +298,6 @@ def _remedy() -> str:
         "Messages of that window may still be under way. Call rebuild_process_groups(chunks) on "
         "all ranks, or start the processes again (docs/aborting.md)"
     )
-
-
-def _tell(reason: str) -> None:
-    # Best effort: a rank that died may have taken the store with it.
-    with contextlib.suppress(RuntimeError, ValueError):
-        store = distributed_c10d._get_default_store()
-        store.compare_set(_key(), "", f"rank {dist.get_rank()}: {reason}")
 
 
 def _heard_of() -> str | None:

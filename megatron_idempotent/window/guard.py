@@ -289,9 +289,7 @@ class GuardedCall:
 
     def _finalize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.settle()
-        if not self.failures:
-            return original(*args, **kwargs)
-        return None
+        return None if self.failures else original(*args, **kwargs)
 
     def _with_watched_loss(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

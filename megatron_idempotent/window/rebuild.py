@@ -72,8 +72,10 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
             else:
                 _replace_in(holder, substitutes)
         # A tuple cannot change: its own holders get a new one, in the next round.
-        outdated = [holder for holder in tuples if _is_plain(holder)]
-        renewed = [_renewed(holder, substitutes) for holder in outdated]
+        outdated = [each for each in tuples if type(each) is tuple or hasattr(each, "_make")]
+        renewed = [
+            getattr(each, "_make", tuple)([substitutes[item] for item in each]) for each in outdated
+        ]
     del substitutes, tuples
     left = [
         words
@@ -158,16 +160,6 @@ def _in_attributes(holder: Any, substitutes: _Substitutes) -> None:
             value = getattr(holder, name, None)
             if value in substitutes:
                 object.__setattr__(holder, name, substitutes[value])
-
-
-def _is_plain(holder: tuple[Any, ...]) -> bool:
-    return type(holder) is tuple or hasattr(holder, "_make")
-
-
-def _renewed(holder: tuple[Any, ...], substitutes: _Substitutes) -> Any:
-    items = [substitutes[item] for item in holder]
-    make = getattr(holder, "_make", tuple)  # of a named tuple
-    return make(items)
 
 
 def _frame_here(item: Any) -> bool:

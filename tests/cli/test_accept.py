@@ -195,7 +195,6 @@ def test_a_new_case_file_gets_reviews_of_its_own(
         summary="it hurts",
         since="0.12",
         targets=(target,),
-        stock_error=".",
     )
     monkeypatch.setattr(module, "patches", lambda: {patch.id: patch})
     monkeypatch.setattr("megatron_idempotent.cli.drift.patches", lambda: {patch.id: patch})

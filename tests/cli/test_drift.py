@@ -242,7 +242,6 @@ def test_a_body_of_before_the_hazard_is_not_called_new(tree, capsys, monkeypatch
         summary="it hurts",
         since="0.16",
         targets=(old,),
-        stock_error=".",
     )
     monkeypatch.setattr("megatron_idempotent.cli.drift.patches", lambda: {patch.id: patch})
     code, (row,) = rows(capsys, tree)

@@ -183,7 +183,6 @@ def declare(**fields: object) -> Patch:
         "summary": "it hurts",
         "before": "0.20",
         "targets": (target,),
-        "stock_error": ".",
     }
     return Patch(**good | fields)  # type: ignore[arg-type]
 
@@ -230,14 +229,14 @@ def test_a_helper_is_shown_in_use_and_in_a_program_that_it_leaves_alone(
     monkeypatch.setitem(sys.modules, case.__name__, case)
     said = f"is not shown in use: define {missing}(*, helped: bool)"
     with pytest.raises(ValueError, match=re.escape(said)):
-        Helper(module=case.__name__, summary="it hurts", call="guarded_window", stock_error="x")
+        Helper(module=case.__name__, summary="it hurts", call="guarded_window")
 
 
 def test_a_hazard_takes_from_its_module_what_it_does_not_say(monkeypatch):
     case = types.ModuleType("cases.some_symptom", "It hurts.\n\nUpstream:\n    somewhere")
     vars(case).update(reproduce=print, Limit=Limit)
     monkeypatch.setitem(sys.modules, case.__name__, case)
-    exec("LIMIT = Limit(summary='it hurts', stock_error='x')", vars(case))
+    exec("LIMIT = Limit(summary='it hurts')", vars(case))
     limit = case.LIMIT
     assert (limit.module, limit.id, limit.ranks) == (case.__name__, "some-symptom", 2)
     assert (limit.distribution, limit.versions) == ("megatron-core", f">=0.12,<{untried()}")
@@ -252,7 +251,7 @@ def test_records_are_frozen_and_know_their_fields():
     patch = declare()
     assert patch == declare()
     assert hash(declare().targets[0].wrapper) == hash(print)
-    assert repr(patch).startswith("Patch(summary='it hurts', stock_error='.', distribution='meg")
+    assert repr(patch).startswith("Patch(summary='it hurts', stock_error='Fault: ', distri")
     with pytest.raises(AttributeError, match="Patch is frozen: cannot set id"):
         patch.id = "other"  # type: ignore[misc]
     with pytest.raises(AttributeError, match="Patch is frozen: cannot delete id"):

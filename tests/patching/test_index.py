@@ -16,7 +16,7 @@ from megatron_idempotent.patching import Patch, Target
 def wrap(original, *args, **kwargs):
     return original(*args, **kwargs)
 PATCH = Patch(
-    summary="new", before="99", targets=(Target("{address}", wrap, "{fragment}"),), stock_error=".",
+    summary="new", before="99", targets=(Target("{address}", wrap, "{fragment}"),),
 )
 def reproduce():
     pass

@@ -215,7 +215,6 @@ def test_a_body_of_before_the_hazard_is_not_patched_whatever_the_version_says(si
         summary="it hurts",
         since=since,
         targets=(target,),
-        stock_error=".",
     )
     verdict = judge(patch, {target.address: body}, None, None, named=True)
     assert verdict.status == status

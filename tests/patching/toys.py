@@ -70,7 +70,6 @@ class Toys:
                 Target(address, wrapper, *fragment, early_users=early_users)
                 for address in addresses
             ),
-            stock_error=".",
             **{"distribution": "toy-upstream", "since": "1", "before": "2"} | fields,
         )
         self._monkeypatch.setitem(patches(), patch_id, record)
