@@ -42,17 +42,13 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     group = None if kwargs.get("forward_only", False) else _group(kwargs["model"])
     if group is None:
         return original(*args, **kwargs)
-    _defer(group)
+    _deferring[group] = False
+    ddp.postpone(group, True)
     try:
         return original(*args, **kwargs)
     except BaseException:
         _defer_no_more(group)
         raise
-
-
-def _defer(group: Any) -> None:
-    _deferring[group] = False
-    ddp.postpone(group, True)
 
 
 def _defer_no_more(group: Any) -> bool | None:

@@ -54,15 +54,11 @@ def checkpoint(
         torch.is_grad_enabled()
         and tensors
         and not any(each.requires_grad for each in tensors)
-        and any(_trains(module) for module in _modules(function))
+        and any(each.requires_grad for module in _modules(function) for each in module.parameters())
     ):
         first = next((each for each in tensors if each.is_floating_point()), None)
         args = tuple(_recorded(each) if each is first else each for each in args)
     return original(function, distribute_saved_activations, *args)
-
-
-def _trains(module: Any) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _recorded(tensor: Any) -> Any:

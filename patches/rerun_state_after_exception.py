@@ -40,7 +40,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import training
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Broken, Fault, Original, Patch, bench, target
 
 
 def should_run_forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 def reproduce() -> None:
     """Run a framework's own loop, whose first window cannot read its batch, and then a good one."""
     model = bench()
-    with suppress(_Unreadable):
+    with suppress(Broken):
         _window(model, _unreadable)
     losses = _window(model, model._forward_step([]))
     if len(losses) != 2:
@@ -83,12 +83,8 @@ def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
     return losses_reduced
 
 
-class _Unreadable(Exception):
-    """Is raised in place of a microbatch."""
-
-
 def _unreadable(data_iterator: Any, model: Any) -> Any:
-    raise _Unreadable
+    raise Broken("a microbatch that cannot be read")
 
 
 PATCH = Patch(

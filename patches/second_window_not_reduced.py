@@ -112,11 +112,8 @@ def _look_for_zeros(chunk: Any, reduced: tuple[int, ...]) -> None:
         setattr(chunk, _LOOKED_AT, now)
         # A sum of zeros is exact, whatever it counts twice. Only programs that leave the gradients
         # of a window where they are until the next one wait for the device here.
-        setattr(chunk, _ZEROED, not any(map(_is_any, ddp.gradients(chunk))))
-
-
-def _is_any(gradients: Any) -> bool:
-    return bool(gradients.untyped_storage().size()) and bool(gradients.any())
+        held = [each for each in ddp.gradients(chunk) if each.untyped_storage().size()]
+        setattr(chunk, _ZEROED, not any(bool(each.any()) for each in held))
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
