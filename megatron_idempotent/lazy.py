@@ -27,6 +27,7 @@ REMEDIES = {
         )
     },
     "cloudpickle": "pip install 'megatron-idempotent[notebook]'",
+    "shtab": "pip install 'megatron-idempotent[completion]'",
     "aiohttp": "pip install 'megatron-idempotent[http]'",
     "pydantic": "pip install 'megatron-idempotent[controller]', which brings 2.11 or newer",
     **dict.fromkeys(("fsspec", "zstandard"), "pip install 'megatron-idempotent[bucket]'"),

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from megatron_idempotent import __version__
 from megatron_idempotent.lazy import REMEDIES, naming_the_remedy
@@ -53,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
+        except ModuleNotFoundError as error:
+            if error.name not in REMEDIES:
+                raise
+            print(f"{PROGRAM}: {error}", file=sys.stderr)
+            return 2
         finally:
             # Also where --help leaves by SystemExit: what is buffered would fail at shutdown.
             sys.stdout.flush()
@@ -78,18 +84,12 @@ def _run(argv: list[str]) -> int:
     if argv[:1] and argv[0] in _OWN_PARSERS:
         # They have a parser of their own, so that they can be used without this one.
         module, function, _ = _OWN_PARSERS[argv[0]]
-        try:
-            with naming_the_remedy(f"`{PROGRAM} {argv[0]}`"):
-                code: int = getattr(importlib.import_module(module), function)(argv[1:])
-                return code
-        except ModuleNotFoundError as error:
-            if error.name not in REMEDIES:
-                raise
-            print(f"{PROGRAM}: {error}", file=sys.stderr)
-            return 2
+        with naming_the_remedy(f"`{PROGRAM} {argv[0]}`"):
+            code: int = getattr(importlib.import_module(module), function)(argv[1:])
+            return code
     parser, commands = _parsers()
-    if argv and not argv[0].startswith("-") and argv[0] not in commands:
-        hint = did_you_mean(argv[0], (*commands, *_OWN_PARSERS))
+    if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
+        hint = did_you_mean(argv[0], commands.choices)
         parser.error(f"there is no command {argv[0]!r}.{hint}")
     arguments = parser.parse_args(argv)
     try:
@@ -102,7 +102,8 @@ def _run(argv: list[str]) -> int:
         if arguments.command == "completion":
             from .completion import completion
 
-            return completion(arguments.shell, {"": parser, **commands, **_own_parsers()})
+            commands.choices.update(_own_parsers())
+            return completion(arguments.shell, parser)
         if arguments.command == "drift":
             from .drift import drift
             from .history import history
@@ -132,9 +133,9 @@ def _run(argv: list[str]) -> int:
         return 2
 
 
-def _own_parsers() -> dict[str, argparse.ArgumentParser | None]:
-    """Return the parsers of other modules, None for one that needs a package that is missing."""
-    found: dict[str, argparse.ArgumentParser | None] = dict.fromkeys(_OWN_PARSERS)
+def _own_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of other modules, without those that need a package that is missing."""
+    found = {}
     for command, (module, _, make) in _OWN_PARSERS.items():
         try:
             found[command] = getattr(importlib.import_module(module), make)()
@@ -144,8 +145,8 @@ def _own_parsers() -> dict[str, argparse.ArgumentParser | None]:
     return found
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the whole command, and those of the subcommands that it parses."""
+def _parsers() -> tuple[argparse.ArgumentParser, Any]:
+    """Return the parser of the whole command, and what has those of the subcommands."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Patches that make Megatron's train path safe to call again.",
@@ -223,13 +224,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         "completion", help="complete commands and ids in a shell", description=_COMPLETION
     )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
-    own = dict(commands.choices)
     commands.add_parser("certify", help="a framework's training step against its definition")
     commands.add_parser("hook", help="patches wherever a variable is on: install, status, remove")
     commands.add_parser("run", help="run a command with the patches in all processes below it")
     commands.add_parser("train", help="the reference RL trainer")
     commands.add_parser("simulate", help="an asynchronous run on a virtual clock")
-    return parser, own
+    return parser, commands
 
 
 _EXIT_CODES = (
