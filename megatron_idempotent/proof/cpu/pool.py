@@ -134,7 +134,11 @@ class RankPool:
             RuntimeError: a rank imports the module that calls this, which would go on for ever.
         """
         __tracebackhide__ = True
-        refuse_if_importing()
+        if _importing:
+            raise RuntimeError(
+                f"{_importing[0]} starts ranks while a rank imports it, and each of those would "
+                'import it again: put what starts them under `if __name__ == "__main__":`'
+            )
         if not 1 <= world_size <= self.max_world_size:
             raise ValueError(
                 f"world_size must be between 1 and this pool's max_world_size "
@@ -143,21 +147,20 @@ class RankPool:
         main_file = getattr(sys.modules["__main__"], "__file__", None)
         if main_file is not None and not os.path.exists(main_file):
             main_file = None  # <stdin>
-        by_value = typed_in(fn)
-        module, qualname, file = ("", "", None) if by_value else refer(fn)
-        if by_value:
-            arguments = cloudpickled((fn, args, kwargs))
-        else:
-            arguments = pickle.dumps((None, args, kwargs))
-            if main_file is None and b"__main__" in arguments:  # an object of a notebook's class
-                by_value, arguments = True, cloudpickled((None, args, kwargs))
+        by_value = _typed_in(fn)
+        arguments = b"" if by_value else _by_name(fn, args, kwargs)
+        if by_value or (main_file is None and b"__main__" in arguments):  # of a notebook's class
+            with naming_the_remedy("to run on ranks, a function or class that no file has"):
+                import cloudpickle
+            by_value, arguments = True, cloudpickle.dumps((fn, args, kwargs))
+        home = sys.modules.get(fn.__module__)
+        file = getattr(home, "__file__", None)
         call = Call(
-            module=module,
-            qualname=qualname,
-            file=file,
+            module=fn.__module__,
+            file=file and os.path.abspath(file),
             arguments=arguments,
             by_value=by_value,
-            rewritten=rewritten_by_pytest(),
+            rewritten=_rewritten_by_pytest(),
             world_size=world_size,
             timeout_s=timeout_s,
             distributed=distributed,
@@ -299,12 +302,11 @@ MAIN_IN_RANK = "__mp_main__"
 class Call:
     """Asks for one run of a function on all ranks, which look it up by its name."""
 
+    #: The function's module.
     module: str
-    qualname: str
-    #: The source file; None for functions without one.
+    #: The module's source file; None for one without.
     file: str | None
-    #: Pickled (function or None, args, kwargs), which a rank can read once it has the caller's
-    #: sys.path.
+    #: Pickled (function, args, kwargs), which a rank can read once it has the caller's sys.path.
     arguments: bytes
     #: True if cloudpickle has written the arguments, and writes the results.
     by_value: bool
@@ -336,7 +338,7 @@ class Outcome:
     timed_out: bool = False
 
 
-def typed_in(function: Callable[..., Any]) -> bool:
+def _typed_in(function: Callable[..., Any]) -> bool:
     """Return whether a function is of a notebook's cell, a prompt, `python -c` or standard input.
 
     No file has it, so that ranks cannot look it up.
@@ -349,19 +351,23 @@ def typed_in(function: Callable[..., Any]) -> bool:
     )
 
 
-def cloudpickled(value: object) -> bytes:
-    """Pickle by value what `__main__` defines. Errors: `ModuleNotFoundError` names the extra."""
-    with naming_the_remedy("to run on ranks, a function or class that no file has"):
-        import cloudpickle
-    data: bytes = cloudpickle.dumps(value)
-    return data
+def _by_name(fn: Callable[..., Any], *rest: Any) -> bytes:
+    """Pickle a call whose ranks import the function; say so of one that they could not."""
+    try:
+        pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError) as error:
+        raise ValueError(
+            f"ranks look functions up by name ({error}): define it at the top of a module, and "
+            "pass what it closes over as arguments"
+        ) from None
+    return pickle.dumps((fn, *rest))
 
 
 # What a rank needs of pytest's rewriting; a release without it shows assertions as Python does.
 _OF_PYTEST = ("AssertionRewritingHook", "_read_pyc", "get_cache_dir", "PYC_TAIL", "rewrite_asserts")
 
 
-def rewritten_by_pytest() -> dict[str, str]:
+def _rewritten_by_pytest() -> dict[str, str]:
     """Return name and file of each module whose assertions pytest has rewritten here.
 
     Installed ones are left out: pytest rewrites its plugins, too.
@@ -409,49 +415,8 @@ class _Rewriting(importlib.machinery.SourceFileLoader):
         return code
 
 
-def refer(function: Callable[..., Any]) -> tuple[str, str, str | None]:
-    """Return the module, name and file of a module-level function.
-
-    Raises:
-        ValueError: a lambda, a closure or anything else a rank could not look up.
-    """
-    module = getattr(function, "__module__", None)
-    qualname = getattr(function, "__qualname__", None)
-    if module is None or qualname is None:
-        raise ValueError(
-            f"ranks look functions up by name, and {function!r} has none; pass a function defined "
-            f"at the top of a module, and its data as arguments"
-        )
-    if "<lambda>" in qualname or "<locals>" in qualname:
-        raise ValueError(
-            f"ranks look functions up by name, and {module}.{qualname} exists only inside "
-            f"another function; define it at the top of the module and pass what it closes over "
-            f"as arguments"
-        )
-    if _lookup(sys.modules[module], qualname) is not function:
-        raise ValueError(
-            f"{module}.{qualname} names another object than the function passed; pass the one "
-            f"that the module holds under that name"
-        )
-    file = getattr(sys.modules[module], "__file__", None)
-    return module, qualname, file and os.path.abspath(file)
-
-
 _importing: list[str] = []
 """The module that this rank imports for a call, while it does."""
-
-
-def refuse_if_importing() -> None:
-    """Raise where a module starts ranks while a rank imports it, each of which would do the same.
-
-    Raises:
-        RuntimeError: it is imported for a call.
-    """
-    if _importing:
-        raise RuntimeError(
-            f"{_importing[0]} starts ranks while a rank imports it, and each of those would import "
-            'it again: put what starts them under `if __name__ == "__main__":`'
-        )
 
 
 def resolve(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -461,35 +426,25 @@ def resolve(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, 
     """
     if call.rewritten:
         sys.meta_path.insert(0, RewritingFinder(call.rewritten))
-    function = _function(call) if call.module else None
-    if not call.by_value and b"__main__" in call.arguments and call.main_file is not None:
-        load_main(call.main_file)
-    carried, args, kwargs = pickle.loads(call.arguments)
-    return function or carried, args, kwargs
-
-
-def _function(call: Call) -> Callable[..., Any]:
     _importing.append(call.file or call.module)
     try:
-        if call.module == "__main__" and call.file is not None:
-            module = load_main(call.file)
-        elif call.file is None or _known_file(call.module) == call.file:
-            module = importlib.import_module(call.module)
-        else:
-            module = _load_file(call.module, call.file)
+        if not call.by_value:
+            if call.main_file is not None and b"__main__" in call.arguments:
+                _load_main(call.main_file)
+            if call.module != "__main__" and call.file not in (None, _known_file(call.module)):
+                _load_file(call.module, call.file)
+        found: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+        found = pickle.loads(call.arguments)
     finally:
         _importing.clear()
-    found: Callable[..., Any] = _lookup(module, call.qualname)
     return found
 
 
-def load_main(file: str) -> ModuleType:
+def _load_main(file: str) -> None:
     """Load the caller's main module, without what it guards by `__name__ == "__main__"`."""
     module = sys.modules.get(MAIN_IN_RANK)
     if module is None or getattr(module, "__file__", None) != file:
-        module = _load_file(MAIN_IN_RANK, file)
-        sys.modules["__main__"] = module
-    return module
+        sys.modules["__main__"] = _load_file(MAIN_IN_RANK, file)
 
 
 class StoragePickler(pickle.Pickler):
@@ -546,10 +501,3 @@ def _load_file(name: str, file: str) -> ModuleType:
     sys.path.insert(0, str(Path(file).parent))
     spec.loader.exec_module(module)
     return module
-
-
-def _lookup(module: ModuleType, qualname: str) -> Any:
-    found: Any = module
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found

@@ -391,8 +391,8 @@ def test_what_ranks_cannot_run_is_refused_with_the_reason(megatron_ranks):
         return None
 
     for ranks, function, said in (
-        (1, lambda: None, "exists only inside another function"),
-        (1, closure, "exists only inside another function"),
+        (1, lambda: None, "define it at the top of a module"),
+        (1, closure, "define it at the top of a module"),
         (9, find_traces, "between 1 and this pool's max_world_size 4, found 9"),
     ):
         with pytest.raises(ValueError, match=said):
