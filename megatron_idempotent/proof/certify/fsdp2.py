@@ -1,4 +1,4 @@
-"""Builds the model of layouts with `fsdp2`: a GPT in plain torch, sharded by `fully_shard`.
+"""Builds the model of layouts with `fsdp2`: the oracle's GPT, sharded by `fully_shard`.
 
 Its parameters have the names that Megatron gives them. Legend: B rows, T positions, H hidden size.
 """
@@ -10,76 +10,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron_idempotent.proof.cpu import tiny
 
 from .layouts import LAYERS
+from .oracle import Gpt
 from .protocol import Rows
-
-
-class _Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear_qkv = nn.Linear(tiny.HIDDEN, 3 * tiny.HIDDEN)
-        self.linear_proj = nn.Linear(tiny.HIDDEN, tiny.HIDDEN)
-
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        heads_BTN3D = self.linear_qkv(x_BTH).unflatten(-1, (tiny.HEADS, 3, -1))
-        query, key, value = (each.transpose(1, 2) for each in heads_BTN3D.unbind(3))
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed: Tensor = self.linear_proj(seen.transpose(1, 2).flatten(2))
-        return mixed
-
-
-class _MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear_fc1 = nn.Linear(tiny.HIDDEN, 4 * tiny.HIDDEN)
-        self.linear_fc2 = nn.Linear(4 * tiny.HIDDEN, tiny.HIDDEN)
-
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        out: Tensor = self.linear_fc2(functional.gelu(self.linear_fc1(x_BTH)))
-        return out
 
 
 class _Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.input_layernorm = nn.LayerNorm(tiny.HIDDEN)
-        self.self_attention = _Attention()
-        self.pre_mlp_layernorm = nn.LayerNorm(tiny.HIDDEN)
-        self.mlp = _MLP()
+        size = tiny.HIDDEN
+        self.input_layernorm = nn.LayerNorm(size)
+        self.self_attention = nn.ModuleDict(
+            {"linear_qkv": nn.Linear(size, 3 * size), "linear_proj": nn.Linear(size, size)}
+        )
+        self.pre_mlp_layernorm = nn.LayerNorm(size)
+        self.mlp = nn.ModuleDict(
+            {"linear_fc1": nn.Linear(size, 4 * size), "linear_fc2": nn.Linear(4 * size, size)}
+        )
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        x_BTH = x_BTH + self.self_attention(self.input_layernorm(x_BTH))
-        out_BTH: Tensor = x_BTH + self.mlp(self.pre_mlp_layernorm(x_BTH))
-        return out_BTH
-
-
-class _Embedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.word_embeddings = nn.Embedding(tiny.VOCABULARY, tiny.HIDDEN)
-        self.position_embeddings = nn.Embedding(tiny.SEQUENCE, tiny.HIDDEN)
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTH: Tensor = self.word_embeddings(tokens_BT) + self.position_embeddings(place_T)
-        return x_BTH
-
-
-class _Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([_Layer() for _ in range(LAYERS)])
-        self.final_layernorm = nn.LayerNorm(tiny.HIDDEN)
-
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        for layer in self.layers:
-            x_BTH = layer(x_BTH)
-        normed_BTH: Tensor = self.final_layernorm(x_BTH)
-        return normed_BTH
+        own = dict(self.named_parameters(prefix="layer"))
+        return Gpt(own, 1, tiny.HEADS).layer(x_BTH, "layer")
 
 
 class _GPT(nn.Module):
@@ -87,14 +41,21 @@ class _GPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = _Embedding()
-        self.decoder = _Decoder()
+        words = nn.Embedding(tiny.VOCABULARY, tiny.HIDDEN)
+        places = nn.Embedding(tiny.SEQUENCE, tiny.HIDDEN)
+        self.embedding = nn.ModuleDict({"word_embeddings": words, "position_embeddings": places})
+        self.decoder: Any = nn.Module()
+        self.decoder.layers = nn.ModuleList([_Layer() for _ in range(LAYERS)])
+        self.decoder.final_layernorm = nn.LayerNorm(tiny.HIDDEN)
         self.output_layer = nn.Linear(tiny.HIDDEN, tiny.VOCABULARY, bias=False)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        logits_BTV = self.output_layer(self.decoder(self.embedding(tokens_BT)))
-        targets_BT = tokens_BT.roll(-1, 1)
-        return functional.cross_entropy(logits_BTV.mT, targets_BT, reduction="none")
+        gpt = Gpt(dict(self.named_parameters()), LAYERS, tiny.HEADS)
+        x_BTH = gpt.embedded(tokens_BT)
+        for layer in self.decoder.layers:
+            x_BTH = layer(x_BTH)
+        x_BTH = gpt.norm(x_BTH, "decoder.final_layernorm")
+        return gpt.negative_logprobs(x_BTH, tokens_BT, 1)
 
 
 def build(lr: float, momentum: float) -> tuple[Any, Any]:

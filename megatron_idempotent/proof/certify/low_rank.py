@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,43 @@ _MAGNITUDE = ".adapter.weight_magnitude"
 _FACTORS = (_IN, _OUT, _MAGNITUDE)
 
 
-class LowRank(Bench):
+class OverBase(Bench):
+    """Holds what is trained over a frozen base, which stays as it is, bit for bit."""
+
+    def __init__(self, host: Bench, adapter: Any, trained: Callable[[str], bool]) -> None:
+        """Build the model of the host's layout; `trained` says so of a parameter's name."""
+        self._host, self._ratio = host, 1.0
+        super().__init__(adapter, host.layout)
+        self._frozen = {n: value for n, value in self.known.items() if not trained(n)}
+
+    def expect(self, finished: Finished, everybody: Sequence[Rows], **how: Any) -> None:
+        """Hold the step to its definition, and the base to its bits."""
+        super().expect(finished, everybody, **how)
+        moved = [n for n, value in self._frozen.items() if not torch.equal(value, self.known[n])]
+        if moved:
+            raise Wrong(f"{self._whose_step} has moved {moved[0]} of the frozen base")
+
+    _whose_step = "the step"
+
+    def tolerance(self, truth: Truth) -> float:
+        """Return the bound of the whole gradient's error, as a part of the norm of what trains."""
+        return super().tolerance(truth) * self._ratio
+
+    def _within(self, error: float, bound: float) -> bool:
+        return self._host._within(error, bound)
+
+    def _narrowed(self, truth: Truth, gradient: dict[str, Tensor], reach: float = 1.0) -> Truth:
+        """Return the truth with the gradient of what is trained, zero for all else.
+
+        An error of the whole gradient comes into it times `reach`.
+        """
+        norm = math.sqrt(sum(float(each.square().sum()) for each in gradient.values()))
+        # Momentum holds the errors of earlier steps too.
+        self._ratio = max(self._ratio, truth.grad_norm * reach / norm)
+        return dataclasses.replace(truth, gradient=gradient, grad_norm=norm)
+
+
+class LowRank(OverBase):
     """Holds a model with adapters of a rank in its linear layers; `known` are base and factors.
 
     Example: `LowRank(bench, rank=1, magnitudes=False).take(calls)`.
@@ -40,10 +76,8 @@ class LowRank(Bench):
 
     def __init__(self, host: Bench, *, rank: int, **kinds: bool) -> None:
         """Build a model of the host's layout; `kinds` are those that `add` takes."""
-        self._host, self._rank, self._kinds = host, rank, kinds
-        self._ratio = 1.0
-        super().__init__(type(host.adapter)(), host.layout)
-        self._frozen = {n: v for n, v in self.known.items() if not n.endswith(_FACTORS)}
+        self._rank, self._kinds = rank, kinds
+        super().__init__(host, type(host.adapter)(), lambda name: name.endswith(_FACTORS))
 
     def make_model(self) -> None:
         """Build the model, put adapters into it before DDP, and draw their factors."""
@@ -75,20 +109,6 @@ class LowRank(Bench):
                 else:
                     part.value.copy_(drawn)
 
-    def expect(self, finished: Finished, everybody: Sequence[Rows], **how: Any) -> None:
-        """Hold the step to its definition, and the base to its bits."""
-        super().expect(finished, everybody, **how)
-        moved = [n for n, value in self._frozen.items() if not torch.equal(value, self.known[n])]
-        if moved:
-            raise Wrong(f"the step has moved {moved[0]} of the frozen base")
-
-    def tolerance(self, truth: Truth) -> float:
-        """Return the bound of the whole gradient's error, as a part of the factors' norm."""
-        return super().tolerance(truth) * self._ratio
-
-    def _within(self, error: float, bound: float) -> bool:
-        return self._host._within(error, bound)
-
     @property
     def _computing(self) -> dict[str, Tensor]:
         return merged({name: value.double() for name, value in self.known.items()})
@@ -106,13 +126,11 @@ class LowRank(Bench):
         )
         gradient = {name: torch.zeros_like(value) for name, value in known.items()}
         gradient |= dict(zip(own, found, strict=True))
-        norm = math.sqrt(sum(float(each.square().sum()) for each in found))
         # An error of a weight's gradient comes into a factor's times the other factor, and with
         # DoRA times magnitude over norm, which is below the root of 2; and there are two factors.
         sides = (own[name].detach() for name in own if not name.endswith(_MAGNITUDE))
         reach = 2 * SCALE * max(float(torch.linalg.matrix_norm(each, 2)) for each in sides)
-        self._ratio = max(self._ratio, truth.grad_norm * max(1.0, reach) / norm)
-        return dataclasses.replace(truth, gradient=gradient, grad_norm=norm)
+        return self._narrowed(truth, gradient, max(1.0, reach))
 
 
 def merged(known: Mapping[str, Tensor]) -> dict[str, Tensor]:

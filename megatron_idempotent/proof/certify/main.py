@@ -1,4 +1,4 @@
-"""Implements `megatron-idempotent certify`: a verdict as a table, as JSON, and as JUnit's XML."""
+"""Implements `megatron-idempotent certify`: a verdict as a table, or as JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from xml.etree import ElementTree
 
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.record import Hazard
@@ -61,8 +59,6 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if sys.stderr.isatty():
         print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
-    if options.junit is not None:
-        options.junit.write_text(as_junit(options.adapter, results), encoding="utf-8")
     print(as_json(results) if options.json else as_table(results))
     return 1 if any(each.verdict == "failed" for each in results) else 0
 
@@ -116,7 +112,6 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--list", action="store_true", help="print checks and layouts, run nothing")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write JUnit's XML")
     return parser
 
 
@@ -190,24 +185,19 @@ _PACKAGES = {
 _ONLY = {"grad-scale-func": frozenset({"fp16", "moe", "mtp"})}
 
 
-def _on_stock(hazard: Hazard) -> str:
-    """Return the pattern of what the hazard's reproduction raises without the patch, or ""."""
-    return str(getattr(hazard, "stock_error", ""))
-
-
 def _is_silent(hazard: Hazard) -> bool:
-    kind, colon, _ = _on_stock(hazard).partition(":")
+    kind, colon, _ = hazard.stock_error.partition(":")
     return not colon or kind == _OURS
 
 
 def _says(hazard: Hazard, told: str) -> bool:
-    pattern = _on_stock(hazard)
+    pattern = hazard.stock_error
     only_a_type = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None
     return bool(pattern) and not only_a_type and re.search(pattern, told) is not None
 
 
 def _package(hazard: Hazard) -> str:
-    name = str(getattr(hazard, "distribution", "")).replace("-", "_")
+    name = hazard.distribution.replace("-", "_")
     return _PACKAGES.get(name, name)
 
 
@@ -226,32 +216,3 @@ def summary(results: Sequence[Result]) -> str:
 def as_json(results: Sequence[Result]) -> str:
     """Return the results as a JSON list of objects with the fields of `Result`."""
     return json.dumps([asdict(each) for each in results], indent=2)
-
-
-def as_junit(adapter: str, results: Sequence[Result]) -> str:
-    """Return the results as a JUnit test suite, with a test case per layout and check."""
-    suite = ElementTree.Element(
-        "testsuite",
-        name=adapter,
-        tests=str(len(results)),
-        failures=str(sum(each.verdict == "failed" for each in results)),
-        skipped=str(sum(each.verdict not in ("failed", "passed") for each in results)),
-        time=f"{sum(each.seconds for each in results):.3f}",
-    )
-    properties = ElementTree.SubElement(suite, "properties")
-    for seed in {each.seed for each in results}:
-        ElementTree.SubElement(properties, "property", name="seed", value=str(seed))
-    for each in results:
-        case = ElementTree.SubElement(
-            suite,
-            "testcase",
-            classname=f"{adapter}.{each.layout}",
-            name=each.check,
-            time=f"{each.seconds:.3f}",
-        )
-        if each.verdict == "failed":
-            ElementTree.SubElement(case, "failure", message=each.fault)
-        elif each.verdict != "passed":
-            said = f"{each.verdict}: {each.fault}" if each.fault else each.verdict
-            ElementTree.SubElement(case, "skipped", message=said)
-    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)

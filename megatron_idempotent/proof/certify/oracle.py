@@ -234,7 +234,7 @@ class Gpt:
     def layer(self, x_BTH: Tensor, at: str) -> Tensor:
         """Return what the transformer layer of that name makes of x."""
         batch, length, _ = x_BTH.shape
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        later = torch.ones(length, length, dtype=torch.bool, device=x_BTH.device).triu(1)
         normed = self.norm(x_BTH, f"{at}.input_layernorm")
         mixed = self.linear(normed, f"{at}.self_attention.linear_qkv")
         # Each head has its query, key and value one after the other.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 
 from .batches import forward
 from .bench import Bench
+from .low_rank import OverBase
 from .oracle import Truth
 from .parameters import ParameterPart, parts, spread
-from .protocol import Calls, Finished, Rows, Wrong
+from .protocol import Calls, Rows
 
 
 def in_adapter(name: str) -> bool:
@@ -95,7 +95,7 @@ class Base:
         self.swap(self._names[0])
 
 
-class Tenant(Bench):
+class Tenant(OverBase):
     """Holds the adapter of one tenant, with its own optimizer state; `known` is base and adapter.
 
     Example: `Tenant(bench, base, "alice").take(calls)`.
@@ -103,11 +103,10 @@ class Tenant(Bench):
 
     def __init__(self, host: Bench, base: Base, name: str) -> None:
         """Take the adapter that the host's returns for this tenant, and build it."""
-        self._host, self._base, self._name = host, base, name
-        self._ratio, self._is_open = 1.0, False
+        self._base, self._name, self._is_open = base, name, False
+        self._whose_step = f"a step of {name}"
         made: Any = host.adapter
-        super().__init__(made.tenant(name), host.layout)
-        self._frozen = {n: value for n, value in self.known.items() if not in_adapter(n)}
+        super().__init__(host, made.tenant(name), in_adapter)
 
     def make_model(self) -> None:
         """Take the tenant's part of the base."""
@@ -143,32 +142,15 @@ class Tenant(Bench):
             self._is_open = False
             self.adapter.abort()
 
-    def expect(self, finished: Finished, everybody: Sequence[Rows], **how: Any) -> None:
-        """Hold the step to its definition, and the base to its bits."""
-        super().expect(finished, everybody, **how)
-        moved = [n for n, value in self._frozen.items() if not torch.equal(value, self.known[n])]
-        if moved:
-            raise Wrong(f"a step of {self._name} has moved {moved[0]} of the frozen base")
-
-    def tolerance(self, truth: Truth) -> float:
-        """Return the bound of the whole gradient's error, as a part of the adapter's norm."""
-        return super().tolerance(truth) * self._ratio
-
     def _truth(self, everybody: Sequence[Rows]) -> Truth:
         truth = super()._truth(everybody)
         gradient = {
             name: value if in_adapter(name) else torch.zeros_like(value)
             for name, value in truth.gradient.items()
         }
-        norm = math.sqrt(sum(float(each.square().sum()) for each in gradient.values()))
-        # Momentum holds the errors of earlier steps too.
-        self._ratio = max(self._ratio, truth.grad_norm / norm)
-        return dataclasses.replace(truth, gradient=gradient, grad_norm=norm)
+        return self._narrowed(truth, gradient)
 
     def _own_parts(self, **which: Any) -> list[ParameterPart]:
         self._base.swap(self._name)
         found = super()._own_parts(**which)
         return [part for part in found if not part.name.startswith("adapters.")]
-
-    def _within(self, error: float, bound: float) -> bool:
-        return self._host._within(error, bound)

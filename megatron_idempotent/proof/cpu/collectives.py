@@ -40,26 +40,22 @@ GROUP_MAKERS = (
 
 def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `original` so that backend "nccl", or none, which means NCCL on CUDA, is gloo."""
-    # init_process_group takes the backend first, the others by name.
-    first = original.__name__ == "init_process_group"
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
-        if first and args:
-            args = (gloo_for(args[0]), *args[1:])
+        # init_process_group takes the backend first, the others by name.
+        first = original.__name__ == "init_process_group" and args
+        backend = args[0] if first else kwargs.get("backend")
+        if backend is None or "nccl" in str(backend).lower():  # "cpu:gloo,cuda:nccl", too
+            backend = "gloo"
+        if first:
+            args = (backend, *args[1:])
         else:
-            kwargs["backend"] = gloo_for(kwargs.get("backend"))
+            kwargs["backend"] = backend
         kwargs |= dict.fromkeys({"device_id", "pg_options"} & kwargs.keys())
         return original(*args, **kwargs)
 
     return make
-
-
-def gloo_for(backend: Any) -> Any:
-    """Return the backend to use: gloo for "nccl", "cpu:gloo,cuda:nccl" or None; others as is."""
-    if backend is None or "nccl" in str(backend).lower():
-        return "gloo"
-    return backend
 
 
 def with_listed_splits(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,11 +209,6 @@ _coalesced: dict[Any, Copies] = {}
 def begin(device: str) -> None:
     """Stage collectives of this process from now on, on gloo groups."""
     _state.device = device
-
-
-def end() -> None:
-    """Leave collectives to torch again."""
-    _state.device = None
 
 
 def replacements() -> list[tuple[Any, str, Any]]:

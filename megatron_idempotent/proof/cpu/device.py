@@ -14,7 +14,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -83,14 +83,6 @@ def exchange_device(device: int) -> int:
 def get_device_properties(device: Any = None) -> DeviceProperties:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return DeviceProperties(total_memory=pages, multi_processor_count=os.cpu_count() or 1)
-
-
-def get_device_name(device: Any = None) -> str:
-    return NAME
-
-
-def get_device_capability(device: Any = None) -> tuple[int, int]:
-    return CAPABILITY
 
 
 _POOLED = (
@@ -273,16 +265,8 @@ class StreamContext:
         set_stream(self._outer)
 
 
-def stream(stream: Stream | None) -> StreamContext:
-    return StreamContext(stream)
-
-
 def current_stream(device: Any = None) -> Stream:
     return _selected.stream
-
-
-def default_stream(device: Any = None) -> Stream:
-    return _default
 
 
 def set_stream(stream: Stream | None) -> None:
@@ -290,26 +274,11 @@ def set_stream(stream: Stream | None) -> None:
         _selected.stream = stream
 
 
-def _true(*_args: Any, **_kwargs: Any) -> bool:
-    return True
+def _answer(value: Any) -> Callable[..., Any]:
+    return lambda *_args, **_kwargs: value
 
 
-def _false(*_args: Any, **_kwargs: Any) -> bool:
-    return False
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    return None
-
-
-def _zero(device: Any = None) -> int:
-    return 0
-
-
-def get_arch_list() -> list[str]:
-    return []
-
-
+_nothing = _answer(None)
 _nvtx_depth = 0
 
 
@@ -338,19 +307,18 @@ def nvtx_range(msg: str, *_args: Any, **_kwargs: Any) -> Iterator[None]:
 ANSWERS: dict[str, Any] = {
     name: answer
     for names, answer in (
-        (table.TRUE, _true),
-        (table.FALSE, _false),
+        (table.TRUE, _answer(True)),
+        (table.FALSE, _answer(False)),
         (table.NOTHING, _nothing),
-        (table.ZERO, _zero),
+        (table.ZERO, _answer(0)),
     )
     for name in table.short(names)
 }
 ANSWERS |= {
     answer.__name__: answer
     for answer in (
-        *(device_count, current_device, set_device, get_device_properties, get_device_name),
-        *(get_device_capability, get_arch_list, memory_stats, Stream, Event, StreamContext),
-        *(stream, current_stream, default_stream, set_stream),
+        *(device_count, current_device, set_device, get_device_properties, memory_stats),
+        *(Stream, Event, StreamContext, current_stream, set_stream),
         *(get_rng_state, set_rng_state, get_rng_state_all, set_rng_state_all),
         *(manual_seed, seed, initial_seed),
     )
@@ -358,6 +326,11 @@ ANSWERS |= {
 ANSWERS |= {
     "_exchange_device": exchange_device,
     "_maybe_exchange_device": exchange_device,
+    "get_device_name": _answer(NAME),
+    "get_device_capability": _answer(CAPABILITY),
+    "get_arch_list": list,
+    "stream": StreamContext,
+    "default_stream": _answer(_default),
     "manual_seed_all": manual_seed,
     "seed_all": seed,
 }

@@ -95,7 +95,11 @@ class RankError(RuntimeError):
         self.message = first.message
         self.traceback = first.traceback
         self.exit_code = first.exit_code
-        told = [failure for failure in failures[1:] if not self._repeats(failure)]
+        told = [
+            failure
+            for failure in failures[1:]
+            if not (failure.of_a_peer or (failure.traceback == first.traceback != ""))
+        ]
         parts = [str(failure) for failure in (first, *told)]
         lines = [failure.folded for failure in failures[1:] if failure not in told]
         lines += [f"{_ENDED.format(rank)}{_place(text)}" for rank, text in still_running.items()]
@@ -105,9 +109,6 @@ class RankError(RuntimeError):
             )
             parts.append("\n".join(lines))
         super().__init__("\n\n".join(parts))
-
-    def _repeats(self, failure: RankFailure) -> bool:
-        return failure.of_a_peer or (failure.traceback == self.traceback != "")
 
     @property
     def full(self) -> str:

@@ -121,7 +121,16 @@ class Round:
                 dead = self._has_exited(rank)  # before reading: its last words are in the pipe
                 self._read(rank)
                 if dead and not self._reported(rank):
-                    self._fail(self._death_of(rank))
+                    self._fail(
+                        RankFailure(
+                            rank=rank,
+                            exception_type="",
+                            message="the process ended without a result",
+                            # In a crash in C, faulthandler writes Python's stacks.
+                            traceback=self._written_stacks(rank),
+                            exit_code=self._exit_codes[rank],
+                        )
+                    )
         return False
 
     def _reported(self, rank: int) -> bool:
@@ -148,16 +157,6 @@ class Round:
             if pid:
                 self._exit_codes[rank] = os.waitstatus_to_exitcode(status)
         return rank in self._exit_codes
-
-    def _death_of(self, rank: int) -> RankFailure:
-        # A rank that crashes in C writes its Python stacks (faulthandler) before it dies.
-        return RankFailure(
-            rank=rank,
-            exception_type="",
-            message="the process ended without a result",
-            traceback=self._written_stacks(rank),
-            exit_code=self._exit_codes[rank],
-        )
 
     def _dump(self, ranks: list[int]) -> None:
         """Make `ranks` write their Python stacks, and read them."""
@@ -217,12 +216,9 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
         else:
             enable()
         for name in modules:
-            if importlib.util.find_spec(name.partition(".")[0]) is None:
-                continue  # a pool without Megatron runs plain torch functions
-            if name.count(".") == 0 or _exists(name):
-                _import(name)
-                if device == "cuda":
-                    check_untouched(name)
+            _import(name)
+            if device == "cuda":
+                check_untouched(name)
         _read_ahead()
     # Upstream reports every bucket and setting at level INFO; a call may lower the level again.
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -295,22 +291,17 @@ def _told(connection: Connection) -> Iterator[None]:
 
 
 def _import(name: str) -> None:
-    """Import a module, unless it needs a package that is not installed."""
+    """Import a module, unless it, or a package that it needs, is not installed."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or importlib.util.find_spec(error.name.partition(".")[0]) is not None:
+        # A pool without Megatron runs plain torch functions, and releases lack some of PRELOAD.
+        missing = error.name or ""
+        if not missing or not (
+            f"{name}.".startswith(f"{missing}.")
+            or importlib.util.find_spec(missing.partition(".")[0]) is None
+        ):
             raise
-
-
-def _exists(name: str) -> bool:
-    parent, _, _ = name.rpartition(".")
-    if parent.count(".") and not _exists(parent):
-        return False
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the parent package is a namespace without this part
-        return False
 
 
 def _read_ahead() -> None:
@@ -348,23 +339,18 @@ def collapse_pages() -> int:
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     moved = 0
     with contextlib.suppress(OSError, AttributeError):
-        for start, end in _private_memory():
-            libc.madvise(start, end - start, _HUGE_PAGE)
-            if libc.madvise(start, end - start, _COLLAPSE) == 0:
-                moved += end - start
+        maps = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace")
+        for line in maps.splitlines():
+            span, mode, _, _, _, *name = line.split(maxsplit=5)
+            if mode != "rw-p" or name not in ([], ["[heap]"]):
+                continue  # it belongs to a file or a stack
+            start, end = (int(each, 16) for each in span.split("-"))
+            start, end = -(-start // _SIZE) * _SIZE, end // _SIZE * _SIZE  # whole huge pages
+            if start < end:
+                libc.madvise(start, end - start, _HUGE_PAGE)
+                if libc.madvise(start, end - start, _COLLAPSE) == 0:
+                    moved += end - start
     return moved
-
-
-def _private_memory() -> Iterator[tuple[int, int]]:
-    """Yield the ranges of whole huge pages in memory that belongs to no file and no stack."""
-    for line in Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines():
-        span, mode, _, _, _, *name = line.split(maxsplit=5)
-        if mode != "rw-p" or name not in ([], ["[heap]"]):
-            continue
-        start, end = (int(each, 16) for each in span.split("-"))
-        start, end = -(-start // _SIZE) * _SIZE, end // _SIZE * _SIZE
-        if start < end:
-            yield start, end
 
 
 # A rank: a process that the launcher has forked for one call, and that ends with it.

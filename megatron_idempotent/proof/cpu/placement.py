@@ -139,25 +139,8 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
-def _cuda(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    return _moved(self, "device")
-
-
-def _cpu(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    return _moved(self, "host")
-
-
-def _pin_memory(self: torch.Tensor, _device: Any = None) -> torch.Tensor:
-    return self
-
-
 def _is_cuda(self: torch.Tensor) -> bool:
     return bool(self.is_cpu) and where(self) != "host"
-
-
-def _record_stream(_self: torch.Tensor, _stream: Any) -> None:
-    # Streams are synchronous here, so no later work can outlive the tensor.
-    return None
 
 
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,11 +208,12 @@ def tensor_replacements() -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "to", _to(torch.Tensor.to)),
         (torch.Tensor, "type", _type(torch.Tensor.type)),
         *((torch.Tensor, name, _follows(getattr(torch.Tensor, name))) for name in COPIES),
-        (torch.Tensor, "cuda", _cuda),
-        (torch.Tensor, "cpu", _cpu),
+        (torch.Tensor, "cuda", lambda self, *_args, **_kwargs: _moved(self, "device")),
+        (torch.Tensor, "cpu", lambda self, *_args, **_kwargs: _moved(self, "host")),
         (torch.Tensor, "is_cuda", property(_is_cuda)),
-        (torch.Tensor, "pin_memory", _pin_memory),
-        (torch.Tensor, "record_stream", _record_stream),
+        (torch.Tensor, "pin_memory", lambda self, _device=None: self),
+        # Streams are synchronous here, so no later work can outlive the tensor.
+        (torch.Tensor, "record_stream", lambda _self, _stream: None),
         (DeviceContext, "__init__", _device_context(DeviceContext.__init__)),
         (torch.autocast, "__init__", _autocast(torch.autocast.__init__)),
         (ForkingPickler, "_extra_reducers", reducers),

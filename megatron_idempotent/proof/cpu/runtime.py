@@ -121,7 +121,14 @@ def enable() -> None:
     with _lock:
         if _runtime.active is None:
             if torch.cuda.is_available():
-                raise real_cuda(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+                setting = "is not set" if visible is None else f"is {visible!r}"
+                raise RuntimeError(
+                    "megatron_idempotent.proof.cpu emulates CUDA where there is none, but this "
+                    f"process can use {torch.cuda.device_count()} CUDA device(s) "
+                    f"(CUDA_VISIBLE_DEVICES {setting}); start it with "
+                    'CUDA_VISIBLE_DEVICES="" to use the CPU runtime'
+                )
             activation = _Active()
             with contextlib.ExitStack() as undo_if_it_fails:
                 undo_if_it_fails.callback(activation.stop)
@@ -175,16 +182,6 @@ def replaced_name_in(error: BaseException) -> str | None:
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     found = [name for frame in raised for name in replaced_names() if name in (frame.line or "")]
     return max(found, key=len, default=None)
-
-
-def real_cuda(device_count: int, visible: str | None) -> RuntimeError:
-    """Make the error of `enable()` in a process that can use a CUDA device."""
-    setting = "is not set" if visible is None else f"is {visible!r}"
-    return RuntimeError(
-        f"megatron_idempotent.proof.cpu emulates CUDA where there is none, but this process can "
-        f"use {device_count} CUDA device(s) (CUDA_VISIBLE_DEVICES {setting}); start it with "
-        f'CUDA_VISIBLE_DEVICES="" to use the CPU runtime'
-    )
 
 
 Complete = Callable[[ModuleType, str, Any], None]

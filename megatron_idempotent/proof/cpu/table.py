@@ -61,10 +61,7 @@ EMULATED: tuple[tuple[str, str], ...] = (
         NOTHING,
         "nothing to do: every call has finished when it returns, and no device memory exists",
     ),
-    (
-        "torch.cuda.device_count",
-        "LOCAL_WORLD_SIZE, or 1",
-    ),
+    ("torch.cuda.device_count", "LOCAL_WORLD_SIZE, or 1"),
     (
         "torch.cuda.current_device torch.cuda.set_device torch.cuda._exchange_device "
         "torch.cuda._maybe_exchange_device",
@@ -81,10 +78,7 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "torch.cuda.default_stream torch.cuda.set_stream",
         "synchronous streams; the current stream is tracked per thread",
     ),
-    (
-        "torch.cuda.Event",
-        "always complete; elapsed_time is measured wall time in milliseconds",
-    ),
+    ("torch.cuda.Event", "always complete; elapsed_time is measured wall time in milliseconds"),
     (ZERO, "0 everywhere: no byte of device memory is in use"),
     (ACCELERATOR, "as torch.cuda's function of that name"),
     (
@@ -110,26 +104,14 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "a copy, if the tensor is in the other memory. On the host is what is made without a "
         'device, for "cpu" or pinned, and what `cpu` returns; all else is on the device',
     ),
-    (
-        "torch.Tensor.is_cuda",
-        "False for a tensor in host memory",
-    ),
-    (
-        COPIES,
-        "itself, in the same memory",
-    ),
+    ("torch.Tensor.is_cuda", "False for a tensor in host memory"),
+    (COPIES, "itself, in the same memory"),
     (
         "multiprocessing.reduction.ForkingPickler._extra_reducers",
         "a tensor that goes to another process is in the same memory there",
     ),
-    (
-        "torch.Tensor.pin_memory",
-        "the tensor itself",
-    ),
-    (
-        "torch.Tensor.record_stream",
-        "nothing to do",
-    ),
+    ("torch.Tensor.pin_memory", "the tensor itself"),
+    ("torch.Tensor.record_stream", "nothing to do"),
     (
         "torch.Tensor.type",
         "'torch.cuda.FloatTensor' for a float tensor, and so on: Megatron's optimizers sort "

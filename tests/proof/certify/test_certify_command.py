@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -17,7 +15,7 @@ from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, Result, certify, 
 from megatron_idempotent.proof.certify import main as command
 from megatron_idempotent.proof.certify.draws import CALLS, MICROBATCHES, Draw
 from megatron_idempotent.proof.certify.layouts import WORDS, grid
-from megatron_idempotent.proof.certify.main import as_json, as_junit, as_table, suspects
+from megatron_idempotent.proof.certify.main import as_table, suspects
 from megatron_idempotent.proof.certify.state_checks import EVERY
 
 RESULTS = [
@@ -78,21 +76,6 @@ def test_other_faults_have_the_silent_hazards_of_their_layout(check, layout, fau
     found = Result(check=check, layout=layout, verdict="failed", fault=fault)
     assert ("grad-scale-func" in suspects(found)) == wanted
     assert wanted or " in " not in fault or not suspects(found)
-
-
-def test_json_and_junit_say_the_same():
-    assert [row["verdict"] for row in json.loads(as_json(RESULTS))] == [
-        each.verdict for each in RESULTS
-    ]
-    suite = ElementTree.fromstring(as_junit("mine:Adapter", RESULTS))
-    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "1", "2")
-    failure = suite.find("testcase/failure")
-    assert failure is not None
-    assert failure.get("message") == "KeyError in x"
-    assert [each.attrib for each in suite.iter("property")] == [{"name": "seed", "value": "7"}]
-    assert {row["seed"] for row in json.loads(as_json(RESULTS))} == {7}
-    skipped = [each.get("message") for each in suite.findall("testcase/skipped")]
-    assert skipped == ["declared: nobody looks", "not offered: no save(), load()"]
 
 
 def test_checks_name_hazards_that_there_are():
