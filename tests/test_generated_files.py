@@ -46,14 +46,14 @@ def naming() -> dict[Path, str]:
     return {path: (ROOT / path).read_text() for path in casebook.NAMING}
 
 
-def test_what_names_releases_has_those_of_the_table():
+def test_what_names_releases_and_the_version_has_those_of_the_table():
     assert casebook.naming_releases(naming(), TABLE["releases"]) == naming(), REMEDY
 
 
 def test_a_new_minor_is_a_line_in_the_table():
     newer = [*TABLE["releases"], {"megatron": "0.20.0", "training": True}]
     found = casebook.naming_releases(naming(), newer)
-    makefile, readme, project = (found[path] for path in casebook.NAMING)
+    makefile, readme, project, _ = (found[path] for path in casebook.NAMING)
     assert "\nMEGATRON ?= 0.20.0\n" in makefile
     assert "0.19.2 and 0.20.0 with torch" in " ".join(readme.split())
     assert '"megatron-core[training]>=0.17.1,<0.21"' in project
@@ -66,19 +66,6 @@ def test_a_new_minor_is_a_line_in_the_table():
 def test_a_text_that_names_releases_no_longer_is_refused():
     with pytest.raises(ValueError, match="Makefile has 0 places like"):
         casebook.naming_releases({Path("Makefile"): "help:\n"}, TABLE["releases"])
-
-
-def test_a_citation_has_the_version_of_the_package():
-    citation, source = ((ROOT / path).read_text() for path in (casebook.CITATION, casebook.SOURCE))
-    assert casebook.citing(citation, source) == citation, REMEDY
-
-
-@pytest.mark.parametrize(
-    ("citation", "source"), [("version: 1\n", ""), ("", '__version__ = "1"\n')]
-)
-def test_a_citation_without_its_place_or_a_package_without_a_version_is_refused(citation, source):
-    with pytest.raises(ValueError, match="each is to have one"):
-        casebook.citing(citation, source)
 
 
 def test_every_hazard_was_run_on_every_release():

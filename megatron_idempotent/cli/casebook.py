@@ -23,8 +23,9 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from megatron_idempotent import __version__
 from megatron_idempotent.patching.catalog import INDEX, MEGATRON, PACKAGE, hazards, index_of
 from megatron_idempotent.patching.decide import place
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
@@ -39,9 +40,9 @@ COMPATIBILITY = Path("docs", "compatibility.md")
 HISTORY = Path("docs", "history.json")
 GENERATED = Path("patches", "_generated")
 MAKEFILE, README, PROJECT = Path("Makefile"), Path("README.md"), Path("pyproject.toml")
-CITATION, SOURCE = Path("CITATION.cff"), Path("megatron_idempotent", "__init__.py")
-#: Files that name the releases of the table.
-NAMING = (MAKEFILE, README, PROJECT)
+CITATION = Path("CITATION.cff")
+#: Files that name the releases of the table, or the package's version.
+NAMING = (MAKEFILE, README, PROJECT, CITATION)
 _LINE = 104
 #: The word that `prove` said → the word that the grid shows.
 _MARKS = {"proven": "✓", "documented": "limit", "disabled": "off", "drifted": "refused"}
@@ -194,7 +195,7 @@ def first_untried(releases: Sequence[Mapping[str, Any]]) -> str:
 def naming_releases(
     texts: Mapping[Path, str], releases: Sequence[Mapping[str, Any]]
 ) -> dict[Path, str]:
-    """Return the texts of `NAMING` with the releases of the table in them.
+    """Return the texts of `NAMING` with the releases of the table and the version in them.
 
     Raises:
         ValueError: a text no longer has the place in which it named them.
@@ -209,6 +210,7 @@ def naming_releases(
             r'"megatron-core\[training\]>=[^"]+"',
             f'"megatron-core[training]>={first},<{first_untried(releases)}"',
         ),
+        CITATION: (r"(?m)^version: .+$", f"version: {__version__}"),
         README: (r"Tested on megatron-core [\d.,\sand]+ with\s+torch", told),
     }
     found = {}
@@ -223,24 +225,6 @@ def naming_releases(
     wrapped = textwrap.fill(paragraph, _LINE, break_long_words=False, break_on_hyphens=False)
     found[README] = found[README].replace(paragraph, wrapped)
     return found
-
-
-def citing(citation: str, source: str) -> str:
-    """Return the text of `CITATION` with the version that the text of `SOURCE` has.
-
-    Raises:
-        ValueError: one of them has no place for a version, or several.
-    """
-    versions = re.findall(r'(?m)^__version__ = "(.+)"$', source)
-    text, number = re.subn(
-        r"(?m)^version: .+$", f"version: {versions[0]}" if versions else "", citation
-    )
-    if (len(versions), number) != (1, 1):
-        raise ValueError(
-            f"{SOURCE} has {len(versions)} lines `__version__ = ...`, and {CITATION} has {number} "
-            "lines `version: ...`; each is to have one"
-        )
-    return text
 
 
 def main(argv: Sequence[str], root: Path) -> int:
@@ -266,8 +250,6 @@ def main(argv: Sequence[str], root: Path) -> int:
     write(root / GENERATED, INDEX, index_of(hazards().values(), first_untried(project["releases"])))
     (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
     (root / COMPATIBILITY).write_text(page(project, proven, walked), encoding="utf-8")
-    cited, source = ((root / path).read_text(encoding="utf-8") for path in (CITATION, SOURCE))
-    (root / CITATION).write_text(citing(cited, source), encoding="utf-8")
     for path, text in named.items():
         (root / path).write_text(text, encoding="utf-8")
     needs = renewed(parsed(content(root / GENERATED, READS)), installed_trees())
@@ -289,24 +271,15 @@ which nobody has read yet: `apply()` leaves them alone unless they are named in 
 """
 
 
-class Coverage(NamedTuple):
-    """Counts the patches that one Megatron gets."""
+def coverage(found: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Return how many patches one Megatron gets, and the ids of those that `apply()` refuses.
 
-    applied: int
-    """The number of patches that were applied and proven."""
-
-    refused: tuple[str, ...]
-    """Ids of patches that `apply()` refuses, because nobody has read the code that they wrap."""
-
-
-def coverage(found: Mapping[str, str]) -> Coverage:
-    """Count the verdicts of one Megatron, given by hazard, as docs/proven.json has them."""
+    `found` has its verdicts by hazard, as docs/proven.json has them.
+    """
     patches = [h for h in hazards().values() if isinstance(h, Patch) and h.distribution == MEGATRON]
     said = {patch.id: found.get(patch.id) for patch in patches if patch.default}
-    return Coverage(
-        applied=sum(word == "proven" for word in said.values()),
-        refused=tuple(id for id, word in said.items() if word == "drifted"),
-    )
+    applied = sum(word == "proven" for word in said.values())
+    return applied, [id for id, word in said.items() if word == "drifted"]
 
 
 def page(
@@ -334,46 +307,29 @@ def page(
                     f"{each['name']} stands on {name}, which is none of {', '.join(proven)}: add "
                     "it to the releases or commits in pyproject.toml, and prove the hazards on it"
                 )
-            rows.append(_row(each, name, commits.get(name), coverage(proven[name])))
-    head = [
-        "framework",
-        "version",
-        "its Megatron",
-        "applied",
-        "refused",
-        "patches for its own code",
-    ]
+            unknown = sorted(set(each.get("patches", ())) - set(hazards()))
+            if unknown:
+                raise ValueError(
+                    f"{each['name']} names {', '.join(unknown)}, and there is no such hazard; "
+                    "correct it in pyproject.toml"
+                )
+            commit = commits.get(name)
+            megatron = f"{name}: {commit['commit'][:10]}, {commit['date']}" if commit else ""
+            applied, refused = coverage(proven[name])
+            cells = (each["name"], each["version"], megatron or f"core {name}")
+            counted = f"{applied} of {applied + len(refused)}"
+            own = ", ".join(map(_link, each.get("patches", ()))) or "none needed"
+            rows.append(_line([*cells, counted, ", ".join(map(_link, refused)) or "–", own]))
+    head = ["framework", "version", "its Megatron", "applied", "refused"]
+    head.append("patches for its own code")
     table = [_line(head), _line("---" for _ in head), *rows]
     return "\n".join([_HEAD, *table, "", _lost(project, proven), "", *_commits(walked)])
-
-
-def _row(
-    each: Mapping[str, Any], name: str, commit: Mapping[str, Any] | None, found: Coverage
-) -> str:
-    unknown = sorted(set(each.get("patches", ())) - set(hazards()))
-    if unknown:
-        raise ValueError(
-            f"{each['name']} names {', '.join(unknown)}, and there is no such hazard; correct it "
-            "in pyproject.toml"
-        )
-    megatron = f"{name}: {commit['commit'][:10]}, {commit['date']}" if commit else f"core {name}"
-    of = found.applied + len(found.refused)
-    return _line(
-        [
-            each["name"],
-            each["version"],
-            megatron,
-            f"{found.applied} of {of}",
-            ", ".join(map(_link, found.refused)) or "–",
-            ", ".join(map(_link, each.get("patches", ()))) or "none needed",
-        ]
-    )
 
 
 def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -> str:
     """List, as Markdown, the hazards that refused patches would have repaired."""
     names = dict.fromkeys(name for each in project["frameworks"] for name in each["megatron"])
-    refused = dict.fromkeys(id for name in names for id in coverage(proven[name]).refused)
+    refused = dict.fromkeys(id for name in names for id in coverage(proven[name])[1])
     if not refused:
         return "None is refused."
     lines = ["What a refused patch would have repaired:", ""]

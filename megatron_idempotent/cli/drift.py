@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_idempotent.patching.catalog import MEGATRON, patches
 from megatron_idempotent.patching.decide import UNKNOWN, in_range, judge, review, supported
@@ -27,6 +27,13 @@ from .history import Clone
 from .reads import installed_trees
 
 Standing = Literal["reviewed", "holds", "fixed_upstream", "missing", "drifted", "not_affected"]
+
+
+_STANDINGS: Mapping[str | None, Standing] = {
+    "missing_target": "missing",
+    "fixed_upstream": "fixed_upstream",
+    "unsupported_version": "not_affected",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +102,32 @@ def compare(trees: Iterable[SourceTree]) -> list[Drift]:
         ]
         for tree, bodies in found:
             for target in patch.targets:
-                _refer(references, target, bodies[target.address], _label(tree, patch))
-        rows += [_row(patch, tree, bodies, references) for tree, bodies in found]
+                body = bodies[target.address]
+                if body is None or not review(target, body)[0]:
+                    continue
+                reviewed = body.hash in target.reviewed
+                known = references.get(target.address)
+                if reviewed or known is None or not known.reviewed:
+                    references[target.address] = _Reference(_label(tree, patch), reviewed, body)
+        for tree, bodies in found:
+            version = tree.versions[patch.distribution]
+            standing, reason, diff = _stand(patch, tree, bodies, references)
+            rows.append(
+                Drift(
+                    id=patch.id,
+                    path=str(tree.path),
+                    distribution=patch.distribution,
+                    version=version.text,
+                    standing=standing,
+                    in_range=in_range(patch, version),
+                    reason=reason,
+                    diff=diff,
+                )
+            )
     return rows
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Reference:
+class _Reference(NamedTuple):
     """Holds the accepted body with which a drifted one is compared."""
 
     label: str
@@ -114,37 +140,6 @@ def _label(tree: SourceTree, patch: Patch) -> str:
     return str(tree.path) if version is UNKNOWN else version.text
 
 
-def _refer(
-    references: dict[str, _Reference], target: Target, body: Body | None, label: str
-) -> None:
-    if body is None or not review(target, body)[0]:
-        return
-    reviewed = body.hash in target.reviewed
-    known = references.get(target.address)
-    if reviewed or known is None or not known.reviewed:
-        references[target.address] = _Reference(label=label, reviewed=reviewed, body=body)
-
-
-def _row(
-    patch: Patch,
-    tree: SourceTree,
-    bodies: Mapping[str, Body | None],
-    references: Mapping[str, _Reference],
-) -> Drift:
-    version = tree.versions[patch.distribution]
-    standing, reason, diff = _stand(patch, tree, bodies, references)
-    return Drift(
-        id=patch.id,
-        path=str(tree.path),
-        distribution=patch.distribution,
-        version=version.text,
-        standing=standing,
-        in_range=in_range(patch, version),
-        reason=reason,
-        diff=diff,
-    )
-
-
 def _stand(
     patch: Patch,
     tree: SourceTree,
@@ -155,12 +150,8 @@ def _stand(
     if version is not UNKNOWN and not supported(version, patch.since, f"{version.release[0] + 1}"):
         return "not_affected", f"affects {patch.distribution} {patch.versions}", ""
     verdict = judge(patch, bodies, tree, version, named=False)
-    if verdict.status == "missing_target":
-        return "missing", verdict.reason, ""
-    if verdict.status == "fixed_upstream":
-        return "fixed_upstream", verdict.reason, ""
-    if verdict.status == "unsupported_version":
-        return "not_affected", verdict.reason, ""
+    if verdict.status in _STANDINGS:
+        return _STANDINGS[verdict.status], verdict.reason, ""
     if verdict.status is None:
         known = all(verdict.bodies[t.address].hash in t.reviewed for t in patch.targets)
         return ("reviewed" if known else "holds"), verdict.reason, ""
@@ -171,8 +162,18 @@ def _stand(
 
 def _diff(target: Target, label: str, body: Body, references: Mapping[str, _Reference]) -> str:
     reference = references.get(target.address)
-    if reference is None:
-        return _by_statements(target, label, body)
+    if reference is None:  # no tree has an accepted body: the hashes of its statements are known
+        found = change(body, target.reviewed)
+        if found is None:
+            return (
+                f"{target.address}: nobody has read a body of it for this patch, so there is "
+                "nothing to compare with"
+            )
+        heads = (
+            f"--- {target.address} in {found.label}, reviewed, by its statements' hashes",
+            f"+++ {target.address} in {label}",
+        )
+        return "\n".join((*heads, *found.lines))
     accepted = "reviewed" if reference.reviewed else "which holds what the patch relies on"
     return "\n".join(
         difflib.unified_diff(
@@ -183,24 +184,6 @@ def _diff(target: Target, label: str, body: Body, references: Mapping[str, _Refe
             lineterm="",
         )
     )
-
-
-def _by_statements(target: Target, label: str, body: Body) -> str:
-    """Return the diff against an accepted body that no tree has, known by its statements' hashes.
-
-    Statements that are gone are shown without their text.
-    """
-    found = change(body, target.reviewed)
-    if found is None:
-        return (
-            f"{target.address}: nobody has read a body of it for this patch, so there is nothing "
-            "to compare with"
-        )
-    heads = (
-        f"--- {target.address} in {found.label}, reviewed, by its statements' hashes",
-        f"+++ {target.address} in {label}",
-    )
-    return "\n".join((*heads, *found.lines))
 
 
 CELLS: dict[Standing, str] = {

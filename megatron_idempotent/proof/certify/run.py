@@ -127,7 +127,13 @@ class Certification:
         Raises:
             ValueError: the adapter cannot be imported, or lacks a method.
         """
-        told = self._facts()
+        if self._told is None:
+            # The first call also pays for the pool's imports, which no check is charged with.
+            (told,) = self._pool.run(1, facts, self._adapter, distributed=False)
+            if isinstance(told, str):
+                raise ValueError(told)
+            self._told = told
+        told = self._told
         if check in STATE_CHECKS:
             return self._judge(STATE_CHECKS[check], named(layout), told)
         if layout not in self._whole:
@@ -137,15 +143,6 @@ class Certification:
         if self._whole[layout].verdict == "failed":
             return Result(check=check, layout=layout, verdict="not judged", seed=self._how.seed)
         return self._judge(CHECKS[check], named(layout), told)
-
-    def _facts(self) -> Facts:
-        if self._told is None:
-            # The first call also pays for the pool's imports, which no check is charged with.
-            (told,) = self._pool.run(1, facts, self._adapter, distributed=False)
-            if isinstance(told, str):
-                raise ValueError(told)
-            self._told = told
-        return self._told
 
     def _judge(self, check: Check, layout: Layout, told: Facts) -> Result:
         def result(verdict: Verdict, fault: str = "", **others: Any) -> Result:
@@ -318,16 +315,15 @@ def facts(adapter: str) -> Facts | str:
     except ValueError as error:
         return str(error)
     needed = {name for check in EVERY.values() for name in check.needs}
+    said: dict[str, Any] = {
+        name: bool(getattr(kind, name, False))
+        for name in ("packs", "sequences", "fsdp2", "order_stable")
+    }
+    said |= {name: frozenset(getattr(kind, name, ())) for name in ("keeps", "reshards", "parts")}
     return Facts(
         offers=frozenset(name for name in needed if callable(getattr(kind, name, None))),
         cannot=dict(getattr(kind, "cannot", {})),
-        packs=bool(getattr(kind, "packs", False)),
-        sequences=bool(getattr(kind, "sequences", False)),
-        fsdp2=bool(getattr(kind, "fsdp2", False)),
-        order_stable=bool(getattr(kind, "order_stable", False)),
-        keeps=frozenset(getattr(kind, "keeps", ())),
-        reshards=frozenset(getattr(kind, "reshards", ())),
-        parts=frozenset(getattr(kind, "parts", ())),
+        **said,
     )
 
 
