@@ -371,8 +371,15 @@ def test_an_adapter_is_judged_on_what_it_offers(megatron_rank_pool, adapter, che
     assert found.fault.startswith(said)
 
 
-#: Where there is the most to go wrong; the others with -m exhaustive.
-USUAL = ("dp2-distopt",)
+#: A check of each kind, where there is the most to go wrong; all of them, and in all layouts, with
+#: -m exhaustive.
+USUAL = {
+    "dp2-distopt": (
+        *("whole-step", "split-step", "uneven-replicas", "logprobs-in-mid-step", "abort-and-retry"),
+        *("failure-on-one-rank", "nan", "resume", "offload-between-steps"),
+    ),
+    "dp1": ("low-rank-adapters",),
+}
 #: The other models, each way of sharing them, and all of them together; batches; precisions.
 NAMED = (
     *("moe", "dp2-moe", "ep2", "ep2-pp2", "ep2-distopt", "tp2-ep2", "tp2-ep2-etp1", "etp2"),
@@ -393,21 +400,27 @@ NAMED = (
 )
 
 
-def each_week_but(names, usual):
-    return [each if each in usual else pytest.param(each, marks=WEEKLY) for each in names]
-
-
-@pytest.mark.parametrize("name", each_week_but(dict.fromkeys((*LAYOUTS, *NAMED)), USUAL))
-def test_our_own_step_passes(megatron_rank_pool, name):
+@pytest.mark.parametrize(
+    ("name", "checks"),
+    [
+        *USUAL.items(),
+        *(
+            pytest.param(each, tuple(CHECKS), marks=WEEKLY, id=each)
+            for each in dict.fromkeys((*LAYOUTS, *NAMED))
+        ),
+    ],
+)
+def test_our_own_step_passes(megatron_rank_pool, name, checks):
     place = layout(name)
     adapter = f"{OWN}:{'FSDPSplitStep' if place.fsdp2 else 'SplitStep'}"
-    found = list(certify(adapter, layouts=[name], pool=megatron_rank_pool))
+    found = list(certify(adapter, checks=checks, layouts=[name], pool=megatron_rank_pool))
     assert not {each.fault for each in found if each.verdict == "failed"}
     assert all(0 < each.of_bound < 1 for each in found if each.check == "whole-step")
     assert {each.check for each in found if each.verdict == "passed"} == {
         name
         for name, check in CHECKS.items()
-        if (place.replicas > 1 or not check.replicas)
+        if (name in checks or name == "whole-step")
+        and (place.replicas > 1 or not check.replicas)
         and (place.auxiliary or not check.auxiliary)
         and (place.packs or not check.packs)
         and (place.adapters or not check.adapters)
