@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_idempotent.proof.cpu.gpu import DEVICES, chosen
@@ -30,6 +30,46 @@ def rounds_within(rounds: int, seconds: float | None) -> Iterator[int]:
         if seconds is not None and number >= 3 and time.monotonic() - started > seconds:
             return
         yield number
+
+
+Seconds = dict[str, list[tuple[float, ...]]]
+"""By side, what each clock has advanced in each round."""
+
+
+def in_turn(
+    rounds: int,
+    sides: Mapping[str, Callable[[], object]],
+    *,
+    before: Callable[[str], object] = lambda name: None,
+    clocks: Sequence[Callable[[], float]] = (time.perf_counter,),
+    steps: int = 1,
+    warm_up: int = 1,
+    limit_s: float | None = None,
+) -> Seconds:
+    """Runs on a rank: measure all sides in each round, in another order each time.
+
+    `before` is called with a side's name, and what it does is not measured. After that a side runs
+    so many `steps`, over which its seconds are divided.
+    """
+    import torch
+
+    found: Seconds = {name: [] for name in sides}
+    names = list(sides)
+    for number in rounds_within(rounds + warm_up, limit_s):
+        first = number % len(names)
+        order = names[first:] + names[:first]
+        for name in order if number % 2 else order[::-1]:
+            before(name)
+            torch.distributed.barrier()
+            torch.cuda.synchronize()
+            start = [clock() for clock in clocks]
+            for _ in range(steps):
+                sides[name]()
+            torch.cuda.synchronize()
+            passed = tuple((c() - s) / steps for c, s in zip(clocks, start, strict=True))
+            if number >= warm_up:
+                found[name].append(passed)
+    return found
 
 
 def real_sizes(hidden: int, sequence: int, layers: int) -> dict[str, Any]:

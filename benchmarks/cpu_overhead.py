@@ -13,11 +13,12 @@ so a busy machine slows both down.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks._device import in_turn
 from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
@@ -58,17 +59,15 @@ def measure(rounds: int) -> dict[str, float]:
     from megatron_idempotent.proof.cpu import tiny
 
     bench = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
+
+    def window(side: Any) -> None:
+        with side():
+            bench.forward_backward(MICROBATCHES, data_seed=0)
+
     sides = {"plain": bare, "runtime": contextlib.nullcontext}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for round_number in range(rounds + 2):
-        for name, side in sides.items():
-            with side():
-                start = time.perf_counter()
-                bench.forward_backward(MICROBATCHES, data_seed=0)
-                elapsed = time.perf_counter() - start
-            if round_number >= 2:  # the first rounds fill caches
-                seconds[name].append(elapsed)
-    return {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+    runs = {name: functools.partial(window, side) for name, side in sides.items()}
+    seconds = in_turn(rounds, runs, warm_up=2)  # the first rounds fill caches
+    return {name: statistics.median(s for (s,) in each) * 1e3 for name, each in seconds.items()}
 
 
 def main() -> None:

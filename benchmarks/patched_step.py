@@ -26,12 +26,13 @@ from typing import Any
 
 import megatron_idempotent
 from benchmarks._device import (
+    Seconds,
     add_device,
     add_seconds,
     aim,
     fast_kernels,
+    in_turn,
     real_sizes,
-    rounds_within,
 )
 from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
@@ -43,7 +44,6 @@ WARM_UP = 3
 STEPS = 3
 #: Patched / stock at real sizes.
 AIM = 1.01
-Seconds = dict[str, list[tuple[float, float]]]
 
 
 def measure(
@@ -53,8 +53,6 @@ def measure(
     counts.
     """
     import logging
-
-    import torch
 
     from megatron_idempotent.proof.cpu import tiny
 
@@ -70,24 +68,20 @@ def measure(
         }
     bench = tiny.build(overlap_grad_reduce=True, overlap_param_gather=True, **sizes)
     sides = {"stock": megatron_idempotent.revert, "patched": megatron_idempotent.apply}
-    seconds: Seconds = {name: [] for name in sides}
-    for round_number in rounds_within(rounds + WARM_UP, limit_s):
-        order = list(sides) if round_number % 2 else list(sides)[::-1]
-        for name in order:
-            sides[name]()
-            _step(bench)
-            torch.distributed.barrier()
-            torch.cuda.synchronize()
-            start, start_cpu = time.perf_counter(), time.process_time()
-            for _ in range(STEPS):
-                _step(bench)
-            torch.cuda.synchronize()
-            elapsed = (
-                (time.perf_counter() - start) / STEPS,
-                (time.process_time() - start_cpu) / STEPS,
-            )
-            if round_number >= WARM_UP:
-                seconds[name].append(elapsed)
+
+    def change(name: str) -> None:
+        sides[name]()
+        _step(bench)
+
+    seconds = in_turn(
+        rounds,
+        dict.fromkeys(sides, lambda: _step(bench)),
+        before=change,
+        clocks=(time.perf_counter, time.process_time),
+        steps=STEPS,
+        warm_up=WARM_UP,
+        limit_s=limit_s,
+    )
     return seconds, _counts(bench, sides)
 
 

@@ -25,16 +25,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks._device import (
+    Seconds,
     add_device,
     add_seconds,
     aim,
     fast_kernels,
+    in_turn,
     real_sizes,
-    rounds_within,
 )
 from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
@@ -63,7 +64,6 @@ PAIRS = [
 AIMS = {"(one, last)/(plain)": 1.02, "(eight, last)/(plain)": 1.05}
 #: Of which the call alone is compared.
 CALLS = [("list", "plain"), ("list, last", "plain")]
-Seconds = dict[str, list[tuple[float, ...]]]
 
 
 def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
@@ -87,32 +87,10 @@ def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
     }
 
 
-def _in_turn(
-    rounds: int,
-    sides: dict[str, Callable[[], None]],
-    clocks: Any,
-    limit_s: float | None = None,
-) -> Seconds:
-    """Return by how much each clock advances in a step of each side, in each round."""
-    import torch
-
-    found: Seconds = {name: [] for name in sides}
-    names = list(sides)
-    for number in rounds_within(rounds + WARM_UP, limit_s):
-        first = number % len(names)
-        order = names[first:] + names[:first]
-        for name in order if number % 2 else order[::-1]:
-            sides[name]()  # finds what the other side has left in the caches
-            torch.distributed.barrier()
-            torch.cuda.synchronize()
-            start = [clock() for clock in clocks]
-            for _ in range(STEPS):
-                sides[name]()
-            torch.cuda.synchronize()
-            passed = tuple((c() - s) / STEPS for c, s in zip(clocks, start, strict=True))
-            if number >= WARM_UP:
-                found[name].append(passed)
-    return found
+def _in_turn(rounds: int, sides: Any, clocks: Any, limit_s: float | None = None) -> Seconds:
+    """Measure steps after one that finds what the other side has left in the caches."""
+    how = {"clocks": clocks, "steps": STEPS, "warm_up": WARM_UP, "limit_s": limit_s}
+    return in_turn(rounds, sides, before=lambda name: sides[name](), **how)
 
 
 def times(

@@ -22,7 +22,6 @@ import argparse
 import functools
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from benchmarks import _device, _gpu
 from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
-WARM_UP = 1
 #: Hidden size; layers follow from the size that is asked for.
 HIDDEN = 512
 #: Of a layer of a large dense model, and of all experts of a layer, in bfloat16.
@@ -123,15 +121,8 @@ def measure(
         "without checksums": lambda: _fetch_only(source, bucket_bytes),
         "save_file": save,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for number in range(rounds + WARM_UP):
-        for name in names if number % 2 else names[::-1]:
-            torch.distributed.barrier()
-            start = time.perf_counter()
-            sides[name]()
-            if number >= WARM_UP:
-                seconds[name].append(time.perf_counter() - start)
+    taken = _device.in_turn(rounds, sides)
+    seconds = {name: [each for (each,) in rows] for name, rows in taken.items()}
     tensors.clear()
     held = peak_bytes(export, runs=1)
     return seconds, size, held / (bucket_bytes + max(info.nbytes for info in infos))

@@ -11,7 +11,7 @@ paused before the first byte is sent. Medians of the rounds; the two sides take 
 those rounds are counted, and none may be missing.
 
 With `--device cuda` model and engine share a GPU (hidden 4096 by default), and the rate of a sync
-is put beside that of a copy within the device's memory of as many bytes.
+is put beside that of a copy within the device's memory.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._device import add_device, add_seconds, aim, fast_kernels, rounds_within
+from benchmarks._gpu import copied_bytes_per_s
 from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
@@ -46,24 +47,8 @@ def measure(
         make = _vllm(folder, vllm_python, stack) if vllm_python else _local(folder, device)
         found = asyncio.run(_measure(model, make, rounds, streams, limit_s))
         if device == "cuda":
-            found["copy_gb_per_s"] = _copy_rate(int(found["mb"] * 1e6))
+            found["copy_gb_per_s"] = copied_bytes_per_s() / 2e9  # it counts reads and writes
         return found
-
-
-def _copy_rate(nbytes: int) -> float:
-    """GB/s of copies within the device's memory, the median of some, by CUDA's events."""
-    import torch
-
-    source, target = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-    rates = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        rates.append(nbytes / start.elapsed_time(end) / 1e6)
-    return statistics.median(rates[2:])
 
 
 def _local(folder: Path, device: str) -> Callable[[], Any]:
