@@ -23,7 +23,7 @@ from megatron_idempotent.patching.catalog import (
 )
 from megatron_idempotent.patching.decide import installed, supported
 from megatron_idempotent.patching.overview import overview
-from megatron_idempotent.patching.report import Report, Row
+from megatron_idempotent.patching.report import Row
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.table import terminal_width
 from megatron_idempotent.patching.trees import contents
@@ -53,7 +53,18 @@ def doctor(*, as_json: bool, beside: str | None = None) -> int:
     Raises:
         ValueError: there is no such module or function, or importing it fails.
     """
-    report = apply(dry_run=True) if beside is None else _applied_beside(beside)
+    if beside is None:
+        report = apply(dry_run=True)
+    else:
+        module, _, function = beside.partition(":")
+        apply()
+        try:
+            found = importlib.import_module(module)
+            if function:
+                getattr(found, function)()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"--beside {beside}: {type(error).__name__}: {error}") from error
+        report = api.report()
     if as_json:
         print(json.dumps([row.as_dict() | {"files": _files(row)} for row in report], indent=2))
     else:
@@ -69,18 +80,6 @@ def notes() -> Iterator[str]:
     for name, what in _NEIGHBOURS.items():
         if import_hooks.find(name) is not None and name not in sys.modules:
             yield f"{name} patches Megatron, too: `doctor --beside {what}` says where"
-
-
-def _applied_beside(what: str) -> Report:
-    module, _, function = what.partition(":")
-    apply()
-    try:
-        found = importlib.import_module(module)
-        if function:
-            getattr(found, function)()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--beside {what}: {type(error).__name__}: {error}") from error
-    return api.report()
 
 
 def _commit() -> list[str]:

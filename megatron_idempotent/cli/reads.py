@@ -166,7 +166,10 @@ class _Definition:
         self.own: set[str] = set()
         if isinstance(root, ast.ClassDef):
             self.own = {
-                n.attr for n in nodes if isinstance(n, ast.Attribute) and _is_set_on_self(n)
+                n.attr
+                for n in nodes
+                if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+                if isinstance(n.value, ast.Name) and n.value.id == "self"
             }
             self.own |= {n.name for n in root.body if isinstance(n, ast.FunctionDef)}
         self._imported = dict(source.imported)
@@ -182,7 +185,9 @@ class _Definition:
         # Of `a.b.c`, the whole counts; annotations, and defaults of a function, tell nothing.
         chains = (n.value for n in nodes if isinstance(n, ast.Attribute))
         passed_by = {id(each) for each in chains if isinstance(each, ast.Attribute)}
-        passed_by |= _under(part for node in nodes for part in _of_types(node))
+        types = [getattr(n, kind, None) for n in nodes for kind in ("annotation", "returns")]
+        types += [n.args for n in nodes if isinstance(n, ast.FunctionDef)]
+        passed_by |= _under(filter(None, types))
         coped = _under(
             each for n in nodes if isinstance(n, ast.Try) and n.handlers for each in n.body
         )
@@ -278,20 +283,6 @@ class _Definition:
 
 def _under(nodes: Iterable[ast.AST]) -> set[int]:
     return {id(each) for node in nodes for each in ast.walk(node)}
-
-
-def _of_types(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what stands in a node for its type, and the arguments of a function."""
-    if isinstance(node, ast.FunctionDef):
-        yield node.args
-    for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
-        if part is not None:
-            yield part
-
-
-def _is_set_on_self(node: ast.Attribute) -> bool:
-    of = node.value.id if isinstance(node.value, ast.Name) else ""
-    return isinstance(node.ctx, ast.Store) and of == "self"
 
 
 #: Names of ours that say that a wrapper keeps something about an object of upstream's.
@@ -420,18 +411,12 @@ def _binds(place: _Place, tree: SourceTree) -> bool:
     return Need(modules=modules, owner=owner, name=name).is_met(tree)
 
 
-def _module_of(whole: str, trees: Sequence[SourceTree]) -> tuple[str, str]:
-    """Split `module.Class`, or return the module and no class."""
-    if any(tree.text(whole) is not None for tree in trees):
-        return whole, ""
-    module, _, owner = whole.rpartition(".")
-    return module, owner
-
-
 def _imported(read: Read, trees: Sequence[SourceTree]) -> _Place:
     if any(tree.text(f"{read.module}.{read.name}") is not None for tree in trees):
         return (f"{read.module}.{read.name}",), "", ""
-    module, owner = _module_of(read.module, trees)
+    if any(tree.text(read.module) is not None for tree in trees):
+        return (read.module,), "", read.name
+    module, _, owner = read.module.rpartition(".")
     return (module,), owner, read.name
 
 
@@ -469,7 +454,8 @@ def _in_modules(name: str, near: Sequence[str], trees: Sequence[SourceTree]) -> 
     Where many do, a few stand for all.
     """
     for tree in reversed(trees):
-        here = [m for m in near or _all_modules(tree) if binds(tree.text(m) or "", "", name)]
+        all_of_them = near or [m for m in tree.modules if m.startswith(_UPSTREAM)]
+        here = [m for m in all_of_them if binds(tree.text(m) or "", "", name)]
         if len(here) > _MANY:
             # Those that always have it tell; those with settings first.
             always = [m for m in here if all(_binds(((m,), "", name), each) for each in trees)]
@@ -486,10 +472,6 @@ def _in_modules(name: str, near: Sequence[str], trees: Sequence[SourceTree]) -> 
 def _classes_that_bind(text: str, name: str) -> list[str]:
     names = dict.fromkeys(re.findall(r"^class (\w+)", text, re.MULTILINE))
     return [owner for owner in names if binds(text, owner, name)]
-
-
-def _all_modules(tree: SourceTree) -> list[str]:
-    return [m for m in tree.modules if m.startswith(_UPSTREAM)]
 
 
 _Key = tuple[tuple[int, ...], bool]

@@ -188,17 +188,14 @@ class Adapted(nn.Module):
             norm = nn.Parameter(self._norm().clone())
             self.adapter.weight_magnitude = mark(norm, base, cuts[2])
 
-    def _product(self) -> Tensor:
-        adapter: Any = self.adapter
-        product: Tensor = self.scale * adapter.linear_out.weight @ adapter.linear_in.weight
-        return product
-
     @torch.no_grad()
     def _norm(self) -> Tensor:
         from megatron.core import parallel_state
 
         base: Any = self.to_wrap
-        squares = (base.weight + self._product()).square().sum(1)
+        adapter: Any = self.adapter
+        product = self.scale * adapter.linear_out.weight @ adapter.linear_in.weight
+        squares = (base.weight + product).square().sum(1)
         if not self.column and _sharing(base) > 1:
             group = parallel_state.get_tensor_model_parallel_group()
             torch.distributed.all_reduce(squares, group=group)

@@ -160,8 +160,12 @@ def suspects(result: Result) -> list[str]:
     raised = _RAISED.search(result.fault)
     if raised is None:
         words = layout(result.layout).flags
-        silent = [name for name in EVERY[result.check].hazards if _is_silent(found[name])]
-        return [name for name in silent if name not in _ONLY or words & _ONLY[name]]
+        return [
+            name
+            for name in EVERY[result.check].hazards
+            if re.match(rf"{_OURS}:|[^:]*$", found[name].stock_error)
+            and (name not in _ONLY or words & _ONLY[name])
+        ]
     told = f"{raised['kind']}: {raised['said']}"
     matching = [name for name, each in found.items() if _says(each, told)]
     # A framework's own loop has Megatron's text; its own hazard is the nearer one.
@@ -183,11 +187,6 @@ _PACKAGES = {
 }
 #: Hazards that are none in other layouts than those with one of these words.
 _ONLY = {"grad-scale-func": frozenset({"fp16", "moe", "mtp"})}
-
-
-def _is_silent(hazard: Hazard) -> bool:
-    kind, colon, _ = hazard.stock_error.partition(":")
-    return not colon or kind == _OURS
 
 
 def _says(hazard: Hazard, told: str) -> bool:

@@ -90,9 +90,12 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
                 "does not know: use 'vanilla'"
             )
         self._window = _window(config, layer_number)
-        self._cp_group = (
-            _context_parallel_group(kwargs) if config.context_parallel_size > 1 else None
-        )
+        self._cp_group = None
+        if config.context_parallel_size > 1:
+            # Releases name the argument differently: none up to 0.12, `pg_collection` from 0.15.
+            groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
+            given = getattr(groups, "cp", None)
+            self._cp_group = parallel_state.get_context_parallel_group() if given is None else given
         if self._cp_group is not None and attention_type == "cross":
             raise ValueError(
                 "ExactAttention got cross attention with context_parallel_size="
@@ -316,13 +319,6 @@ def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
     if not is_layer_window_attention(window, skip, layer_number):
         return None
     return int(window[0]), int(window[1])
-
-
-def _context_parallel_group(kwargs: dict[str, Any]) -> Any:
-    # The argument's name differs: none up to 0.12, then model_comm_pgs, pg_collection from 0.15.
-    groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
-    given = getattr(groups, "cp", None)
-    return parallel_state.get_context_parallel_group() if given is None else given
 
 
 # Inputs are checked, and cut into the blocks of this rank.

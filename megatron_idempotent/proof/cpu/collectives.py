@@ -85,8 +85,13 @@ def with_unequal_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        unequal = (
+            isinstance(tensor_list, (list, tuple))
+            and all(isinstance(each, torch.Tensor) for each in tensor_list)
+            and len({each.shape for each in tensor_list}) > 1
+        )
         # Every rank passes the same sizes, so all of them decide alike.
-        if not _unequal(tensor_list) or (rank := dist.get_rank(group)) < 0:
+        if not unequal or (rank := dist.get_rank(group)) < 0:
             return original(tensor_list, tensor, group=group, async_op=async_op)
         if tensor.numel() != tensor_list[rank].numel():
             raise ValueError(
@@ -110,14 +115,6 @@ def with_unequal_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return all_gather
-
-
-def _unequal(tensors: Any) -> bool:
-    return (
-        isinstance(tensors, (list, tuple))
-        and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
-        and len({tensor.shape for tensor in tensors}) > 1
-    )
 
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
