@@ -16,13 +16,7 @@ from typing import Any
 
 from benchmarks import _logprob_peers, _logprob_sides
 from benchmarks._device import aim
-from benchmarks._gpu import (
-    DEVICE,
-    about,
-    copied_bytes_per_s,
-    measured,
-    multiplied_flops_per_s,
-)
+from benchmarks._gpu import DEVICE, about, copied_bytes_per_s, measured, multiplied_flops_per_s
 from benchmarks._logprob_cases import Case, Inputs, Side
 from benchmarks._logprob_rounds import _errors, _step, _words
 from benchmarks._record import tell

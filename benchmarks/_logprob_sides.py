@@ -106,7 +106,4 @@ def _torch() -> list[Side]:
     def side(compute: Any) -> Callable[[Given], tuple[Any, Any]]:
         return lambda given: compute(given.inputs[0], given.targets, given.entropy != "none")
 
-    return [
-        Side(name="torch", run=side(formula)),
-        Side(name="torch, compiled", run=side(compiled)),
-    ]
+    return [Side(name="torch", run=side(formula)), Side(name="torch, compiled", run=side(compiled))]

@@ -30,11 +30,7 @@ class Quick:
         version = self.version
         await asyncio.sleep(10 * uniform(3, group_id))
         sample = Sample(
-            request_id="",
-            tokens=(7,),
-            logprobs=(-1.0,),
-            versions=(version,),
-            finish_reason="stop",
+            request_id="", tokens=(7,), logprobs=(-1.0,), versions=(version,), finish_reason="stop"
         )
         return RolloutGroup(
             id=group_id, prompt=prompt, samples=(sample, sample), rewards=(0.0, 1.0)

@@ -76,7 +76,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as empty:
         # Looked for there, of this package and of the standard library alike.
         found["without compiled files"] = _measure(
-            {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": empty},
+            {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": empty}
         )
     tell(found, asked.json)
 

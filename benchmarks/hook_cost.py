@@ -66,11 +66,7 @@ def main() -> None:
     }
     start_ms, start_kib = best.pop("a start")
     added = {
-        name: {
-            "added_ms": ms - start_ms,
-            "added_kib": kib - start_kib,
-            "of a start": ms / start_ms,
-        }
+        name: {"added_ms": ms - start_ms, "added_kib": kib - start_kib, "of a start": ms / start_ms}
         for name, (ms, kib) in best.items()
     }
     tell({"a start": {"ms": start_ms, "kib": start_kib}, **added}, asked.json)

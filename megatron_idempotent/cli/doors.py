@@ -185,9 +185,7 @@ def run(argv: Sequence[str]) -> int:
 def run_parser() -> argparse.ArgumentParser:
     """Return the parser of `run`."""
     parser = argparse.ArgumentParser(
-        prog="megatron-idempotent run",
-        usage="%(prog)s [-h] -- COMMAND ...",
-        description=_RUN,
+        prog="megatron-idempotent run", usage="%(prog)s [-h] -- COMMAND ...", description=_RUN
     )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command, as in a shell"

@@ -167,9 +167,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
     )
 
     explain = commands.add_parser(
-        "explain",
-        help="print a hazard's case file, or a list of all hazards",
-        description=_EXPLAIN,
+        "explain", help="print a hazard's case file, or a list of all hazards", description=_EXPLAIN
     )
     explain.add_argument(
         "id", nargs="?", metavar="ID", help="a hazard, also by its file's name; default: list all"
@@ -187,9 +185,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
     )
 
     drift = commands.add_parser(
-        "drift",
-        help="patches against what is installed, wheels or checkouts",
-        description=_DRIFT,
+        "drift", help="patches against what is installed, wheels or checkouts", description=_DRIFT
     )
     drift.add_argument(
         "paths",

@@ -310,9 +310,7 @@ def derived(patch: Patch) -> tuple[frozenset[tuple[Read, str]], bool]:
 
 
 def renewed(
-    known: Mapping[str, Needs],
-    trees: Iterable[SourceTree],
-    ids: Collection[str] | None = None,
+    known: Mapping[str, Needs], trees: Iterable[SourceTree], ids: Collection[str] | None = None
 ) -> dict[str, Needs]:
     """Return what `reads.txt` has to say, by patch.
 
@@ -421,10 +419,7 @@ def _imported(read: Read, trees: Sequence[SourceTree]) -> _Place:
 
 
 def _places(
-    name: str,
-    near: Sequence[str],
-    owners: Iterable[tuple[str, str]],
-    trees: Sequence[SourceTree],
+    name: str, near: Sequence[str], owners: Iterable[tuple[str, str]], trees: Sequence[SourceTree]
 ) -> list[_Place]:
     """Return where an attribute of any object is bound.
 

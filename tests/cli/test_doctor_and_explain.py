@@ -314,9 +314,7 @@ def test_prove_says_that_a_release_without_the_code_is_not_applicable(checkout):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("doctor", "--json"), ("train", "--help")],
-    ids=lambda arguments: arguments[0],
+    "arguments", [("doctor", "--json"), ("train", "--help")], ids=lambda arguments: arguments[0]
 )
 def test_a_reader_that_leaves_ends_the_command_without_a_word(arguments):
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

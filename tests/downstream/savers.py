@@ -284,11 +284,7 @@ class Slime(Training):
         """Import slime before Megatron, as its program does."""
         names = ("checkpoint", "model")
         self.checkpoint, self.module = _import(
-            os.environ["SLIME_SOURCE"],
-            "slime.backends.megatron_utils",
-            names,
-            "tqdm",
-            "wandb",
+            os.environ["SLIME_SOURCE"], "slime.backends.megatron_utils", names, "tqdm", "wandb"
         )
 
     def build(self, subject: Subject) -> None:

@@ -94,8 +94,7 @@ class SkyWorker:
             optimizer=bench.optimizer,
             scheduler=SimpleNamespace(step=lambda increment: None),
             strategy=SimpleNamespace(
-                all_reduce=lambda metrics, *_, **__: metrics,
-                optimizer_step=_skyrl._optimizer_step,
+                all_reduce=lambda metrics, *_, **__: metrics, optimizer_step=_skyrl._optimizer_step
             ),
             cfg=self.model.cfg,
             empty_cuda_cache=False,

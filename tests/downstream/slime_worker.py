@@ -115,12 +115,7 @@ def batch(rows: Mapping[str, Any]) -> dict[str, Any]:
         "loss_masks": [*mask_BT[:, 1:].int()],
         "scale": rows["scale"],
         **dict.fromkeys(
-            (
-                "full_loss_masks",
-                "multimodal_train_inputs",
-                "packed_seq_params",
-                "rollout_mask_sums",
-            )
+            ("full_loss_masks", "multimodal_train_inputs", "packed_seq_params", "rollout_mask_sums")
         ),
     }
 

@@ -115,14 +115,7 @@ SET_UP_TWICE = "config.no_sync_func must be None"
             False,
             "gradients were added to gradients",
         ),
-        (
-            "SkyRL",
-            "SKYRL_2007_SOURCE",
-            "dp2-nooverlap",
-            "split-step",
-            True,
-            OFF,
-        ),
+        ("SkyRL", "SKYRL_2007_SOURCE", "dp2-nooverlap", "split-step", True, OFF),
         ("NemoRL", "NEMO_RL_SOURCE", "dp2-moe-sequences", "whole-step", False, OFF),
         ("NemoRL", "NEMO_RL_SOURCE", "dp2-mtp-sequences", "whole-step", False, OFF),
         ("NemoRL", "NEMO_RL_SOURCE", "dp2-mtp", "counts", False, OFF),
@@ -155,8 +148,7 @@ def test_what_is_public_is_found(
 
 
 @pytest.mark.parametrize(
-    ("adapter", "name"),
-    [("NemoRL", "dp2-sequences"), ("NemoRLOnTrainStep", "dp2-moe-sequences")],
+    ("adapter", "name"), [("NemoRL", "dp2-sequences"), ("NemoRLOnTrainStep", "dp2-moe-sequences")]
 )
 def test_nemo_rls_loss_of_sequences_is_right_but_for_its_experts(
     adapter, name, monkeypatch, megatron_rank_pool

@@ -24,11 +24,7 @@ load_function("megatron_idempotent.init")(Namespace(lr=0.1))
 DOORS = {
     "slime": ("SLIME_SOURCE", SLIME.format(package="slime"), {}),
     "miles": ("MILES_SOURCE", SLIME.format(package="miles"), {}),
-    "verl": (
-        "VERL_SOURCE",
-        "import verl\nimport megatron.core.pipeline_parallel.schedules\n",
-        {},
-    ),
+    "verl": ("VERL_SOURCE", "import verl\nimport megatron.core.pipeline_parallel.schedules\n", {}),
     "verl, by its older variable": (
         "VERL_SOURCE",
         "import verl\nimport megatron.core.pipeline_parallel.schedules\n",

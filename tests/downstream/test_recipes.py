@@ -40,11 +40,7 @@ SKYRL = "skyrl.backends.skyrl_train.workers.megatron"
 RECIPES = {
     "slime": Recipe("SLIME_SOURCE", (f"slime.{SLIME}",), ("slime-train-reentry",)),
     "miles": Recipe("MILES_SOURCE", (f"miles.{SLIME}",), ("miles-train-reentry",)),
-    "verl": Recipe(
-        "VERL_SOURCE",
-        ("verl.workers.engine",),
-        ("verl-wiring-reentry",),
-    ),
+    "verl": Recipe("VERL_SOURCE", ("verl.workers.engine",), ("verl-wiring-reentry",)),
     "nemo-rl": Recipe(
         "NEMO_RL_SOURCE",
         (),
@@ -92,11 +88,7 @@ RECIPES = {
         ("swift-setup-reentry",),
         absent=("mcore_bridge", "modelscope", "transformers", "tqdm"),
     ),
-    "roll": Recipe(
-        "ROLL_SOURCE",
-        ("roll.distributed.strategy",),
-        ("roll-failed-window-kept",),
-    ),
+    "roll": Recipe("ROLL_SOURCE", ("roll.distributed.strategy",), ("roll-failed-window-kept",)),
 }
 CASES = [(name, hazard) for name, recipe in RECIPES.items() for hazard in recipe.hazards]
 

@@ -81,9 +81,7 @@ def packed(layout: dict[str, Any]) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [{}, {"pp": 2}, {"cp": 2, "experts": 4}, {"cp": 2, "pp": 2}],
-    ids=str,
+    "layout", [{}, {"pp": 2}, {"cp": 2, "experts": 4}, {"cp": 2, "pp": 2}], ids=str
 )
 def test_packs_have_the_bits_of_verls_train_batch(layout, megatron_ranks):
     ranks = 4 if "cp" in layout and "pp" in layout else 2

@@ -128,11 +128,7 @@ class Project:
         env = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_IDEMPOTENT")}
         env |= environ_of(self.folder, self.folder.with_name("finder"), *self.before)
         done = subprocess.run(
-            [sys.executable, *command],
-            cwd=self.folder,
-            env=env,
-            capture_output=True,
-            text=True,
+            [sys.executable, *command], cwd=self.folder, env=env, capture_output=True, text=True
         )
         assert done.returncode == code, done.stdout[-6000:] + done.stderr[-6000:]
         return done.stdout

@@ -39,16 +39,7 @@ from .parameters import (
     parts,
     spread,
 )
-from .protocol import (
-    MICRO_BATCH,
-    Adapter,
-    Calls,
-    Finished,
-    Rows,
-    Subject,
-    Wrong,
-    why_not,
-)
+from .protocol import MICRO_BATCH, Adapter, Calls, Finished, Rows, Subject, Wrong, why_not
 
 HEADS, T = tiny.HEADS, tiny.SEQUENCE
 """Heads and positions of the model."""

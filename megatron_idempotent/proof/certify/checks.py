@@ -118,8 +118,7 @@ def split_step(bench: Bench) -> None:
 
 
 @_check(
-    "the number of microbatches changes from step to step",
-    hazards=("deferred-reduction-refused",),
+    "the number of microbatches changes from step to step", hazards=("deferred-reduction-refused",)
 )
 def sizes_change(bench: Bench) -> None:
     for seed, factor in enumerate((2, 1, 3)):
@@ -130,19 +129,13 @@ def _by_replica(bench: Bench, seed: int, numbers: Sequence[int]) -> Calls:
     return lambda replica: [bench.rows(replica, seed, numbers[(replica + seed) % len(numbers)])]
 
 
-@_check(
-    "replicas have different numbers of microbatches",
-    replicas=True,
-)
+@_check("replicas have different numbers of microbatches", replicas=True)
 def uneven_replicas(bench: Bench) -> None:
     for seed in range(2):
         bench.take(_by_replica(bench, seed, (CALL, 2 * CALL)))
 
 
-@_check(
-    "a replica has no rows in a step",
-    replicas=True,
-)
+@_check("a replica has no rows in a step", replicas=True)
 def replica_without_rows(bench: Bench) -> None:
     for seed in range(2):
         bench.take(_by_replica(bench, seed, (0, CALL)))
@@ -305,10 +298,7 @@ def export_in_mid_step(bench: Bench) -> None:
     bench.take(second, between=export)
 
 
-@_check(
-    "after an abort nothing is left of the step",
-    hazards=("first-window-aborted",),
-)
+@_check("after an abort nothing is left of the step", hazards=("first-window-aborted",))
 def abort_and_retry(bench: Bench) -> None:
     adapter = bench.adapter
     whole_step(bench)
@@ -382,10 +372,7 @@ def second_run(bench: Bench) -> None:
     whole_step(bench)
 
 
-@_check(
-    "a run that continues from a checkpoint takes the same steps",
-    needs=("save", "load"),
-)
+@_check("a run that continues from a checkpoint takes the same steps", needs=("save", "load"))
 def resume(bench: Bench) -> None:
     adapter: Any = bench.adapter
     whole_step(bench)

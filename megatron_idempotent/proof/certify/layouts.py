@@ -188,10 +188,7 @@ def layout(name: str) -> Layout:
         flags.add("moe")
     _share_experts(name, sizes, flags, seen)
     made = Layout(
-        name=name,
-        sizes=MappingProxyType(sizes),
-        flags=frozenset(flags),
-        words=frozenset(seen),
+        name=name, sizes=MappingProxyType(sizes), flags=frozenset(flags), words=frozenset(seen)
     )
     if made.ranks > RANKS:
         raise ValueError(f"the layout {name!r} takes {made.ranks} ranks; at most {RANKS} run")

@@ -180,11 +180,7 @@ _RAISED = re.compile(r"(?P<kind>\w+) in (?P<file>\S.*?):\d+ \(\S+\): ?(?P<said>.
 #: Where reproductions find a wrong number, they raise this themselves; no framework does.
 _OURS = "Fault"
 _MEGATRON = "megatron"
-_PACKAGES = {
-    "megatron_core": _MEGATRON,
-    "megatron_bridge": "megatron/bridge",
-    "ms_swift": "swift",
-}
+_PACKAGES = {"megatron_core": _MEGATRON, "megatron_bridge": "megatron/bridge", "ms_swift": "swift"}
 #: Hazards that are none in other layouts than those with one of these words.
 _ONLY = {"grad-scale-func": frozenset({"fp16", "moe", "mtp"})}
 

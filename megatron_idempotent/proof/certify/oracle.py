@@ -198,11 +198,7 @@ class Gpt:
         self.routed: list[Tensor] = []
 
     def hidden(
-        self,
-        tokens_BT: Tensor,
-        *,
-        positions_T: Tensor | None = None,
-        attending: int | None = None,
+        self, tokens_BT: Tensor, *, positions_T: Tensor | None = None, attending: int | None = None
     ) -> Tensor:
         """Return the hidden states [B, T, H] after the last norm.
 

@@ -436,11 +436,7 @@ def row_segment(query: Tensor, key: Tensor, cp: Part) -> RowSpan:
         )
     positions = own * cp.size
     return RowSpan(
-        start=0,
-        padded=positions,
-        queries=positions,
-        keys=keys * cp.size,
-        offset=max(0, keys - own),
+        start=0, padded=positions, queries=positions, keys=keys * cp.size, offset=max(0, keys - own)
     )
 
 

@@ -30,12 +30,7 @@ from torch.utils import _pytree
 
 from megatron_idempotent.patching.base import PerProcess
 
-GROUP_MAKERS = (
-    "init_process_group",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-)
+GROUP_MAKERS = ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration")
 
 
 def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
