@@ -33,7 +33,7 @@ def rounds_within(rounds: int, seconds: float | None) -> Iterator[int]:
 
 
 Seconds = dict[str, list[tuple[float, ...]]]
-"""By side, what each clock has advanced in each round."""
+"""Maps a side to what each clock has advanced in each round."""
 
 
 def in_turn(
