@@ -436,12 +436,12 @@ def _check_scheduler(scheduler: Any) -> None:
 
 
 def _checked(model: Any, optimizer: Any) -> Shards:
-    check_internals()
     if not isinstance(model, FSDPModule):
         raise ValueError(
             f"FSDPTrainStep() got a {type(model).__name__} that is not fully sharded: apply "
             "torch.distributed.fsdp.fully_shard to its layers, and then to the model itself"
         )
+    check_internals(model)
     shards = Shards(model)
     if shards.is_part:
         raise ValueError(

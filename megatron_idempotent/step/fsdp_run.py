@@ -5,7 +5,7 @@ for it; all ranks learn of the failure when the microbatches are through.
 
 It relies on parts of torch.distributed.fsdp._fully_shard that have no public name, and that differ
 between releases: the parameter groups of a model, the flags on them, and the callback that ends
-each backward. `_NEEDS` lists all of them. No code here asks for torch's version. It looks at what
+each backward. `check_internals` names them. No code here asks for torch's version. It looks at what
 this torch has, so that nightlies and vendors' builds work too.
 """
 
@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dis
 import functools
-import inspect
 import traceback
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -41,7 +38,7 @@ from megatron_idempotent.window.agreement import (
 )
 
 from .lifecycle import Forward
-from .loss import Reported, StepLoss, called, has_graph, reported
+from .loss import Reported, StepLoss, evaluate
 from .microbatches import Batch, Piece, Tables, explained, ghost, spec
 from .snapshot import Restore
 
@@ -148,7 +145,7 @@ class Shards:
             # Whatever the group has noted: an exception may have come between its parameters.
             for param in group.fsdp_params:
                 param.to_sharded()
-            group._sharded_state = _found("_fsdp_param.ShardedState").SHARDED
+            group._sharded_state = type(group._sharded_state).SHARDED
 
     def drop(self) -> None:
         """Settle, and drop all gradients: a reset leaves those that are accumulated."""
@@ -365,11 +362,9 @@ class FSDPCall:
         if loss is None or self._error is not None:
             return functools.partial(_send, zeros_for(output)), None
         try:
-            total, metrics = called(loss, output, microbatch)
-            found = reported(loss, total, metrics, piece)
-            if not isinstance(total, torch.Tensor) or not has_graph(total):
+            total, found = evaluate(loss, output, piece)
+            if total is None:
                 return functools.partial(_send, zeros_for(output)), found
-            total = total.reshape(())
             scaled = total if self._scaler is None else self._scaler.scale(total)
             return scaled.backward, found
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
@@ -416,80 +411,35 @@ def _send(zeros: Zeros) -> None:
     torch.autograd.backward(edges, gradients)
 
 
-_PACKAGE = "torch.distributed.fsdp._fully_shard"
+def check_internals(model: Any) -> None:
+    """Raise `RuntimeError` unless this torch's FSDP2 has what a step uses; it names what lacks.
 
-# By class; "a|b" is one of the two, and "name(2)" a method that takes two arguments beside self.
-_NEEDS = {
-    "_fully_shard.FSDPModule": (
-        "_get_fsdp_state(0)",
-        "reshard(0)",
-        "set_is_last_backward(1)",
-        "set_requires_gradient_sync(1)",
-    ),
-    "_fsdp_state.FSDPState": (
-        "_fsdp_param_groups|_fsdp_param_group",
-        "_is_root",
-        "_state_ctx",
-        "_comm_ctx",
-        "_root_post_backward_final_callback(0)",
-    ),
-    "_fsdp_state.FSDPStateContext": ("is_last_backward",),
-    "_fsdp_param_group.FSDPCommContext": ("post_forward_order",),
-    "_fsdp_param_group.FSDPParamGroup": (
-        "fsdp_params",
-        "device",
-        "mesh_info",
-        "gradient_divide_factor",
-        "reduce_grads",
-        "all_reduce_grads",
-        "_sharded_state",
-        "_training_state",
-        "_all_gather_result",
-        "_post_forward_indices",
-    ),
-    "_fsdp_common.DataParallelMeshInfo": ("mesh",),
-    "_fsdp_param.FSDPParam": (
-        "to_sharded(0)",
-        "sharded_param",
-        "unsharded_accumulated_grad",
-        "_unsharded_param",
-        "_sharding_spec",
-    ),
-    "_fsdp_param.ShardedState": ("SHARDED",),
-}
-# What `reset` needs besides, where torch has no reset of its own.
-_RESET_NEEDS = {
-    "_fsdp_state.FSDPState": ("_device_handle", "_modules_to_run_forward", "_training_state"),
-    "_fsdp_state.FSDPStateContext": (
-        "all_states",
-        "iter_forward_root",
-        "post_backward_final_callback_queued",
-    ),
-    "_fsdp_param_group.FSDPCommContext": (
-        "all_gather_state",
-        "reduce_scatter_states|reduce_scatter_state",
-    ),
-    "_fsdp_param_group.FSDPParamGroup": (
-        "_all_reduce_state",
-        "_post_reduce_event",
-        "_partial_reduce_output",
-        "_to_sharded(0)",
-    ),
-    "_fsdp_param_group.AllGatherState": ("event",),
-    "_fsdp_param_group.ReduceScatterState": ("event",),
-    "_fsdp_param_group.AllReduceState": ("event",),
-    "_fsdp_collectives.AllGatherResult": ("all_gather_event", "all_gather_work"),
-    "_fsdp_common.TrainingState": ("IDLE",),
-}
-
-
-def check_internals() -> None:
-    """Raise unless this torch's FSDP2 has what a step relies on.
-
-    Raises:
-        RuntimeError: names each thing that is missing, and this torch.
+    `reset` uses more where torch has no reset of its own, which no later torch will come to.
     """
-    lacking = [*_lacking(_NEEDS), *(() if _resets_itself() else _lacking(_RESET_NEEDS))]
+    lacking: list[str] = []
+
+    def found(owner: Any, *names: str) -> list[Any]:
+        lacking.extend(f"{type(owner).__name__}.{n}" for n in names if not hasattr(owner, n))
+        return [getattr(owner, name, None) for name in names]
+
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    shared, talk, *_ = found(
+        states[0], "_state_ctx", "_comm_ctx", "_is_root", "_root_post_backward_final_callback"
+    )
+    found(shared, "is_last_backward")
+    found(talk, "post_forward_order")
+    group = next((group for state in states for group in groups_of(state)), None)
+    params, mesh_info, *_ = found(
+        group,
+        *("fsdp_params", "mesh_info", "device", "gradient_divide_factor", "reduce_grads"),
+        *("all_reduce_grads", "_sharded_state", "_training_state", "_all_gather_result"),
+        "_post_forward_indices",
+    )
+    found(mesh_info, "mesh")
+    found(
+        params[0] if params else None,
+        *("to_sharded", "sharded_param", "unsharded_accumulated_grad", "_sharding_spec"),
+    )
     if lacking:
         raise RuntimeError(
             f"FSDPTrainStep() relies on parts of FSDP2 that torch {torch.__version__} does not "
@@ -502,7 +452,8 @@ def groups_of(state: Any) -> list[Any]:
     """Return the parameter groups of a module's state; before torch 2.12 one, or none."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    one = getattr(state, "_fsdp_param_group", None)
+    return [] if one is None else [one]
 
 
 def accumulate(param: Any, grad: Any) -> None:
@@ -517,7 +468,7 @@ def reset(model: Any) -> None:
     The model is a root that has run before. From 2.13 on torch does it itself. Gradients may be
     dropped or left.
     """
-    if _resets_itself():
+    if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
         return
     root = model._get_fsdp_state()
@@ -534,7 +485,7 @@ def reset(model: Any) -> None:
     else:
         talk.reduce_scatter_state = None
     talk.post_forward_order.clear()
-    idle = _found("_fsdp_common.TrainingState").IDLE
+    idle = type(root._training_state).IDLE
     for group in groups:
         # The event of a reshard stays, because the next gather waits for it.
         group._all_gather_result = group._all_reduce_state = group._post_reduce_event = None
@@ -561,54 +512,3 @@ def _in_flight(talk: Any, groups: list[Any]) -> Iterator[Any]:
             yield gathered.all_gather_event
         yield group._post_reduce_event
     yield from (each.event for each in held if each is not None)
-
-
-def _resets_itself() -> bool:
-    return hasattr(_found("_fully_shard.FSDPModule"), "reset_iter_state")
-
-
-def _lacking(needs: dict[str, tuple[str, ...]]) -> list[str]:
-    lacking = []
-    for path, names in needs.items():
-        owner = _found(path)
-        if owner is None:
-            lacking.append(f"{_PACKAGE}.{path}")
-            continue
-        known = _names(owner)
-        lacking += [
-            f"{owner.__name__}.{name.replace('|', ' or ').partition('(')[0]}"
-            for name in names
-            if not any(_has(owner, known, each) for each in name.split("|"))
-        ]
-    return lacking
-
-
-def _has(owner: type, known: set[str], name: str) -> bool:
-    name, _, arguments = name.partition("(")
-    if name not in known or not arguments:
-        return name in known
-    try:
-        inspect.signature(getattr(owner, name)).bind(*range(1 + int(arguments[:-1])))
-    except (TypeError, AttributeError):
-        return False
-    return True
-
-
-def _names(owner: type) -> set[str]:
-    """Return the attributes that a class defines or its methods set, some in the first forward."""
-    names = set(dir(owner))
-    for each in owner.__mro__:
-        for method in vars(each).values():
-            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-            if code is not None:
-                names |= {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
-    return names
-
-
-def _found(path: str) -> Any:
-    """Return FSDP2's class at "module.name"; None if there is none."""
-    module, _, name = path.partition(".")
-    try:
-        return getattr(import_module(f"{_PACKAGE}.{module}"), name, None)
-    except ModuleNotFoundError:
-        return None

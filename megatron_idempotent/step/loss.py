@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -30,54 +29,19 @@ Returned = Literal["part", "whole"]
 """Scope of a loss's sums under context parallelism: this rank's positions, which are added up over
 the ranks, or whole rows, the same on each rank."""
 
+_USUAL: Mapping[Normalizer, str] = {
+    "tokens": "nll entropy approx_entropy kl approx_kl ppo_kl policy_kl_error gen_kl_error "
+    "js_divergence_error token_mult_prob_error ratio probs_ratio probs_ratio_clamped "
+    "clip_fraction clip_ratio pg_clipfrac pg_clipfrac_lower sampling_importance_ratio "
+    "is_oob_ratio value_clip_fraction vf_clipfrac values_mean returns_mean returns_sq_mean "
+    "residual_sq_mean",
+    "sequences": "reward advantage return response_length sequence_ratio truncated",
+    # The last one is a mean over its microbatch, with NeMo-RL.
+    "none": "num_valid_samples num_valid_tokens num_unmasked_tokens samples tokens "
+    "positive_nll_loss",
+}
 POLICY_GRADIENT_NORMALIZERS: Mapping[str, Normalizer] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (
-                "nll",
-                "entropy",
-                "approx_entropy",
-                "kl",
-                "approx_kl",
-                "policy_kl_error",
-                "gen_kl_error",
-                "js_divergence_error",
-                "token_mult_prob_error",
-                "ratio",
-                "probs_ratio",
-                "probs_ratio_clamped",
-                "clip_fraction",
-                "clip_ratio",
-                "pg_clipfrac",
-                "pg_clipfrac_lower",
-                "ppo_kl",
-                "sampling_importance_ratio",
-                "is_oob_ratio",
-                "value_clip_fraction",
-                "vf_clipfrac",
-                "values_mean",
-                "returns_mean",
-                "returns_sq_mean",
-                "residual_sq_mean",
-            ),
-            "tokens",
-        ),
-        **dict.fromkeys(
-            ("reward", "advantage", "return", "response_length", "sequence_ratio", "truncated"),
-            "sequences",
-        ),
-        **dict.fromkeys(
-            (
-                "num_valid_samples",
-                "num_valid_tokens",
-                "num_unmasked_tokens",
-                "samples",
-                "tokens",
-                "positive_nll_loss",  # a mean over its microbatch, with NeMo-RL
-            ),
-            "none",
-        ),
-    }
+    {name: kind for kind, names in _USUAL.items() for name in names.split()}
 )
 """Denominators of the usual policy-gradient metrics, by name, for sums that a loss returns.
 
@@ -168,14 +132,8 @@ def returned_by(loss: StepLoss) -> Returned:
     return found
 
 
-def check_loss(loss: Any) -> None:
-    """Raise `ValueError` unless a step can be begun with the loss."""
-    told = _wrong_with(loss)
-    if told is not None:
-        raise ValueError(f"begin() got {told}")
-
-
 def _wrong_with(loss: Any) -> str | None:
+    """Describe what keeps a step from being begun with the loss; None if nothing does."""
     kinds, normalizers = get_args(Kind), get_args(Normalizer)
     if isinstance(loss, type):
         return (
@@ -215,7 +173,8 @@ def _wrong_with(loss: Any) -> str | None:
 
 def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
     """Raise `ValueError` unless a step can begin with these arguments."""
-    check_loss(begun_with["loss"])
+    if (told := _wrong_with(begun_with["loss"])) is not None:
+        raise ValueError(f"begin() got {told}")
     check_divisor("begin", begun_with["divisor"])
     sizes = "micro_batch_size", "max_tokens_per_microbatch"
     for name in ("global_batch_size", *sizes, "rank_batch_size"):
@@ -301,7 +260,7 @@ Row = Mapping[str, Any]
 class Reported:
     """Holds what a loss has returned for one microbatch.
 
-    Example: `reported(loss, total, metrics, piece)`.
+    Example: `evaluate(loss, output, piece)[1]`.
     """
 
     row: Row
@@ -310,14 +269,29 @@ class Reported:
     """A tensor for each of the n sequences, without its graph, by name."""
 
 
-def reported(loss: StepLoss, total: Any, metrics: Mapping[str, Any], piece: Piece) -> Reported:
-    """Take over what a loss has returned, so that later changes do not reach it.
+def evaluate(loss: StepLoss, output: Any, piece: Piece) -> tuple[Tensor | None, Reported]:
+    """Call the loss on a microbatch's output; return its sum, and what it has reported.
+
+    The sum is a scalar that a backward can start at, or None for the constant 0. What it reported
+    is taken over, so that later changes do not reach it.
 
     Raises:
-        ValueError: the total is neither a scalar with its graph nor the constant 0, a metric is no
-            scalar or has no name or one that the step uses itself, or an output is missing or has
-            not one entry for each sequence or token.
+        ValueError: it returned something else than a sum and metrics, the sum is neither a scalar
+            with its graph nor the constant 0, a metric is no scalar or has no name or one that the
+            step uses itself, or an output is missing or has not one entry for each sequence or
+            token.
     """
+    returned: Any = loss(output, piece.batch)
+    two = isinstance(returned, (tuple, list)) and len(returned) == 2
+    if not two or not hasattr(returned[1], "items"):
+        told = _kind(returned)
+        if isinstance(returned, (tuple, list)):
+            told = f"({', '.join(map(_kind, returned))})"
+        raise ValueError(
+            f"the loss returned {told}: return two values, the sum over the microbatch and a "
+            "mapping from names of metrics to their sums, {} if there are none"
+        )
+    total, metrics = returned
     names = tuple(getattr(loss, "outputs", ()))
     nameless = [name for name in metrics if not isinstance(name, str)]
     if nameless:
@@ -330,7 +304,17 @@ def reported(loss: StepLoss, total: Any, metrics: Mapping[str, Any], piece: Piec
             f"the loss reported metrics named {', '.join(map(repr, taken))}, which the step puts "
             f"into each row itself, as {', '.join(map(repr, RESERVED))}: give them other names"
         )
-    _check_total(total)
+    has_graph = isinstance(total, Tensor) and total.requires_grad
+    scalar = isinstance(total, (int, float)) or (isinstance(total, Tensor) and total.numel() == 1)
+    # Another constant is a mistake: a graph that was lost, and gradients that would be zero.
+    if not scalar or (not has_graph and float(total) != 0.0):
+        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        value = f", the constant {float(total):g}" if scalar else ""
+        raise ValueError(
+            f"the loss returned shape {shape} with requires_grad={has_graph}{value}: return the "
+            "sum over the microbatch, a scalar with the graph that it was computed by, or the "
+            "constant 0 where nothing is valid"
+        )
     missing = [name for name in names if name not in metrics]
     if missing:
         raise ValueError(
@@ -343,48 +327,11 @@ def reported(loss: StepLoss, total: Any, metrics: Mapping[str, Any], piece: Piec
             _check_metric(name, value)
             row[name] = _kept(value)
     outputs = {name: _by_sample(name, metrics[name], piece) for name in names}
-    return Reported(row=row, outputs=outputs)
-
-
-def called(loss: StepLoss, output: Any, microbatch: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Call the loss; return the sum and the metrics that it has returned.
-
-    Raises:
-        ValueError: it returned something else than these two.
-    """
-    found: Any = loss(output, microbatch)
-    two = isinstance(found, (tuple, list)) and len(found) == 2
-    if not two or not hasattr(found[1], "items"):
-        told = f"({', '.join(map(_kind, found))})" if isinstance(found, (tuple, list)) else None
-        raise ValueError(
-            f"the loss returned {told or _kind(found)}: return two values, the sum over the "
-            "microbatch and a mapping from names of metrics to their sums, {} if there are none"
-        )
-    return found[0], found[1]
+    return total.reshape(()) if has_graph else None, Reported(row=row, outputs=outputs)
 
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def has_graph(total: Any) -> bool:
-    """Return whether a backward can start at the total; a constant has no graph."""
-    return isinstance(total, Tensor) and total.requires_grad
-
-
-def _check_total(total: Any) -> None:
-    if has_graph(total) and total.numel() == 1:
-        return
-    shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-    scalar = isinstance(total, (int, float)) or (isinstance(total, Tensor) and total.numel() == 1)
-    # Another constant is a mistake: a graph that was lost, and gradients that would be zero.
-    if has_graph(total) or not scalar or float(total) != 0.0:
-        value = f", the constant {float(total):g}" if scalar and not has_graph(total) else ""
-        raise ValueError(
-            f"the loss returned shape {shape} with requires_grad={has_graph(total)}{value}: return "
-            "the sum over the microbatch, a scalar with the graph that it was computed by, or the "
-            "constant 0 where nothing is valid"
-        )
 
 
 def _check_metric(name: str, value: Any) -> None:
@@ -519,9 +466,7 @@ class Totals:
 
     @property
     def _count(self) -> float:
-        if self.divisor is not None:
-            return self.divisor
-        return self._counted(_OF_GRADIENT[self._kind])
+        return self._counted(_OF_GRADIENT[self._kind]) if self.divisor is None else self.divisor
 
     def _counted(self, kind: Normalizer) -> float:
         return 1.0 if kind == "none" else float(getattr(self.counts, kind))
@@ -670,36 +615,3 @@ class StepResult:
     def replica_rows(self) -> tuple[Mapping[str, float], ...]:
         """The rows of this rank's replica, in the order of its microbatches; on all its ranks."""
         return tuple(row for row in self.rows if row["replica"] == self.replica)
-
-
-def result_of(
-    step_id: str,
-    totals: Totals,
-    update: Update | str,
-    rates: tuple[float, float],
-    *,
-    own_microbatches: int,
-    replica: int,
-) -> StepResult:
-    """Make the result of a step from its update, or from the reason for which it has none.
-
-    `rates` are the learning rate and weight decay of the update, made or not.
-    """
-    lr, weight_decay = rates
-    skipped = update if isinstance(update, str) else update.skipped
-    return StepResult(
-        step_id=step_id,
-        updated=skipped is None,
-        skipped=skipped,
-        grad_norm=None if isinstance(update, str) else update.grad_norm,
-        global_valid_sequences=totals.counts.sequences,
-        global_valid_tokens=totals.counts.tokens,
-        microbatches=totals.counts.microbatches,
-        auxiliary_loss_scale=1.0 / max(own_microbatches, 1),
-        lr=lr,
-        weight_decay=weight_decay,
-        metrics=totals.metrics(),
-        rows=totals.rows(lr=lr, wd=weight_decay),
-        reported_by=dist.get_rank() if dist.is_initialized() else 0,
-        replica=replica,
-    )

@@ -164,11 +164,9 @@ class MegatronBackend:
 
     def __init__(self, chunks: Any, optimizer: Any, scheduler: Any, options: Options) -> None:
         self.chunks = checked("TrainStep()", chunks, optimizer)
-        refuse_chunks(self.chunks)
+        refuse_chunks(self.chunks, order_stable=options.order_stable)
         refuse_strangers(self.chunks, optimizer)
         refuse_scheduler(scheduler)
-        if options.order_stable:
-            refuse_inexact(self.chunks)
         self.configs = configs_of(self.chunks)
         self.optimizer = optimizer
         self.optimizer_parts = parts(optimizer)
@@ -264,25 +262,22 @@ class MegatronBackend:
         if self.tenant is not None:
             self.tenant.open()
         with self.in_force():
-            self._open()
-
-    def _open(self) -> None:
-        self._snapshot = MegatronSnapshot(
-            self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
-        )
-        self._step.reset()
-        self._released, self._shifted, self.shift = False, None, 0
-        open_windows.append(self._window)
-        modules = self._snapshot.modules
-        forget_inference(modules.modules)
-        for chunk in self.chunks:
-            if not modules.training:
-                chunk.train()
-            chunk.zero_grad_buffer()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-        if self._sums is not None:
-            self._sums.open()
+            self._snapshot = MegatronSnapshot(
+                self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
+            )
+            self._step.reset()
+            self._released, self._shifted, self.shift = False, None, 0
+            open_windows.append(self._window)
+            modules = self._snapshot.modules
+            forget_inference(modules.modules)
+            for chunk in self.chunks:
+                if not modules.training:
+                    chunk.train()
+                chunk.zero_grad_buffer()
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
+            if self._sums is not None:
+                self._sums.open()
 
     def in_force(self) -> AbstractContextManager[None]:
         """Give modules and process the tenant's state in a `with`; without a tenant do nothing."""
@@ -715,11 +710,16 @@ class TrainStep(SplitStep):
             yield self._chunks
 
 
-def refuse_chunks(chunks: Sequence[Any]) -> None:
-    """Raise `ValueError` for options of Megatron with which gradients would be wrong or missing."""
+def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
+    """Raise `ValueError` for options of Megatron with which gradients would be wrong or missing.
+
+    With `order_stable` also for those with which `ExactSums` cannot take or keep all gradients.
+    """
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     for chunk in chunks:
         config = get_model_config(chunk)
         shards = getattr(config, "gtp_weight_remat_size", None) or 1
+        averages = not config.calculate_per_token_loss and ranks & (ranks - 1)
         for wrong, told in (
             (
                 getattr(config, "overlap_moe_expert_parallel_comm", False),
@@ -735,6 +735,25 @@ def refuse_chunks(chunks: Sequence[Any]) -> None:
                 getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False),
                 "reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of parameters would "
                 "overwrite the gradients of an open step: set it to False",
+            ),
+            *(
+                (
+                    order_stable and getattr(config, name, False),
+                    f"{name}=True and order_stable=True, and computes gradients after the backward "
+                    "in which they are taken: set one of the two to False",
+                )
+                for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute")
+            ),
+            (
+                order_stable and config.fp16,
+                "fp16=True, whose loss scale changes what a gradient is rounded to: train in bf16, "
+                "or leave order_stable out",
+            ),
+            (
+                order_stable and averages,
+                f"{ranks} ranks over which DDP averages, which rounds unless they are a power of "
+                "two: set calculate_per_token_loss=True, so that it sums, or leave order_stable "
+                "out",
             ),
         ):
             if wrong:
@@ -778,32 +797,6 @@ def refuse_scheduler(scheduler: Any) -> None:
             "attributes. Pass an OptimizerParamScheduler, or an object with step(increment=…) and "
             "without __slots__"
         )
-
-
-def refuse_inexact(chunks: Sequence[Any]) -> None:
-    """Raise `ValueError` for options with which `ExactSums` cannot take or keep all gradients."""
-    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    late = "which computes gradients after the backward in which they are taken: set it to False"
-    for config in configs_of(chunks):
-        averages = not config.calculate_per_token_loss and ranks & (ranks - 1)
-        for wrong, told in (
-            *(
-                (getattr(config, name, False), f"{name}=True, {late}")
-                for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute")
-            ),
-            (
-                config.fp16,
-                "fp16=True, whose loss scale changes what a gradient is rounded to: train in bf16, "
-                "or leave order_stable out",
-            ),
-            (
-                averages,
-                f"{ranks} ranks over which DDP averages, which rounds unless they are a power of "
-                "two: set calculate_per_token_loss=True, so that it sums",
-            ),
-        ):
-            if wrong:
-                raise ValueError(f"TrainStep(order_stable=True) got {told}")
 
 
 def _set(name: str) -> Callable[[Any], bool]:

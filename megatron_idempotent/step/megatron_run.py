@@ -45,7 +45,7 @@ from megatron_idempotent.window.missed_collectives import (
 )
 
 from .lifecycle import Options, skipped_for
-from .loss import Reported, StepLoss, auxiliary_weight, called, has_graph, reported
+from .loss import Reported, StepLoss, auxiliary_weight, evaluate
 from .microbatches import Piece, explained
 from .open_step import LocalFailure
 from .packs import own_routes
@@ -218,14 +218,13 @@ def _forward_step(
         def loss_func(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
             if ghosts:
                 return no_gradient(output), one, {}
-            total, metrics = called(loss, output, microbatch)
-            # Now, because the schedule works on it in place.
-            found.append(reported(loss, total, metrics, piece))
-            if not isinstance(total, Tensor) or not has_graph(total):
+            # What it reports is kept now, because the schedule works on it in place.
+            total, here = evaluate(loss, output, piece)
+            found.append(here)
+            if total is None:
                 # Nothing is valid, but other ranks wait in the backward.
                 return no_gradient(output), one, {}
             # A token count of one, because dividing by what is valid comes at the end.
-            total = total.reshape(())
             if total._base is not None:
                 # With deallocate_pipeline_outputs, which Megatron's arguments set, a schedule
                 # frees what the last stage returns as well, and refuses a view.

@@ -130,10 +130,11 @@ def share_of(
     begun_with: Mapping[str, Any],
     options: Options,
 ) -> Share:
-    """Cut a batch into microbatches, or check microbatches that are ready.
+    """Cut a batch into microbatches, or take microbatches that are ready, as they are.
 
     Raises:
-        ValueError: both a batch and microbatches, or one that cannot be run or counted.
+        ValueError: both a batch and microbatches, or one that cannot be run or counted; the message
+            has the index of a ready one.
     """
     grouped = needs_groups(begun_with["loss"])
     if ready is not None:
@@ -142,12 +143,26 @@ def share_of(
                 "microbatch() got a batch and microbatches: pass rows to be cut, or a list of "
                 "microbatches that are run as they are"
             )
-        pieces = ready_pieces(ready, options)
+        if isinstance(ready, (str, bytes, Mapping)) or not isinstance(ready, Sequence):
+            raise ValueError(
+                f"microbatch() got a {type(ready).__name__} as microbatches: pass a list of them"
+            )
+        pieces, groups = [], []
+        for index, each in enumerate(ready):
+            try:
+                piece = _piece(each, options)
+                if grouped:
+                    segments = piece.segments
+                    number = piece.sequences if segments is None else len(segments.lengths)
+                    groups.append(group_ids(each, number))
+            except ValueError as error:
+                raise ValueError(f"microbatch() got microbatches[{index}], {error}") from None
+            pieces.append(piece)
         return Share(
             sequences=sum(piece.sequences for piece in pieces),
             lists=[pieces] if pieces else (),
             counts=[piece.counts for piece in pieces if piece.counts is not None],
-            groups=[_groups_of(i, piece) for i, piece in enumerate(pieces)] if grouped else (),
+            groups=groups,
         )
     rows = 0 if batch is None else rows_of(batch, options.shared)
     if batch is None or not rows:
@@ -256,10 +271,15 @@ def split(batch: Batch, rows: int, size: int, shared: Collection[str] = ()) -> l
     if whole < rows:
         cuts.append([(whole, rows)])
     positions = int(batch[TOKENS].shape[1])
+    by_row = {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, (Tensor, list, tuple)) and name not in shared
+    }
     return [
         [
             Piece(
-                batch=_slice(batch, start, end, shared),
+                batch={**batch, **{name: value[start:end] for name, value in by_row.items()}},
                 shape=(end - start, positions),
                 sequences=end - start,
             )
@@ -268,35 +288,6 @@ def split(batch: Batch, rows: int, size: int, shared: Collection[str] = ()) -> l
         for each in cuts
         if each
     ]
-
-
-def _slice(batch: Batch, start: int, end: int, shared: Collection[str]) -> Batch:
-    return {
-        name: value[start:end]
-        if isinstance(value, (Tensor, list, tuple)) and name not in shared
-        else value
-        for name, value in batch.items()
-    }
-
-
-def ready_pieces(microbatches: Sequence[Any], options: Options) -> list[Piece]:
-    """Find shape and counts of microbatches that a caller has made; they are run as they are.
-
-    Raises:
-        ValueError: not a sequence of microbatches, or a microbatch whose shape or counts are not
-            known; the message has its index.
-    """
-    if isinstance(microbatches, (str, bytes, Mapping)) or not isinstance(microbatches, Sequence):
-        raise ValueError(
-            f"microbatch() got a {type(microbatches).__name__} as microbatches: pass a list of them"
-        )
-    found = []
-    for index, batch in enumerate(microbatches):
-        try:
-            found.append(_piece(batch, options))
-        except ValueError as error:
-            raise ValueError(f"microbatch() got microbatches[{index}], {error}") from None
-    return found
 
 
 def _piece(batch: Any, options: Options) -> Piece:
@@ -384,21 +375,23 @@ _MOST = 2.0**53
 
 def is_packed(batch: Any) -> bool:
     """Return whether a microbatch holds a pack: its sequences are not rows then."""
-    if field_of(batch, "cu_seqlens") is not None:
-        return True
-    return any(
-        isinstance(value, Pack) or getattr(value, "cu_seqlens_q", None) is not None
-        for value in values_of(batch)
-    )
+    return field_of(batch, "cu_seqlens") is not None or pack_in(batch) is not None
 
 
-def values_of(batch: Any) -> list[Any]:
-    """Return the values of a mapping, a TensorDict or a dataclass; none of anything else."""
+def pack_in(batch: Any) -> Any:
+    """Return the `Pack` or `PackedSeqParams` among the values of a microbatch; None without one.
+
+    Values are those of a mapping, a TensorDict or a dataclass.
+    """
+    values: Iterable[Any] = ()
     if callable(getattr(batch, "values", None)):
-        return list(batch.values())
-    if dataclasses.is_dataclass(batch):
-        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    return []
+        values = batch.values()
+    elif dataclasses.is_dataclass(batch):
+        values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    for value in values:
+        if isinstance(value, Pack) or getattr(value, "cu_seqlens_q", None) is not None:
+            return value
+    return None
 
 
 def on_host(values: Tensor) -> bool:
@@ -592,14 +585,6 @@ def groups_of_rows(
         return [group_ids(batch, rows)]
     except ValueError as error:
         raise ValueError(f"microbatch() got {error}") from None
-
-
-def _groups_of(index: int, piece: Piece) -> tuple[Tensor, Tensor | None]:
-    try:
-        number = piece.sequences if piece.segments is None else len(piece.segments.lengths)
-        return group_ids(piece.batch, number)
-    except ValueError as error:
-        raise ValueError(f"microbatch() got microbatches[{index}], {error}") from None
 
 
 def group_ids(batch: Any, sequences: int) -> tuple[Tensor, Tensor | None]:

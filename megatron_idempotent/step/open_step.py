@@ -37,7 +37,6 @@ from .loss import (
     Update,
     as_numbers,
     divided_by,
-    result_of,
     returned_by,
 )
 from .microbatches import (
@@ -399,12 +398,22 @@ class OpenStep:
         totals, update = self._done
         if isinstance(update, str):
             self._backend.skip()
-        return result_of(
-            self.step_id,
-            totals,
-            update,
-            self._rates,
-            own_microbatches=self._microbatches,
+            update = Update(skipped=update, grad_norm=None)
+        lr, weight_decay = self._rates
+        return StepResult(
+            step_id=self.step_id,
+            updated=update.skipped is None,
+            skipped=update.skipped,
+            grad_norm=update.grad_norm,
+            global_valid_sequences=totals.counts.sequences,
+            global_valid_tokens=totals.counts.tokens,
+            microbatches=totals.counts.microbatches,
+            auxiliary_loss_scale=1.0 / max(self._microbatches, 1),
+            lr=lr,
+            weight_decay=weight_decay,
+            metrics=totals.metrics(),
+            rows=totals.rows(lr=lr, wd=weight_decay),
+            reported_by=dist.get_rank() if dist.is_initialized() else 0,
             replica=self._backend.replica,
         )
 

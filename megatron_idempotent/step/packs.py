@@ -40,8 +40,8 @@ from .microbatches import (
     field_of,
     groups_of_rows,
     is_packed,
+    pack_in,
     rows_of,
-    values_of,
 )
 
 if TYPE_CHECKING:
@@ -95,7 +95,14 @@ def bin_sequences(
     sizes = [alignment.of_sequence(length) for length in lengths]
     for index, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
         if length < 0 or size > capacity:
-            raise ValueError(_told(index, length, size, max_tokens, capacity))
+            if length < 0:
+                raise ValueError(f"sequence {index} has length {length}: give lengths of 0 or more")
+            padded = f", {size} with its padding," if size != length else ""
+            usable = f", of which {capacity} can be used" if capacity != max_tokens else ""
+            raise ValueError(
+                f"sequence {index} has {length} tokens{padded} and a bin at most {max_tokens}"
+                f"{usable}: raise the budget, or cut the sequence"
+            )
     if not sizes and bins < 2:
         return ()
     work = [size * (1 + attention * size) for size in sizes]
@@ -129,17 +136,6 @@ def capacity_of(max_tokens: int, alignment: TokenAlignment) -> int:
             f"on these ranks: give at least {alignment.pack}"
         )
     return capacity
-
-
-def _told(index: int, length: int, size: int, max_tokens: int, capacity: int) -> str:
-    if length < 0:
-        return f"sequence {index} has length {length}: give lengths of 0 or more"
-    padded = f", {size} with its padding," if size != length else ""
-    usable = f", of which {capacity} can be used" if capacity != max_tokens else ""
-    return (
-        f"sequence {index} has {length} tokens{padded} and a bin at most {max_tokens}{usable}: "
-        "raise the budget, or cut the sequence"
-    )
 
 
 def _evenly(
@@ -475,18 +471,18 @@ def segments_of(batch: Any) -> Segments | None:
         ValueError: the borders do not begin at 0, fall, leave a sequence no room, or do not end
             with the last token.
     """
-    for value in values_of(batch):
-        if isinstance(value, Pack):
-            tokens = field_of(batch, TOKENS)
-            if isinstance(tokens, Tensor) and tokens.numel() != value.tokens:
-                raise ValueError(
-                    f"whose Pack has {value.tokens} tokens, and whose {TOKENS!r} has "
-                    f"{tokens.numel()}: give one for each token of the Pack, padding included"
-                )
-            return segments_of_pack(value)
-        if getattr(value, "cu_seqlens_q", None) is not None:
-            padded = getattr(value, "cu_seqlens_q_padded", None)
-            return _checked(value.cu_seqlens_q, padded, batch)
+    found = pack_in(batch)
+    if isinstance(found, Pack):
+        tokens = field_of(batch, TOKENS)
+        if isinstance(tokens, Tensor) and tokens.numel() != found.tokens:
+            raise ValueError(
+                f"whose Pack has {found.tokens} tokens, and whose {TOKENS!r} has "
+                f"{tokens.numel()}: give one for each token of the Pack, padding included"
+            )
+        return segments_of_pack(found)
+    if found is not None:
+        padded = getattr(found, "cu_seqlens_q_padded", None)
+        return _checked(found.cu_seqlens_q, padded, batch)
     borders = field_of(batch, "cu_seqlens")
     if borders is None:
         return None
@@ -583,7 +579,7 @@ def packed_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
     from megatron.core.utils import get_model_config
 
     tokens, positions = microbatch[TOKENS], microbatch.get(POSITIONS)
-    pack = next((each for each in microbatch.values() if isinstance(each, Pack)), None)
+    pack = pack_in(microbatch)
     packed = _packed_seq_params(microbatch, pack)
     tokens_1T = tokens[None] if tokens.dim() == 1 else tokens
     if tokens_1T.dim() != 2 or len(tokens_1T) != 1:
@@ -592,23 +588,23 @@ def packed_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
             "[1, positions] or [positions]"
         )
     if positions is None:
-        positions = _positions(packed, tokens_1T) if pack is None else pack.position_ids
+        counted = isinstance(pack, Pack)
+        positions = pack.position_ids if counted else _positions(packed, tokens_1T)
     found = {TOKENS: tokens_1T, POSITIONS: positions[None] if positions.dim() == 1 else positions}
-    if pack is not None and 0 < sum(pack.lengths) < pack.tokens:
+    if isinstance(pack, Pack) and 0 < sum(pack.lengths) < pack.tokens:
         found |= padding_inputs(get_model_config(model), pack.mask[None])
     borders = _borders(packed)
     parts = {name: own_positions(value, cu_seqlens=borders) for name, value in found.items()}
     return {**parts, ATTENTION_MASK: None, "packed_seq_params": packed}
 
 
-def _packed_seq_params(microbatch: Batch, pack: Pack | None) -> Any:
+def _packed_seq_params(microbatch: Batch, pack: Any) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    for value in microbatch.values():
-        if isinstance(value, PackedSeqParams):
-            return value
-    if pack is not None:
+    if isinstance(pack, Pack):
         borders, longest = pack.cu_seqlens, pack.max_seqlen
+    elif pack is not None:
+        return pack
     else:
         given = microbatch.get("cu_seqlens_padded")
         given = microbatch["cu_seqlens"] if given is None else given
@@ -637,8 +633,7 @@ def own_routes(microbatch: Any) -> Tensor:
         return given
     borders = None
     if is_packed(microbatch):
-        pack = next((each for each in values_of(microbatch) if isinstance(each, Pack)), None)
-        borders = _borders(_packed_seq_params(microbatch, pack)).to(given.device)
+        borders = _borders(_packed_seq_params(microbatch, pack_in(microbatch))).to(given.device)
     return own_positions(given, cu_seqlens=borders)
 
 

@@ -501,6 +501,25 @@ def test_bad_arguments_are_errors_that_name_the_remedy():
     refuse("part of a larger sharded model: pass that", block, torch.optim.SGD(block.parameters()))
 
 
+@on_ranks(2)
+def test_what_this_torch_lacks_of_fsdp2_is_refused_by_name():
+    import torch
+    from fsdp_bench import build
+    from scenario import raised_by
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    from megatron_idempotent import FSDPTrainStep
+
+    model, optimizer, _ = build()
+    to_sharded, context = FSDPParam.to_sharded, model._get_fsdp_state()._state_ctx
+    del FSDPParam.to_sharded, context.is_last_backward
+    told = str(raised_by(FSDPTrainStep, model, optimizer))
+    FSDPParam.to_sharded, context.is_last_backward = to_sharded, True
+    lacking = "FSDPStateContext.is_last_backward, FSDPParam.to_sharded. Use a torch from 2.8"
+    assert f"that torch {torch.__version__} does not have: {lacking}" in told
+    FSDPTrainStep(model, optimizer)
+
+
 def test_megatron_is_not_imported():
     program = (
         "import sys; from megatron_idempotent import FSDPTrainStep; "
