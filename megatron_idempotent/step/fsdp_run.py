@@ -423,11 +423,10 @@ def check_internals(model: Any) -> None:
         return [getattr(owner, name, None) for name in names]
 
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    shared, talk, *_ = found(
+    shared, *_ = found(
         states[0], "_state_ctx", "_comm_ctx", "_is_root", "_root_post_backward_final_callback"
     )
     found(shared, "is_last_backward")
-    found(talk, "post_forward_order")
     group = next((group for state in states for group in groups_of(state)), None)
     params, mesh_info, *_ = found(
         group,

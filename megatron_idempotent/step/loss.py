@@ -323,29 +323,27 @@ def evaluate(loss: StepLoss, output: Any, piece: Piece) -> tuple[Tensor | None, 
         )
     row = {"loss": _kept(total)}
     for name, value in metrics.items():
-        if name not in names:
-            _check_metric(name, value)
-            row[name] = _kept(value)
+        if name in names:
+            continue
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(
+                    f"the loss reported {name!r} of shape {tuple(value.shape)}: metrics are "
+                    "scalars, summed over the microbatch; name it in the loss's `outputs` if each "
+                    "sample has one"
+                )
+        elif not isinstance(value, (int, float)):
+            raise ValueError(
+                f"the loss reported {name!r} as {type(value).__name__}: metrics are numbers or "
+                "tensors of one element"
+            )
+        row[name] = _kept(value)
     outputs = {name: _by_sample(name, metrics[name], piece) for name in names}
     return total.reshape(()) if has_graph else None, Reported(row=row, outputs=outputs)
 
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _check_metric(name: str, value: Any) -> None:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(
-                f"the loss reported {name!r} of shape {tuple(value.shape)}: metrics are scalars, "
-                "summed over the microbatch; name it in the loss's `outputs` if each sample has one"
-            )
-    elif not isinstance(value, (int, float)):
-        raise ValueError(
-            f"the loss reported {name!r} as {type(value).__name__}: metrics are numbers or tensors "
-            "of one element"
-        )
 
 
 def _kept(value: Any) -> Any:
@@ -429,7 +427,17 @@ class Totals:
         Under context parallelism several ranks of a replica have rows of the same microbatches.
         """
         self._told = rows
-        self._rows = _of_replicas(rows, add=returned_by(loss) == "part")
+        number: dict[int, int] = {}
+        parts: dict[tuple[int, int], list[tuple[int, Mapping[str, float]]]] = {}
+        for rank, replica, row in rows:
+            index = number[rank] = number.get(rank, -1) + 1
+            parts.setdefault((replica, index), []).append((rank, row))
+        # One row for each microbatch, under the first rank: rows of its parts are added up.
+        add = returned_by(loss) == "part"
+        self._rows = [
+            (told[0][0], replica, over_all(row for _, row in told) if add else told[0][1])
+            for (replica, _), told in parts.items()
+        ]
         sequences = tokens = 0.0
         self.is_whole = True
         """True if no rank's counts have fractions."""
@@ -513,24 +521,6 @@ class Totals:
         kind = self._normalizers.get(name)
         # With nothing valid the sums are sums of nothing.
         return 1.0 / ((self._count if kind is None else self._counted(kind)) or 1.0)
-
-
-def _of_replicas(
-    told: Sequence[tuple[int, int, Mapping[str, float]]], *, add: bool
-) -> list[tuple[int, int, Mapping[str, float]]]:
-    """Make one row per microbatch of those that context-parallel ranks report, under the first.
-
-    With `add` they are of parts of the microbatch, and added up; else they are the same.
-    """
-    number: dict[int, int] = {}
-    parts: dict[tuple[int, int], list[tuple[int, Mapping[str, float]]]] = {}
-    for rank, replica, row in told:
-        index = number[rank] = number.get(rank, -1) + 1
-        parts.setdefault((replica, index), []).append((rank, row))
-    return [
-        (rows[0][0], replica, over_all(row for _, row in rows) if add else rows[0][1])
-        for (replica, _), rows in parts.items()
-    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -435,7 +435,15 @@ class MegatronBackend:
                 start_held(chunk)  # else finalizing dispatches by itself
         finalize = self.configs[0].finalize_model_grads_func
         counted = self.per_token and totals.is_counted
-        tokens = self._num_tokens(local, totals.is_whole) if counted else None
+        tokens = None
+        if counted:
+            # Context-parallel ranks are given the same rows, so that only the first of them counts,
+            # where finalizing sums over them too.
+            counts = self._context_rank == 0 or not sums_tokens_of_context_ranks()
+            # As the schedules count. Counts of a caller may have fractions, on some of the ranks
+            # that are to sum numbers of one type.
+            kind = torch.int if totals.is_whole else torch.float64
+            tokens = torch.tensor(local if counts else 0.0, device=self.device).to(kind)
         finalize(self.chunks, tokens, **self.finalize_options)
         if not counted:
             # Unless it sums, DDP has divided by the number of ranks; the losses by 2 ** shift.
@@ -490,19 +498,6 @@ class MegatronBackend:
         snapshot.restore()
         if logs is not None:
             logs.restore()
-
-    def _num_tokens(self, local: float, whole: bool) -> Any:
-        """Return the scalar tensor that finalizing sums over ranks.
-
-        Context-parallel ranks are given the same rows, so that only the first of them counts, where
-        finalizing sums over them too.
-        """
-        counts = self._context_rank == 0 or not sums_tokens_of_context_ranks()
-        counted = local if counts else 0.0
-        # As the schedules count. Counts of a caller may have fractions, on some of the ranks that
-        # are to sum numbers of one type.
-        kind = torch.int if whole else torch.float64
-        return torch.tensor(counted, device=self.device).to(kind)
 
 
 def _check_routes(replay: ExpertReplay, lists: Sequence[Sequence[Piece]], *, read: bool) -> None:

@@ -130,7 +130,14 @@ def _hold(backend: MegatronBackend, stack: ExitStack, reduce: bool) -> None:
 
     set_for(stack, backend, "running", True)
     _use_own_functions(stack, backend)
-    _gather_once(backend, stack)
+    for config in backend.configs:
+        # The schedule would start the parameter gathers again in every call. Peers may make more
+        # calls or fewer in a step, and gathers pair up by order alone.
+        if config.param_sync_func is not None and all(map(gathers_by_hooks, backend.chunks)):
+            with collective_timeout(backend.groups(), backend.deadline_s):
+                for chunk in backend.chunks:
+                    gather_params(chunk, wait=False)
+            set_for(stack, config, "param_sync_func", None)
     if reduce:
         for config in backend.configs:
             set_for(stack, config, "finalize_model_grads_func", note_finalize)
@@ -151,19 +158,6 @@ def _hold(backend: MegatronBackend, stack: ExitStack, reduce: bool) -> None:
                 own = getattr(config, name, None)
                 if own is not None:
                     set_for(stack, config, name, _times(2.0**-backend.shift, own))
-
-
-def _gather_once(backend: MegatronBackend, stack: ExitStack) -> None:
-    """Start the parameter gathers, which the schedule would start again in every call.
-
-    Peers may make more calls or fewer in a step, and gathers pair up by order alone.
-    """
-    for config in backend.configs:
-        if config.param_sync_func is not None and all(map(gathers_by_hooks, backend.chunks)):
-            with collective_timeout(backend.groups(), backend.deadline_s):
-                for chunk in backend.chunks:
-                    gather_params(chunk, wait=False)
-            set_for(stack, config, "param_sync_func", None)
 
 
 def _call(backend: MegatronBackend, arguments: dict[str, Any], now: _Now, reduce: bool) -> None:
@@ -345,30 +339,24 @@ def _use_own_functions(stack: ExitStack, backend: MegatronBackend) -> None:
     """
     for config in backend.configs:
         for name, method in _METHODS.items():
-            if _is_of_others(getattr(config, name), backend.chunks):
+            found = getattr(config, name)
+            owners = [
+                getattr(each, "__self__", None)
+                for each in (found if isinstance(found, list) else [found])
+            ]
+            ddps = [each for each in owners if hasattr(each, "bucket_groups")]
+            if any(all(ddp is not chunk for chunk in backend.chunks) for ddp in ddps):
                 own = [getattr(chunk, method) for chunk in backend.chunks]
                 set_for(stack, config, name, own if len(own) > 1 else own[0])
-        owner = _scaling(config.grad_scale_func)
-        if owner is not None and all(owner is not part for part in backend.optimizer_parts):
+        # The optimizer whose loss scale the function applies, if that is known.
+        scale = config.grad_scale_func
+        known = isinstance(scale, LossScale)
+        owner = scale.optimizer if known else getattr(scale, "__self__", None)
+        if not known and not hasattr(owner, "scale_loss"):
+            continue
+        if all(owner is not part for part in backend.optimizer_parts):
             scale = None if backend.optimizer is None else LossScale(backend.optimizer)
             set_for(stack, config, "grad_scale_func", scale)
-
-
-def _is_of_others(functions: Any, chunks: Sequence[Any]) -> bool:
-    """Return whether one of the functions is the method of a DDP that is not among the chunks."""
-    for function in functions if isinstance(functions, list) else [functions]:
-        owner = getattr(function, "__self__", None)
-        if hasattr(owner, "bucket_groups") and all(owner is not chunk for chunk in chunks):
-            return True
-    return False
-
-
-def _scaling(function: Any) -> Any:
-    """Return the optimizer whose loss scale the function applies; None if that is not known."""
-    if isinstance(function, LossScale):
-        return function.optimizer
-    owner = getattr(function, "__self__", None)
-    return owner if hasattr(owner, "scale_loss") else None
 
 
 class CheckedUpdate:

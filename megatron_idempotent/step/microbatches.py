@@ -306,7 +306,14 @@ def _piece(batch: Any, options: Options) -> Piece:
         check_zeros_and_ones(batch)
         counts = doubtful(packed_counts(batch, segments), batch)
     elif isinstance(field_of(batch, TOKENS), Tensor):
-        _check_masks(batch)
+        tokens_BT = field_of(batch, TOKENS)
+        whole = not tokens_BT.is_nested and tokens_BT.dim() > 1
+        for name, dims in ((SAMPLE_MASK, 1), (TOKEN_MASK, 2)) if whole else ():
+            mask, wanted = field_of(batch, name), tuple(tokens_BT.shape[:dims])
+            if isinstance(mask, Tensor) and tuple(mask.shape) != wanted:
+                raise ValueError(
+                    f"whose {name!r} has shape {tuple(mask.shape)}: give it {wanted}, as its tokens"
+                )
         check_zeros_and_ones(batch)
         counts = doubtful(valid_counts(batch), batch)
     else:
@@ -447,20 +454,6 @@ def _first_place(values: Any, wrong: Tensor) -> list[int]:
         row = max(index for index, start in enumerate(starts) if start <= place[0])
         return [row, place[0] - starts[row]]
     return place
-
-
-def _check_masks(batch: Any) -> None:
-    """Raise `ValueError` unless the masks of rows have the shape of their tokens."""
-    tokens_BT = field_of(batch, TOKENS)
-    if tokens_BT.is_nested or tokens_BT.dim() < 2:
-        return
-    wanted = {SAMPLE_MASK: tuple(tokens_BT.shape[:1]), TOKEN_MASK: tuple(tokens_BT.shape[:2])}
-    for name, shape in wanted.items():
-        mask = field_of(batch, name)
-        if isinstance(mask, Tensor) and tuple(mask.shape) != shape:
-            raise ValueError(
-                f"whose {name!r} has shape {tuple(mask.shape)}: give it {shape}, as its tokens"
-            )
 
 
 def valid_counts(batch: Any) -> Tensor:

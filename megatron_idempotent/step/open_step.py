@@ -303,7 +303,13 @@ class OpenStep:
                 share = packed.share(packed.bins)
             else:
                 share = share_of(batch, ready, self.begun_with, self._options)
-            last = self._is_last(share.sequences) or last
+            whole, after = self.begun_with["rank_batch_size"], self._sequences + share.sequences
+            if whole is not None and after > whole:
+                raise ValueError(
+                    f"microbatch() got {share.sequences} rows, after {self._sequences} of "
+                    f"rank_batch_size={whole}: begin() with the true number, or without it"
+                )
+            last = last or (share.sequences > 0 and after == whole)
             self._backend.accept(share.lists)
         except Exception as error:  # told to all ranks that wait for this one
             if not coupled:
@@ -317,7 +323,12 @@ class OpenStep:
                 self._backend.join(wait=False)
             doing: Doing = "last" if last else "chunk"
             if coupled and group is None and self._has_budget:
-                share = self._as_many_bins(doing, share, packed, bad)
+                # As many packs on all ranks, so that none needs dummies in a model that all share:
+                # ranks with fewer make smaller ones, down to one sequence each.
+                mine = 0 if packed is None else packed.bins
+                most = max(say.bins for say in self._meet(doing, [], bad, None, bins=mine))
+                if packed is not None and most > mine:
+                    share = packed.share(most)
             if coupled:
                 said = self._meet(doing, share.lists, bad, group, uneven=group is None)
                 release = last and group is None and all(say.doing == "last" for say in said)
@@ -362,27 +373,6 @@ class OpenStep:
                     "take another id"
                 )
         return self.receipts[microbatch_id]
-
-    def _as_many_bins(
-        self, doing: Doing, share: Share, packed: PackedRows | None, bad: Exception | None
-    ) -> Share:
-        """Agree on a number of packs, so that ranks need no dummies in a model that all share.
-
-        Ranks with fewer packs make smaller ones, down to one sequence each. All ranks take part.
-        """
-        said = self._meet(doing, [], bad, None, bins=0 if packed is None else packed.bins)
-        most = max(say.bins for say in said)
-        return share if packed is None or most == packed.bins else packed.share(most)
-
-    def _is_last(self, rows: int) -> bool:
-        whole = self.begun_with["rank_batch_size"]
-        after = self._sequences + rows
-        if whole is not None and after > whole:
-            raise ValueError(
-                f"microbatch() got {rows} rows, after {self._sequences} of rank_batch_size="
-                f"{whole}: begin() with the true number, or without it"
-            )
-        return bool(rows) and after == whole
 
     def finish(self, increment: int | None, lr: float | None, divisor: Any) -> StepResult:
         """Agree that no rank failed, then update; in a step that has updated, return the result."""
@@ -617,15 +607,11 @@ class OpenStep:
             self._done = totals, update
         self._votes = self._hear(vote)
         found = failures(self._votes)
-        if found:
-            self._fail("; ".join(found.values()), known=True)
-            self._raise_failed_update(self._votes, found, error)
-
-    def _raise_failed_update(
-        self, said: list[RankStatus], found: dict[int, str], error: BaseException | None
-    ) -> None:
+        if not found:
+            return
+        self._fail("; ".join(found.values()), known=True)
         how = _TORN if self.partially_updated else "All ranks can go back: abort() the step."
-        if len({say.failure for say in said}) > 1:
+        if len({say.failure for say in self._votes}) > 1:
             # A rank left collectives that the others were in, or have started since.
             told = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
             poisoned = poison(f"a step was left in its update: {told}. {how}")

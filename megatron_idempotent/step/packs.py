@@ -552,26 +552,22 @@ def packed_counts(batch: Any, segments: Segments) -> Tensor:
         tokens_n = (lengths_n - 1).clamp(min=0).double()
     else:
         ends = [sum(each) for each in zip(segments.starts, segments.lengths, strict=True)]
-        _check_packed_mask(batch, token_mask_T, max(ends, default=0))
+        end = max(ends, default=0)
+        tokens = field_of(batch, TOKENS)
+        known = isinstance(tokens, Tensor) and not tokens.is_nested
+        whole = tokens.numel() if known else token_mask_T.numel()
+        if token_mask_T.numel() != whole or token_mask_T.numel() < end:
+            needed = f"which has {whole} tokens" if known else f"whose sequences end at {end}"
+            raise ValueError(
+                f"whose {TOKEN_MASK!r} has {token_mask_T.numel()} entries, and {needed}: give one "
+                "for each token, padding included"
+            )
         sums_T = torch.nn.functional.pad(token_mask_T.reshape(-1).double(), (1, 0)).cumsum(0)
         starts_n = torch.tensor(segments.starts, dtype=torch.int64, device=device)
         last = len(sums_T) - 1
         first_n = (starts_n + 1).clamp(max=last)
         tokens_n = (sums_T[starts_n + lengths_n] - sums_T[first_n]) * (lengths_n > 0)
     return torch.stack((there_n, there_n * tokens_n)).sum(1)
-
-
-def _check_packed_mask(batch: Any, token_mask: Tensor, end: int) -> None:
-    """Raise `ValueError` unless a mask has an entry for each token, or covers all sequences."""
-    tokens = field_of(batch, TOKENS)
-    known = isinstance(tokens, Tensor) and not tokens.is_nested
-    whole = tokens.numel() if known else token_mask.numel()
-    if token_mask.numel() != whole or token_mask.numel() < end:
-        needed = f"which has {whole} tokens" if known else f"whose sequences end at {end}"
-        raise ValueError(
-            f"whose {TOKEN_MASK!r} has {token_mask.numel()} entries, and {needed}: give one for "
-            "each token, padding included"
-        )
 
 
 def packed_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:

@@ -281,9 +281,14 @@ def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Rest
     # Without a half precision they are the model's own.
     all_of_them = {id(p): p for p in (*parameters, *main)}
     values = [(p, p.detach().to("cpu", copy=True)) for p in all_of_them.values()]
+
+    def on_host(value: Any) -> Any:
+        held = isinstance(value, Tensor)
+        return value.detach().to("cpu", copy=True) if held else _copied(value)
+
     kept = [
-        (optimizer, {p: _on_host(state) for p, state in optimizer.state.items()})
-        for optimizer in optimizers
+        (o, {p: {n: on_host(v) for n, v in state.items()} for p, state in o.state.items()})
+        for o in optimizers
     ]
 
     def restore() -> None:
@@ -302,13 +307,6 @@ def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Rest
                     _put(state, name, value)
 
     return restore
-
-
-def _on_host(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else _copied(value)
-        for name, value in state.items()
-    }
 
 
 @contextmanager
