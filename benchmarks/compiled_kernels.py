@@ -117,7 +117,7 @@ def _of_logprobs(kernel: str, shape: Any, name: str, entropy: bool) -> Program:
 
     from megatron_idempotent.logprobs import triton_kernels
 
-    constants = shape.of(getattr(torch, name)).constants()
+    constants = shape.constants(getattr(torch, name))
     warps, _ = constants.pop("num_warps"), constants.pop("enable_fp_fusion")
     constants |= {"PER_TOKEN": False, "UNIT": True, "ADJACENT": True}
     logits = "*" + _TYPES[name]

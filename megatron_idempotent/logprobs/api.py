@@ -29,7 +29,6 @@ from megatron_idempotent.kernel_choice import uses_triton
 from .arguments import (
     Inputs,
     ResultLayout,
-    Targets,
     ids_to_keep,
     one_of,
     positive,
@@ -183,7 +182,16 @@ def token_logprobs(
     )
     positive(_NAME, temperature, inputs.shape, tokens)
     keep = ids_to_keep(_NAME, sampling, inputs.shape, tokens, columns.vocabulary)
-    backend = _backend(inputs, asked_targets, sampling, triton)
+    for name, value in (("triton", triton), ("sampling", sampling)):
+        if value and asked_targets.many:
+            raise ValueError(
+                f"{_NAME}() got targets of shape {tuple(targets.shape)}, several for each token, "
+                f"and {name}={value!r}, which knows one: leave {name} out"
+            )
+    # PyTorch computes K targets, on any device.
+    backend: Backend = "eager"
+    if not asked_targets.many:
+        backend = backend_of(inputs.given.device, inputs.given.dtype, triton)
     rows = inputs.rows()
     layout = ResultLayout(rows, tokens)
     wanted = ComputeOptions(
@@ -205,38 +213,13 @@ def token_logprobs(
         from_hidden: Any = KeptFromHidden if cut else LogprobsFromHidden
         found = from_hidden.apply(layout.chosen(rows), weight, asked, inputs.parts(backend))
     stats = TokenStats(*map(layout.shaped, found))
-    return _of_each(stats, asked_targets) if asked_targets.many else stats
-
-
-def _backend(
-    inputs: Inputs, targets: Targets, sampling: Sampling | None, triton: bool | None
-) -> Backend:
-    """Choose what computes a call; PyTorch computes K targets, on any device.
-
-    Raises:
-        ValueError: K targets with an option that knows one target per token.
-    """
-    if not targets.many:
-        return backend_of(inputs.given.device, inputs.given.dtype, triton)
-    for name, value in (("triton", triton), ("sampling", sampling)):
-        if value:
-            raise ValueError(
-                f"{_NAME}() got targets of shape {tuple(targets.ids.shape)}, several for each "
-                f"token, and {name}={value!r}, which knows one: leave {name} out"
-            )
-    return "eager"
-
-
-def _of_each(stats: TokenStats, targets: Targets) -> TokenStats:
-    """Move the last log-prob, that of all other tokens, into `rest`.
-
-    A repeated id gets the log-prob of its first mention, an ignored one 0.
-    """
+    if asked_targets.valid is None:
+        return stats
+    # The last log-prob is that of all other tokens. A repeated id gets that of its first mention.
     logprob_K, rest = stats.logprob[..., :-1], stats.logprob[..., -1]
-    if targets.first is not None:
-        logprob_K = logprob_K.gather(-1, targets.first)
-    assert targets.valid is not None
-    return stats._replace(logprob=torch.where(targets.valid, logprob_K, 0.0), rest=rest)
+    if asked_targets.first is not None:
+        logprob_K = logprob_K.gather(-1, asked_targets.first)
+    return stats._replace(logprob=torch.where(asked_targets.valid, logprob_K, 0.0), rest=rest)
 
 
 #: With bfloat16, and maxima that keep NaN.
@@ -317,34 +300,6 @@ def _differentiated(
     return slopes.of(few_N), temperature_of(asked.temperature, few_N), few_N
 
 
-def _partial_by_tokens(
-    hidden_NH: Tensor, weight_VH: Tensor, asked: TokenBatch, parts: ProductParts
-) -> Partial:
-    """Compute statistics of this rank's columns, with one product for each block of tokens."""
-    found = []
-    for tokens, logits_nV in Products(hidden_NH, weight_VH, asked.columns, parts).parts():
-        temperature = temperature_of(asked.temperature, tokens)
-        arguments = (asked.local[tokens], None, temperature, asked.columns, asked.wanted)
-        found.append(local_statistics(logits_nV, *arguments))
-    return found[0] if len(found) == 1 else Partial(*map(torch.cat, zip(*found, strict=True)))
-
-
-def _partial_by_columns(
-    hidden_NH: Tensor, weight_VH: Tensor, asked: TokenBatch, parts: ProductParts
-) -> Partial:
-    """Compute statistics of this rank's columns, some columns of all tokens at a time."""
-    found, own, product = [], [], Product()
-    for part in parts.of_columns(len(hidden_NH), asked.columns.real, hidden_NH.dtype):
-        logits_Nv = product(hidden_NH, weight_VH[part].t())
-        here = asked.columns._replace(real=part.stop - part.start)
-        local_n = asked.local - part.start
-        found.append(
-            local_statistics(logits_Nv, local_n, None, asked.temperature, here, asked.wanted)
-        )
-        own.append(is_ours(local_n, here.real))
-    return merged(found, own, asked.temperature)
-
-
 def _gradients_by_tokens(
     weight: Tensor,
     hidden_NH: Tensor,
@@ -405,9 +360,25 @@ class LogprobsFromHidden(torch.autograd.Function):
         It makes some columns of all tokens at a time, so that each row of the weight is read once;
         with Triton's kernels all columns of some tokens.
         """
-        by_tokens = asked.wanted.backend == "triton"
-        of_these = _partial_by_tokens if by_tokens else _partial_by_columns
-        whole = global_statistics(of_these(hidden_NH, weight_VH, asked, parts), asked)
+        found, columns, wanted = [], asked.columns, asked.wanted
+        if wanted.backend == "triton":
+            for tokens, logits_nV in Products(hidden_NH, weight_VH, columns, parts).parts():
+                of_these = temperature_of(asked.temperature, tokens)
+                given = (logits_nV, asked.local[tokens], None, of_these, columns, wanted)
+                found.append(local_statistics(*given))
+            several = len(found) > 1
+            partial = Partial(*map(torch.cat, zip(*found, strict=True))) if several else found[0]
+        else:
+            own, product = [], Product()
+            for part in parts.of_columns(len(hidden_NH), columns.real, hidden_NH.dtype):
+                logits_Nv = product(hidden_NH, weight_VH[part].t())
+                here = columns._replace(real=part.stop - part.start)
+                local_n = asked.local - part.start
+                given = (logits_Nv, local_n, None, asked.temperature, here, wanted)
+                found.append(local_statistics(*given))
+                own.append(is_ours(local_n, here.real))
+            partial = merged(found, own, asked.temperature)
+        whole = global_statistics(partial, asked)
         if any(ctx.needs_input_grad[:2]):
             ctx.save_for_backward(hidden_NH, weight_VH, *whole)
         ctx.asked, ctx.parts = asked, parts

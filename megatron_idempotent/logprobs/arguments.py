@@ -187,22 +187,6 @@ def _each_once(targets: Targets, order_K: Tensor, again_K: Tensor) -> Targets:
     return targets._replace(ids=ids, first=first_K)
 
 
-def columns_of(who: str, per_rank: int, group: Any, vocab_size: int | None) -> Columns:
-    """Return the part of the vocabulary that this rank has."""
-    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    whole = per_rank * size
-    if vocab_size is None:
-        vocab_size = whole
-    if not 1 <= vocab_size <= whole:
-        raise ValueError(
-            f"{who}() got vocab_size={vocab_size}, and {size} ranks with {per_rank} "
-            f"columns each have {whole}: is tp_group the one that shares the output layer?"
-        )
-    first = rank * per_rank
-    columns = Columns(first, 0, per_rank, vocab_size, group, size)
-    return columns._replace(real=columns.real_of(rank))
-
-
 def positive(who: str, temperature: float | Tensor, shape: torch.Size, tokens: Tokens) -> None:
     """Raise `ValueError` unless the temperature of all computed tokens is positive and finite."""
     if isinstance(temperature, Tensor):
@@ -218,18 +202,6 @@ def positive(who: str, temperature: float | Tensor, shape: torch.Size, tokens: T
         value = float(temperature)
     if not 0 < value < float("inf"):
         raise ValueError(f"{who}() got temperature {value}: pass a positive, finite number")
-
-
-def main_grad(who: str, weight: Tensor | None) -> None:
-    """Raise `ValueError` unless the weight has a `main_grad` of its shape."""
-    found = getattr(weight, "main_grad", None)
-    if weight is None or not isinstance(found, Tensor) or found.shape != weight.shape:
-        where = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
-        has = "none" if found is None else f"one of shape {tuple(found.shape)}"
-        raise ValueError(
-            f"{who}(gradient_accumulation_fusion=True) adds to weight.main_grad, and got "
-            f"{where} with {has}: pass the parameter that Megatron's DistributedDataParallel has"
-        )
 
 
 def ids_to_keep(
@@ -315,15 +287,32 @@ class Inputs(NamedTuple):
         one_form(who, logits, hidden, weight, ownership, hidden_layout)
         if workspace_bytes is not None and workspace_bytes < 1:
             raise ValueError(f"{who}() got workspace_bytes={workspace_bytes}: pass at least 1")
-        if fused:
-            main_grad(who, weight)
+        main_grad = getattr(weight, "main_grad", None)
+        if fused and (weight is None or getattr(main_grad, "shape", None) != weight.shape):
+            where = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
+            has = "none" if main_grad is None else f"one of shape {tuple(main_grad.shape)}"
+            raise ValueError(
+                f"{who}(gradient_accumulation_fusion=True) adds to weight.main_grad, and got "
+                f"{where} with {has}: pass the parameter that Megatron's DistributedDataParallel "
+                "has"
+            )
         if logits is not None:
             rows, per_rank = logits, logits.shape[-1]
         else:
             assert hidden is not None
             assert weight is not None
             rows, per_rank = hidden, weight.shape[0]
-        columns = columns_of(who, per_rank, tp_group, vocab_size)
+        alone = tp_group is None
+        rank, size = (0, 1) if alone else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
+        whole = per_rank * size
+        vocabulary = whole if vocab_size is None else vocab_size
+        if not 1 <= vocabulary <= whole:
+            raise ValueError(
+                f"{who}() got vocab_size={vocabulary}, and {size} ranks with {per_rank} columns "
+                f"each have {whole}: is tp_group the one that shares the output layer?"
+            )
+        columns = Columns(rank * per_rank, 0, per_rank, vocabulary, tp_group, size)
+        columns = columns._replace(real=columns.real_of(rank))
         gathered = columns.ranks > 1 and hidden_layout == "sequence_parallel"
         shape = list(rows.shape[:-1])
         if gathered:

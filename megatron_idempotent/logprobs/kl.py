@@ -143,26 +143,31 @@ def token_kl(
         "hidden_layout": hidden_layout,
         "workspace_bytes": workspace_bytes,
     }
-    fused = gradient_accumulation_fusion
     if teacher_logits is not None:
-        inputs = Inputs.accepted(_NAME, **common, fused=fused)
+        inputs = Inputs.accepted(_NAME, **common, fused=gradient_accumulation_fusion)
         return _of_logits(inputs, teacher_logits, weights, temperature, token_mask)
     assert teacher_ids is not None
     assert teacher_logprobs is not None
-    return _of_topk(
-        teacher_ids,
-        teacher_logprobs,
-        teacher_rest,
-        weights,
-        tail,
-        {
-            **common,
-            "temperature": temperature,
-            "token_mask": token_mask,
-            "ignore_index": ignore_index,
-            "gradient_accumulation_fusion": fused,
-        },
+    shape, of_ids = teacher_ids.shape[:-1], teacher_ids.shape
+    rest_shape = shape if teacher_rest is None else teacher_rest.shape
+    if not teacher_ids.dim() or (teacher_logprobs.shape, rest_shape) != (of_ids, shape):
+        rests = "" if teacher_rest is None else f" and teacher_rest of shape {tuple(rest_shape)}"
+        raise ValueError(
+            f"{_NAME}() got teacher_ids of shape {tuple(of_ids)}, teacher_logprobs of shape "
+            f"{tuple(teacher_logprobs.shape)}{rests}: [..., K], [..., K] and [...]"
+        )
+    floating(_NAME, "teacher_logprobs", teacher_logprobs)
+    valid = teacher_ids != ignore_index
+    _refuse_repeats(teacher_ids, valid, token_mask)
+    stats = token_logprobs(
+        targets=teacher_ids,
+        temperature=temperature,
+        token_mask=token_mask,
+        ignore_index=ignore_index,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
+        **common,
     )
+    return _topk_kl(stats, teacher_logprobs, teacher_rest, valid, weights, tail)
 
 
 def _of_logits(
@@ -203,29 +208,6 @@ def _of_logits(
         of_teacher = panels, layout.kept_N
         found = of_hidden(layout.chosen(rows), inputs.weight, *of_teacher, asked, inputs.parts())
     return TokenKL(layout.shaped(found))
-
-
-def _of_topk(
-    ids: Tensor,
-    logprobs: Tensor,
-    rest: Tensor | None,
-    weights: DirectionWeights,
-    tail: Tail,
-    common: dict[str, Any],
-) -> TokenKL:
-    shape = ids.shape[:-1]
-    fitting = (ids.shape, logprobs.shape, shape if rest is None else rest.shape)
-    if not ids.dim() or fitting != (logprobs.shape, ids.shape, shape):
-        rests = "" if rest is None else f" and teacher_rest of shape {tuple(rest.shape)}"
-        raise ValueError(
-            f"{_NAME}() got teacher_ids of shape {tuple(ids.shape)}, teacher_logprobs of shape "
-            f"{tuple(logprobs.shape)}{rests}: [..., K], [..., K] and [...]"
-        )
-    floating(_NAME, "teacher_logprobs", logprobs)
-    valid = ids != common["ignore_index"]
-    _refuse_repeats(ids, valid, common["token_mask"])
-    stats = token_logprobs(targets=ids, **common)
-    return _topk_kl(stats, logprobs, rest, valid, weights, tail)
 
 
 def _refuse_repeats(ids_K: Tensor, valid_K: Tensor, token_mask: Tensor | None) -> None:

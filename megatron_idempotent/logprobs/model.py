@@ -50,17 +50,30 @@ def stats_of(
     ) -> tuple[TokenStats, None]:
         weight_VH = layer.weight if weight is None else weight
         recorded = torch.is_grad_enabled() and weight_VH.requires_grad
+        if recorded and layer.config.defer_embedding_wgrad_compute:
+            raise ValueError(
+                "config.defer_embedding_wgrad_compute=True keeps logit gradients for the end of "
+                f"the window, and here there are none: set it to False, or {_INSTEAD}"
+            )
         found = token_logprobs(
             hidden=hidden_SBH,
             weight=weight_VH,
             tp_group=_group(layer),
             hidden_layout="sequence_parallel" if layer.sequence_parallel else "replicated",
+            gradient_accumulation_fusion=recorded and layer.gradient_accumulation_fusion,
             **arguments,
-            **_into_main_grad(layer, recorded),
         )
-        return TokenStats(*map(_back, found)), None
+        turned: Any = (
+            each if each is None else each.transpose(0, 1).contiguous() for each in found
+        )
+        return TokenStats(*turned), None
 
-    found = _called(layer, forward, hidden_SBH, output_weight)
+    # An attribute of the instance, which the module's __call__ prefers to the class's method.
+    layer.forward = forward
+    try:
+        found, _ = layer(hidden_SBH, weight=output_weight)
+    finally:
+        del layer.forward
     if not isinstance(found, TokenStats):
         raise RuntimeError(
             f"a forward hook of the output layer made a {type(found).__name__} of its "
@@ -88,18 +101,6 @@ def scale_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
     return scale
 
 
-def _called(
-    layer: Any, forward: Callable[..., Any], hidden: Tensor, weight: Tensor | None
-) -> object:
-    # An attribute of the instance, which the module's __call__ prefers to the class's method.
-    layer.forward = forward
-    try:
-        found, _ = layer(hidden, weight=weight)
-    finally:
-        del layer.forward
-    return found
-
-
 def _accept(layer: Any) -> None:
     kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
     more = None
@@ -118,19 +119,6 @@ def _accept(layer: Any) -> None:
             f"the output layer {more}; log-probs out of hidden states know a product with a "
             f"weight and nothing else: {_INSTEAD}"
         )
-
-
-def _into_main_grad(layer: Any, recorded: bool) -> dict[str, Any]:
-    if not recorded:
-        return {}
-    if layer.config.defer_embedding_wgrad_compute:
-        raise ValueError(
-            "config.defer_embedding_wgrad_compute=True keeps logit gradients for the end of the "
-            f"window, and here there are none: set it to False, or {_INSTEAD}"
-        )
-    if layer.gradient_accumulation_fusion:
-        return {"gradient_accumulation_fusion": True}
-    return {}
 
 
 def _group(layer: Any) -> Any:
@@ -153,10 +141,6 @@ def _turned(name: str, value: Any, shape_BS: tuple[int, int]) -> Any:
             "first"
         )
     return value.transpose(0, 1)
-
-
-def _back(per_token_SB: Tensor | None) -> Any:
-    return None if per_token_SB is None else per_token_SB.transpose(0, 1).contiguous()
 
 
 _PROVIDED = "output-processor"

@@ -19,7 +19,7 @@ from torch import Tensor
 from .kernels import GradCoefficients
 from .sources import as_matrices, kept_places
 from .statistics import Columns, ComputeOptions, Partial, TokenBatch, Whole, all_gathered
-from .triton_kernels import FINITE, block_of, launch_gradient, launch_statistics, on_device_of
+from .triton_kernels import FINITE, chosen, launch_gradient, launch_statistics, on_device_of
 
 
 def local_statistics(
@@ -32,7 +32,6 @@ def local_statistics(
 ) -> Partial:
     """Compute statistics of the kept tokens, without a copy of their rows."""
     matrices = as_matrices(logits)[0]
-    block = block_of("statistics", logits.dtype)
     temperature = _computed(temperature)
     found: list[Tensor] = []
     done = 0
@@ -51,12 +50,12 @@ def local_statistics(
             continue
         of_these = temperature[tokens] if isinstance(temperature, Tensor) else temperature
         here = local_N[tokens]
-        arguments = (matrix, row_n, here, of_these, columns.real, wanted.entropy, block)
-        found.append(launch_statistics(*arguments))
+        arguments = (matrix, row_n, here, of_these, columns.real, wanted.entropy)
+        found.append(launch_statistics(*arguments, chosen["statistics"]))
     parts_PN4 = found[0] if len(found) == 1 else torch.cat(found, 1)
-    width = block.shape.segment
     if len(parts_PN4) == 1:
         return Partial(*parts_PN4[0].unbind(-1))
+    width = chosen["statistics"].segment
     return Partial(*launch_combine(parts_PN4, local_N, width, temperature, whole=False).unbind(-1))
 
 
@@ -76,8 +75,32 @@ def grad_coefficients(
     The index is -1 if the token's outputs have no gradient. The host reads nothing.
     """
     temperature = _computed(asked.temperature)
-    found_3N, token_N = launch_coefficients(whole, of_logprob_N, of_entropy_N, temperature)
-    factor_N, slope_N, of_target_N = found_3N
+    tokens, per_token = len(whole.origin), isinstance(temperature, Tensor)
+    into_3N = whole.origin.new_empty(3, tokens)
+    token_N = whole.origin.new_empty(tokens, dtype=torch.int64)
+    # A sum's gradient is one number for all tokens.
+    given = [None if each is None else each.contiguous() for each in (of_logprob_N, of_entropy_N)]
+    with on_device_of(into_3N):
+        if tokens:
+            coefficients_kernel[(triton.cdiv(tokens, _TOKENS),)](
+                whole.exponentials,
+                whole.mean,
+                whole.logprob,
+                whole.entropy,
+                *(into_3N if each is None else each for each in given),
+                temperature if per_token else into_3N,
+                into_3N,
+                token_N,
+                tokens,
+                1.0 if isinstance(temperature, Tensor) else float(temperature),
+                PER_TOKEN=per_token,
+                HAS_LOGPROB=of_logprob_N is not None,
+                HAS_ENTROPY=of_entropy_N is not None,
+                BLOCK=_TOKENS,
+                num_warps=4,
+                enable_fp_fusion=True,
+            )
+    factor_N, slope_N, of_target_N = into_3N
     slope = None if of_entropy_N is None else slope_N
     return GradCoefficients(asked.local, whole.origin, factor_N, slope, of_target_N), token_N
 
@@ -113,8 +136,8 @@ def write_gradient(
         t = temperature
         if isinstance(t, Tensor) and some is not slopes:
             t = t[here]
-        block = block_of("gradient", matrix.dtype)
-        launch_gradient(matrix, into_matrix, of_these, some, t, columns.real, block)
+        arguments = matrix, into_matrix, of_these, some, t, columns.real
+        launch_gradient(*arguments, chosen["gradient"])
 
 
 def _computed(temperature: Tensor | float) -> Tensor | float:
@@ -280,43 +303,3 @@ def launch_combine(
             enable_fp_fusion=True,
         )
     return into
-
-
-def launch_coefficients(
-    whole: Whole,
-    of_logprob_N: Tensor | None,
-    of_entropy_N: Tensor | None,
-    temperature: Tensor | float,
-) -> tuple[Tensor, Tensor]:
-    """Compute factor, slope and `of_target` of `GradCoefficients`, [3, N], and indices [N].
-
-    An index is the token's own, or -1 if its outputs have no gradient.
-    """
-    tokens = len(whole.origin)
-    into_3N = whole.origin.new_empty(3, tokens)
-    live_N = whole.origin.new_empty(tokens, dtype=torch.int64)
-    if not tokens:
-        return into_3N, live_N
-    per_token = isinstance(temperature, Tensor)
-    # A sum's gradient is one number for all tokens.
-    given = [None if each is None else each.contiguous() for each in (of_logprob_N, of_entropy_N)]
-    with on_device_of(into_3N):
-        coefficients_kernel[(triton.cdiv(tokens, _TOKENS),)](
-            whole.exponentials,
-            whole.mean,
-            whole.logprob,
-            whole.entropy,
-            *(into_3N if each is None else each for each in given),
-            temperature if per_token else into_3N,
-            into_3N,
-            live_N,
-            tokens,
-            1.0 if isinstance(temperature, Tensor) else float(temperature),
-            PER_TOKEN=per_token,
-            HAS_LOGPROB=of_logprob_N is not None,
-            HAS_ENTROPY=of_entropy_N is not None,
-            BLOCK=_TOKENS,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-    return into_3N, live_N

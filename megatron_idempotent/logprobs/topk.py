@@ -116,48 +116,31 @@ def vocab_topk(
         source = Logits(layout.order.rows(rows), layout.kept_N, columns, memory)
     else:
         source = Products(layout.chosen(rows), weight, columns, inputs.parts())
-    computed = tokens.computed, k, layout.chosen(temperature), columns, wanted, rows.device
+    per_token = layout.chosen(temperature)
     with torch.no_grad():
-        found = _most_likely(source, *computed)
+        width = min(k, columns.per_rank)
+        like_N = torch.zeros(tokens.computed, dtype=accumulated(source.dtype), device=rows.device)
+        logits_NC = like_N.new_full((len(like_N), width), -torch.inf)
+        sums = Partial(like_N.clone(), like_N.clone(), like_N.clone(), logits_NC)
+        sums.origin.fill_(FINITE)
+        ids_NC = torch.zeros(len(like_N), width, dtype=torch.int64, device=rows.device)
+        here = min(width, columns.real)
+        for part, logits_nV in source.parts() if here and len(like_N) else ():
+            column_nC = largest(logits_nV, here)
+            of_part = temperature_of(per_token, part)
+            # These columns are no part of the sums, so what is left beside them is exact.
+            found = local_statistics(logits_nV, column_nC, None, of_part, columns, wanted)
+            for into_N, values_n in zip(sums[:3], found[:3], strict=True):
+                into_N[part] = values_n
+            sums.target[part, :here] = found.target
+            ids_NC[part, :here] = column_nC + columns.first
+        topk = _of_all_ranks(sums, ids_NC, k, per_token, columns)
     return TopK(
-        logprob=layout.shaped(found.logprob),
-        ids=layout.shaped(found.ids, fill=ignore_index),
-        rest=layout.shaped(found.rest),
-        lse=layout.shaped(found.lse),
+        logprob=layout.shaped(topk.logprob),
+        ids=layout.shaped(topk.ids, fill=ignore_index),
+        rest=layout.shaped(topk.rest),
+        lse=layout.shaped(topk.lse),
     )
-
-
-def _most_likely(
-    source: Source,
-    count: int,
-    k: int,
-    temperature: Tensor | float,
-    columns: Columns,
-    wanted: ComputeOptions,
-    device: torch.device,
-) -> TopK:
-    """Find this rank's candidates and the sums over its other columns, and merge all ranks'.
-
-    The result is the same on all of them.
-    """
-    dtype = accumulated(source.dtype)
-    width = min(k, columns.per_rank)
-    like_N = torch.zeros(count, dtype=dtype, device=device)
-    logits_NC = like_N.new_full((count, width), -torch.inf)
-    sums = Partial(like_N.clone(), like_N.clone(), like_N.clone(), logits_NC)
-    sums.origin.fill_(FINITE)
-    ids_NC = torch.zeros(count, width, dtype=torch.int64, device=device)
-    here = min(width, columns.real)
-    for part, logits_nV in source.parts() if here and count else ():
-        column_nC = largest(logits_nV, here)
-        of_part = temperature_of(temperature, part)
-        # These columns are no part of the sums, so what is left beside them is exact.
-        found = local_statistics(logits_nV, column_nC, None, of_part, columns, wanted)
-        for into_N, values_n in zip(sums[:3], found[:3], strict=True):
-            into_N[part] = values_n
-        sums.target[part, :here] = found.target
-        ids_NC[part, :here] = column_nC + columns.first
-    return _of_all_ranks(sums, ids_NC, k, temperature, columns)
 
 
 def largest(logits_nV: Tensor, count: int) -> Tensor:
@@ -196,7 +179,10 @@ def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) ->
 def _of_all_ranks(
     sums: Partial, ids_NC: Tensor, k: int, temperature: Tensor | float, columns: Columns
 ) -> TopK:
-    """Merge the ranks' candidates and sums; the group's ranks take part in one all-gather."""
+    """Merge the ranks' candidates and sums over their other columns, alike on all ranks.
+
+    The group's ranks take part in one all-gather.
+    """
     dtype = sums.origin.dtype
     # As bits: not every id is a number of float32.
     bits = torch.int32 if dtype == torch.float32 else torch.int64

@@ -90,31 +90,18 @@ class Shape(NamedTuple):
     lanes: int | None = None
     """The number of columns that a program loads at once; None for 16 bytes of each thread."""
 
-    def of(self, dtype: torch.dtype) -> BlockShape:
-        """Return the shape for rows of this type."""
-        lanes = self.lanes or self.warps * _WARP * _LOAD_BYTES // dtype.itemsize
-        return BlockShape(self, lanes)
-
-
-class BlockShape(NamedTuple):
-    """Holds a shape for one type of logits."""
-
-    shape: Shape
-    lanes: int
-    computed: torch.dtype = torch.float32
-
     def segments(self, columns: int) -> int:
         """Return the number of programs that share a row."""
-        return -(-columns // self.shape.segment)
+        return -(-columns // self.segment)
 
-    def constants(self) -> dict[str, Any]:
-        """Return the constants that the kernels are compiled for."""
+    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the constants that the kernels are compiled for, for logits of this type."""
         return {
-            "SEGMENT": self.shape.segment,
-            "UNROLL": self.shape.unroll,
-            "LANES": self.lanes,
-            "STAGES": self.shape.stages,
-            "num_warps": self.shape.warps,
+            "SEGMENT": self.segment,
+            "UNROLL": self.unroll,
+            "LANES": self.lanes or self.warps * _WARP * _LOAD_BYTES // dtype.itemsize,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
             # Triton 3.10 turns it off by default, and other roundings are other bits.
             "enable_fp_fusion": True,
         }
@@ -128,23 +115,19 @@ SHAPES: dict[Kernel, tuple[Shape, ...]] = {
     "statistics": (Shape(8, 4, 1), Shape(8, 2, 1), Shape(4, 4, 1), Shape(8, 2, 3)),
     "gradient": (Shape(8, 2, 1), Shape(8, 4, 1), Shape(4, 4, 1), Shape(8, 2, 3)),
 }
-_chosen: dict[Kernel, Shape] = {kernel: shapes[0] for kernel, shapes in SHAPES.items()}
-
-
-def block_of(kernel: Kernel, dtype: torch.dtype) -> BlockShape:
-    """Return the shape that a kernel uses now, for rows of this type."""
-    return _chosen[kernel].of(dtype)
+#: The shape that each kernel uses now.
+chosen: dict[Kernel, Shape] = {kernel: shapes[0] for kernel, shapes in SHAPES.items()}
 
 
 @contextlib.contextmanager
 def using(**shapes: Shape) -> Iterator[None]:
     """Use other shapes inside of a `with`, for benchmarks: `using(gradient=Shape(4, 2, 1))`."""
-    before = dict(_chosen)
-    _chosen.update(shapes)  # type: ignore[arg-type]
+    before = dict(chosen)
+    chosen.update(shapes)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        _chosen.update(before)
+        chosen.update(before)
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -264,14 +247,14 @@ def launch_statistics(
     temperature: Tensor | float,
     columns: int,
     entropy: bool,
-    block: BlockShape,
+    shape: Shape,
 ) -> Tensor:
     """Compute the fields of `Partial` per segment and token, [P, N, 4].
 
     `logits` is a matrix [rows, ≥ columns]; `rows_N` names the tokens' rows, None for all of them.
     """
-    tokens, segments = len(local_N), block.segments(columns)
-    found_PN4 = local_N.new_empty(segments, tokens, 4, dtype=block.computed)
+    tokens, segments = len(local_N), shape.segments(columns)
+    found_PN4 = local_N.new_empty(segments, tokens, 4, dtype=torch.float32)
     per_token = isinstance(temperature, Tensor)
     with on_device_of(logits):
         statistics_kernel[(tokens * segments,)](
@@ -290,7 +273,7 @@ def launch_statistics(
             UNIT=not per_token and temperature == 1,
             ADJACENT=logits.stride(1) == 1,
             ENTROPY=entropy,
-            **block.constants(),
+            **shape.constants(logits.dtype),
         )
     return found_PN4
 
@@ -387,7 +370,7 @@ def launch_gradient(
     slopes: GradCoefficients,
     temperature: Tensor | float,
     columns: int,
-    block: BlockShape,
+    shape: Shape,
 ) -> None:
     """Write the gradient into all of `into` [M, ≥ columns], which may be `logits`.
 
@@ -398,7 +381,7 @@ def launch_gradient(
     per_token = isinstance(temperature, Tensor)
     some = slopes.factor
     with on_device_of(logits):
-        gradient_kernel[(len(into) * block.segments(width),)](
+        gradient_kernel[(len(into) * shape.segments(width),)](
             logits,
             into,
             slopes.local if token_M is None else token_M,
@@ -421,5 +404,5 @@ def launch_gradient(
             PER_TOKEN=per_token,
             UNIT=not per_token and temperature == 1,
             ADJACENT=logits.stride(1) == 1 and into.stride(1) == 1,
-            **block.constants(),
+            **shape.constants(logits.dtype),
         )

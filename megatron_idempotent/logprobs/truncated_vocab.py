@@ -282,7 +282,15 @@ def choose(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
             found = _statistics(rows, threshold_n, also_n)
             for into, found_n in zip(whole, found, strict=True):
                 into[rows.token_n] = found_n
-            kept.extend(_here(columns, rows, threshold_n, also_n, enough_n))
+            here_nC = rows.here_nC
+            kept_nC = (here_nC >= threshold_n[:, None]) & (here_nC > -torch.inf)
+            row_e, slot_e = (kept_nC & enough_n[:, None]).nonzero().unbind(1)
+            column_e = rows.column_nC[row_e, slot_e]
+            kept.append(Kept(rows.token_n[row_e], column_e, here_nC[row_e, slot_e]))
+            ours_n = is_ours(rows.local_n, columns.real)
+            row_e = (ours_n & also_n & enough_n).nonzero().squeeze(1)
+            of_target_e = rows.target_n[row_e].to(here_nC.dtype)
+            kept.append(Kept(rows.token_n[row_e], rows.local_n[row_e], of_target_e))
             short.append(rows.token_n[~enough_n])
 
     settle(_sent(source, asked, everyone_N, source.parts(), width))
@@ -375,16 +383,3 @@ def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
     moment_n -= torch.where(target_mass_n > 0, target_mass_n * target_z_n, 0.0)
     z_n = torch.where(inside_n | also_n, target_z_n, -torch.inf)
     return with_target(maximum_n, others_n, moment_n, z_n, rows.here_nC.dtype)
-
-
-def _here(
-    columns: Columns, rows: _Rows, threshold_n: Tensor, also_n: Tensor, enough_n: Tensor
-) -> Iterator[Kept]:
-    """Yield this rank's columns among those that were kept, for tokens that have enough."""
-    here_nC, token_n = rows.here_nC, rows.token_n
-    kept_nC = (here_nC >= threshold_n[:, None]) & (here_nC > -torch.inf) & enough_n[:, None]
-    row_e, slot_e = kept_nC.nonzero().unbind(1)
-    yield Kept(token_n[row_e], rows.column_nC[row_e, slot_e], here_nC[row_e, slot_e])
-    ours_n = is_ours(rows.local_n, columns.real)
-    row_e = (ours_n & also_n & enough_n).nonzero().squeeze(1)
-    yield Kept(token_n[row_e], rows.local_n[row_e], rows.target_n[row_e].to(here_nC.dtype))
