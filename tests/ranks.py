@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 import megatron_idempotent
 
 #: Two virtual stages on each of two stages.
@@ -46,6 +48,19 @@ def on_ranks(
 
 def _call(test: Any, parameters: dict[str, Any]) -> None:
     assert test.__wrapped__(**parameters) is None, "a body asserts, and returns nothing"
+
+
+def tiered(
+    cases: Iterable[Any], always: Iterable[Any], later: Any = pytest.mark.exhaustive
+) -> list[Any]:
+    """Return a parameter for each case, marked as `later` unless it is run always."""
+    known = list(always)
+    return [
+        pytest.param(
+            *(each if isinstance(each, tuple) else (each,)), marks=() if each in known else later
+        )
+        for each in cases
+    ]
 
 
 def built(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+from megatron_idempotent.fp8 import triton_blockwise
 
 SHAPES = [(128, 128), (130, 40), (1, 300), (2, 257, 129), (3, 127, 1), (0, 5), (4, 0)]
 
 
 def compared(weight, **options) -> None:
     """Codes and scales, byte for byte."""
-    import torch
-
     from megatron_idempotent.fp8.blockwise import quantize_blockwise
 
     torchs, ours = (
@@ -22,10 +23,6 @@ def compared(weight, **options) -> None:
 
 def all_shapes() -> None:
     """Runs on a rank: edges, experts, strides, types, and magnitudes of every kind."""
-    import torch
-
-    from megatron_idempotent.fp8 import triton_blockwise
-
     launched = 0
     real = triton_blockwise.launch_quantize
 
@@ -67,8 +64,6 @@ def test_the_same_bytes_for_all_shapes_types_and_magnitudes(kernel_ranks):
 
 def not_finite() -> None:
     """Runs on a rank: the kernel tells of NaN too, which a maximum would pass over."""
-    import torch
-
     from megatron_idempotent.fp8.blockwise import quantize_blockwise
 
     for value in (torch.nan, torch.inf, -torch.inf):

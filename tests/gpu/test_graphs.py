@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import megatron_idempotent
 from megatron_idempotent.patching.source import locate
 
 
@@ -12,8 +14,6 @@ def iterations() -> tuple[list[list[float]], list[bytes], int]:
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron_idempotent.patches import full_cuda_graph_replayed as case
-
-    import megatron_idempotent
 
     megatron_idempotent.apply(only=["full-cuda-graph-replayed"])
     case.stand_in()
@@ -39,10 +39,7 @@ def test_a_full_iteration_graph_computes_the_bits_of_the_calls_in_it(gpu_ranks):
 def optimizer_steps(graph: bool) -> list[float]:
     """Runs on a rank with a GPU: parameters after four steps of an optimizer that can be
     captured."""
-    import torch
     from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
-
-    import megatron_idempotent
 
     megatron_idempotent.apply()
     weights = torch.nn.Parameter(torch.ones(8, device="cuda"))

@@ -6,17 +6,19 @@ deadline is an error that can be met, and the process lives on.
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_idempotent
+from megatron_idempotent.proof.cpu import tiny
 
 
 def agreed() -> list[str]:
     """Runs on a rank: what `agree` raises with and without an error, and a sum that works after
     it."""
-    import torch
-    import torch.distributed as dist
-
-    import megatron_idempotent
-
     found = []
     megatron_idempotent.window.agree()
     error = ValueError("a bad batch") if dist.get_rank() == dist.get_world_size() - 1 else None
@@ -37,12 +39,6 @@ def test_an_error_of_one_rank_is_raised_on_all_and_the_groups_go_on(ranks, megat
 
 def late_for_a_deadline() -> str:
     """Runs on two ranks: one comes too late to agree."""
-    import time
-
-    import torch.distributed as dist
-
-    import megatron_idempotent
-
     megatron_idempotent.window.agree(deadline_s=2.0)  # makes the group
     if dist.get_rank():
         time.sleep(4.0)
@@ -60,11 +56,6 @@ def test_a_rank_that_misses_a_deadline_is_an_error_and_no_end_of_a_process(megat
 
 def rebuilt(rebuild: bool) -> tuple[list[float], bytes, str]:
     """Runs on a rank: a step before and after all process groups were made again."""
-    import torch.distributed as dist
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
     megatron_idempotent.apply()
     bench = tiny.build(overlap_param_gather=True)
     losses = bench.forward_backward(2, data_seed=0)

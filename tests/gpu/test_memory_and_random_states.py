@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
+import torch
+
+import megatron_idempotent
+from megatron_idempotent.proof.cpu import tiny
 
 
 def random_states(abort: bool) -> list[Any]:
     """Runs on a rank: what is drawn next, after a step in pieces that was undone or never begun."""
-    import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    import megatron_idempotent
     from benchmarks._step_sides import Sides, TokenLoss
 
     sides = Sides(64, 4, 2, config_overrides={"hidden_dropout": 0.1, "attention_dropout": 0.1})
@@ -35,13 +38,6 @@ def test_an_undone_step_leaves_the_random_states_as_they_were(megatron_ranks):
 
 def allocated(ends: tuple[str, ...]) -> list[int]:
     """Runs on a rank with a GPU: bytes that are allocated after steps that end so."""
-    import gc
-
-    import torch
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
     megatron_idempotent.apply()
     bench = tiny.build(overlap_param_gather=True, config_overrides={"hidden_size": 256})
     found = []
@@ -72,11 +68,6 @@ def test_an_aborted_window_gives_back_the_memory_that_it_took(gpu_ranks):
 def taken_and_given_back() -> tuple[int, int, int, list[list[float]]]:
     """Runs on a rank with a GPU: bytes allocated with gradient buffers on it, off it and back, and
     the losses of three steps with and without that between them."""
-    import torch
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
     megatron_idempotent.apply()
 
     losses: list[list[float]] = []

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import gpu_environment
@@ -83,8 +84,6 @@ def test_a_report_keeps_the_stages_of_an_earlier_call_on_the_same_machine(tmp_pa
 
 
 def test_a_stage_that_is_out_of_time_is_ended_with_what_it_had_found(tmp_path):
-    import time
-
     run = gpu_stages.Run(
         python=Path(sys.executable), environ=dict(os.environ), out=tmp_path, device="cuda", jobs=1
     )

@@ -10,6 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+
+import megatron_idempotent
+from megatron_idempotent.proof.cpu import is_enabled, tiny
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"overlap_param_gather": True}),
@@ -23,18 +27,11 @@ CYCLES = 20_000_000
 
 def fall_behind() -> None:
     """Queue a kernel that takes its time, on a GPU."""
-    import torch
-
-    from megatron_idempotent.proof.cpu import is_enabled
-
     if not is_enabled():
         torch.cuda._sleep(CYCLES)
 
 
 def build(options: dict[str, Any], late: bool) -> Any:
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
     megatron_idempotent.apply(strict=True)
     bench = tiny.build(**options)
     if late:
@@ -69,8 +66,6 @@ def test_overlapped_reductions_read_gradients_that_are_late(layout, megatron_ran
 def after_an_abort(options: dict[str, Any], late: bool, aborted: bool) -> list[Any]:
     """Runs on a rank: a step after a window that raised in its last microbatch, while kernels
     wait."""
-    import megatron_idempotent
-
     bench = build(options, late)
     if aborted:
         usual = bench.on_microbatch
@@ -100,7 +95,6 @@ def test_a_window_after_an_abort_waits_for_what_the_aborted_one_left_queued(layo
 def reductions_and_kernels() -> tuple[list[str], int]:
     """Runs on a rank with a GPU: which kernels ran on more than one stream, and how many
     reductions."""
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
     bench = build({"overlap_param_gather": True}, late=False)

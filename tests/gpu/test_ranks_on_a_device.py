@@ -9,6 +9,8 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_idempotent.proof import cpu
 from megatron_idempotent.proof.cpu import gpu
@@ -17,9 +19,6 @@ from megatron_idempotent.proof.prove import prove
 
 def where_it_computes() -> tuple[str, str, str, float]:
     """Runs on a rank: a tensor's device, the group's backend, LOCAL_RANK, and a sum over ranks."""
-    import torch
-    import torch.distributed as dist
-
     total = torch.ones(3, device="cuda")
     dist.all_reduce(total)
     return total.device.type, dist.get_backend(), os.environ["LOCAL_RANK"], float(total[0])
@@ -130,8 +129,6 @@ def test_an_unknown_device_is_named_with_those_that_there_are(monkeypatch):
 
 
 def settings_of_a_rank() -> dict[str, Any]:
-    import torch
-
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),

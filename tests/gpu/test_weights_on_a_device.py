@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
@@ -12,11 +16,6 @@ pytest.importorskip("transformers")
 def synced(folder: str, rounds: int) -> list[tuple[bool, float, list[int]]]:
     """Runs on a rank: after each sync, whether the engine serves what the trainer has, and a
     pause."""
-    import asyncio
-    from pathlib import Path
-
-    import torch
-
     from benchmarks.weight_sync import _model, _train
     from megatron_idempotent.rl.engines import Request
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
@@ -59,11 +58,6 @@ def test_an_engine_on_the_device_serves_each_version_to_the_bit(megatron_ranks, 
 
 def handed_over(versions: int) -> list[bool]:
     """Runs on two ranks with one GPU; returns whether rank 1 has received what rank 0 sent."""
-    import asyncio
-
-    import torch
-    import torch.distributed as dist
-
     from megatron_idempotent.rl.weights import Bucket, WeightUpdate, checksum
     from megatron_idempotent.rl.weights.transports import CudaIpcSender, receiver
 
@@ -112,8 +106,6 @@ def test_another_process_copies_buckets_out_of_the_trainers_memory(gpu_ranks):
 def staged_beside(nbytes: int) -> tuple[bool, bool]:
     """Runs on a rank with a GPU: an engine's copies of an update, while the current stream is
     busy."""
-    import torch
-
     from megatron_idempotent.rl.engines.transformers_weights import Incoming
     from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightUpdate
 

@@ -6,8 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_idempotent.proof.cpu.probes import Activity
+import megatron_idempotent
+from megatron_idempotent.proof.cpu import tiny
+from megatron_idempotent.proof.cpu.probes import Activity, activity
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"overlap_param_gather": True}),
@@ -19,12 +22,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def steps(options: dict[str, Any], extra: bool = False) -> tuple[dict[str, int], dict[str, Any]]:
     """Runs on a rank: what a stock step does, and what a patched one does more."""
-    import torch
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-    from megatron_idempotent.proof.cpu.probes import activity
-
     bench = tiny.build(**options)
 
     def step() -> None:

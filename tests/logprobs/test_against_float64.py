@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from cases import USED, Case, additions, against_float64, within_bounds
 from ranks import on_ranks
+
+from megatron_idempotent import token_logprobs
+from megatron_idempotent.logprobs import Sampling, token_kl
 
 #: Cases of each kind by the number of ranks; others are asked for by -m exhaustive. What more than
 #: two ranks may get wrong is where a part of the vocabulary begins and ends, which each case has.
@@ -24,8 +29,6 @@ CASES = {1: 60, 2: 60, 4: 20}
 def test_within_what_rounding_allows_and_alike_on_all_ranks(
     megatron_ranks, kind, ranks, first, last
 ):
-    from cases import against_float64
-
     (found, used), *others = megatron_ranks(ranks, against_float64, kind, first, last)
     print(f"parts of their bounds that errors have: {used}")
     assert all(other == found for other, _ in others)
@@ -34,12 +37,6 @@ def test_within_what_rounding_allows_and_alike_on_all_ranks(
 def confident(entropy: str) -> None:
     """Runs on a rank that shares the vocabulary: tokens that are certain up to as little as
     e⁻²⁵."""
-    import torch.distributed as dist
-    from cases import additions
-
-    from megatron_idempotent import token_logprobs
-    from megatron_idempotent.logprobs import Sampling
-
     rank, size = dist.get_rank(), dist.get_world_size()
     columns = 512 * size
     torch.manual_seed(0)
@@ -85,8 +82,6 @@ def of_a_model(name: str) -> list[bytes]:
 
     Rows are longer than the blocks in which torch adds them up.
     """
-    from cases import Case, within_bounds
-
     torch.manual_seed(0)
     tokens, columns = 16, 8192
     whole = (torch.randn(tokens, columns) * 3).to(getattr(torch, name))
@@ -130,9 +125,6 @@ def _whole(columns: int) -> tuple[Any, Any]:
 
 def any_magnitude() -> list[bytes]:
     """Runs on a rank that shares the vocabulary; returns what it found, as bytes."""
-    import torch.distributed as dist
-    from cases import Case, within_bounds
-
     size = dist.get_world_size()
     whole, targets = _whole(300 * size)
     shifted = whole.clone()
@@ -158,8 +150,6 @@ def test_logits_of_any_magnitude_are_within_what_rounding_allows(megatron_ranks,
 
 def alone_and_together(entropy: str) -> None:
     """A token's outputs and gradient, among others and as the only one."""
-    from megatron_idempotent import token_logprobs
-
     whole, targets = _whole(300)
     weights = torch.randn(len(targets))
 
@@ -192,8 +182,6 @@ def test_what_is_found_of_a_token_is_not_up_to_its_neighbours(entropy):
 @on_ranks(1)
 def test_entropy_far_from_0_has_the_gradient_of_what_was_rounded() -> None:
     """Logits of float32 whose distance from 0 is rounded where they are shifted."""
-    from cases import USED, Case, within_bounds
-
     torch.manual_seed(0)
     for offset in (1e4, -3e3, 77.7):
         for temperature in (1.0, 0.7, torch.rand(6) + 0.5):
@@ -211,8 +199,6 @@ def test_entropy_far_from_0_has_the_gradient_of_what_was_rounded() -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "reverse", "mixed"])
 def test_gradients_of_a_divergence_are_those_of_finite_differences(direction):
-    from megatron_idempotent.logprobs import token_kl
-
     torch.manual_seed(0)
     logits, teacher = torch.randn(2, 1, 3, 7, dtype=torch.float64)
     how = {"temperature": torch.rand(1, 3) + 0.5, "token_mask": torch.tensor([[True, False, True]])}
@@ -226,8 +212,6 @@ def test_gradients_of_a_divergence_are_those_of_finite_differences(direction):
 
 def test_an_infinite_divergence_says_so_and_moves_nothing():
     """One gives probability where the other gives none: it alone does not move."""
-    from megatron_idempotent.logprobs import token_kl
-
     torch.manual_seed(0)
     for tokens in (3, 24):  # few of many, so that all are differentiated
         logits, teacher = torch.randn(2, tokens, 40)
@@ -254,8 +238,6 @@ def test_an_infinite_divergence_says_so_and_moves_nothing():
 
 
 def test_a_divergence_of_what_is_the_same_is_0_and_of_nan_is_nan():
-    from megatron_idempotent.logprobs import token_kl
-
     torch.manual_seed(0)
     same, many = torch.randn(4, 300), torch.randn(64, 300)
     for direction in ("forward", "reverse", "mixed"):

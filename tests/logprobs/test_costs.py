@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_idempotent import token_logprobs
 from megatron_idempotent.logprobs import Sampling, token_kl, vocab_topk
+from megatron_idempotent.logprobs.sources import ProductParts
 from megatron_idempotent.proof.cpu.probes import peak_bytes, watching_collectives
 
 V = 4096
@@ -62,8 +65,6 @@ def watched(run: Callable[[], Any]) -> tuple[list[tuple[str, int]], list[tuple[s
 
 def collectives() -> dict[str, list[Any]]:
     """Runs on one of two ranks: those of each call, for several block sizes."""
-    import torch.distributed as dist
-
     found: dict[str, list[Any]] = {}
     for workspace in (1, None):
         logits, teacher = torch.randn(8, 64, requires_grad=True), torch.randn(8, 64)
@@ -85,8 +86,6 @@ def test_one_collective_forward_and_none_backward_however_many_blocks(megatron_r
 def of_a_sampler() -> list[tuple[list[int], list[Any]]]:
     """Runs on one of two ranks: bytes that each collective of the forward takes, and the
     backward's."""
-    import torch.distributed as dist
-
     torch.manual_seed(0)
     whole = torch.randn(8, 2 * V) * 4
     whole[3:5] = 0.0  # all alike: more than any number of candidates
@@ -202,9 +201,6 @@ def test_logits_are_overwritten_where_that_was_asked_for_and_others_are_told(nam
 
 
 def test_from_hidden_states_only_what_is_asked_for_is_multiplied_and_held():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from megatron_idempotent.logprobs.sources import ProductParts
 
     class Products(TorchDispatchMode):
         elements = 0

@@ -33,7 +33,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradient_again(sampling):
             torch.testing.assert_close(logprob + entropy, whole, rtol=1e-11, atol=1e-13)
 
 
-def some_without_gradient() -> None:
+def test_tokens_whose_outputs_have_no_gradient_are_left_out_of_the_backward():
     """Tokens whose outputs nobody differentiates, such as clipped ones; in float64."""
     torch.manual_seed(0)
     logits, hidden, weight = (
@@ -75,10 +75,6 @@ def some_without_gradient() -> None:
     stats = token_logprobs(logits=logits, targets=torch.arange(8))
     (gradient,) = torch.autograd.grad(stats.logprob[:2].sum(), logits)
     assert gradient.isfinite().all()
-
-
-def test_tokens_whose_outputs_have_no_gradient_are_left_out_of_the_backward():
-    some_without_gradient()
 
 
 def changed_in_place() -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import on_ranks
+
+from megatron_idempotent import token_logprobs
+from megatron_idempotent.logprobs import Sampling
 
 H, V = 16, 600
 
@@ -15,14 +20,9 @@ H, V = 16, 600
 def test_it_is_what_the_hook_would_have_added(cut: bool, dtype: str) -> None:
     """Megatron's DDP around a weight, two microbatches, fused and
     not."""
-    import torch
-    import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
-
-    from megatron_idempotent import token_logprobs
-    from megatron_idempotent.logprobs import Sampling
 
     parallel_state.initialize_model_parallel()
     config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=1)
@@ -91,10 +91,6 @@ def test_it_is_what_the_hook_would_have_added(cut: bool, dtype: str) -> None:
 
 def test_who_has_one_finds_zeros():
     """A plain tensor, with the attributes that Megatron gives it."""
-    import torch
-
-    from megatron_idempotent import token_logprobs
-
     weight = torch.randn(V, H, dtype=torch.float64, requires_grad=True)
     hidden = torch.randn(5, H, dtype=torch.float64)
     arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "targets": torch.arange(5)}

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from ranks import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_idempotent.logprobs import Sampling, sources, topk_kl, vocab_topk
+from megatron_idempotent.proof.cpu import tiny
 
 RECOMPUTED = {
     "recompute_granularity": "full",
@@ -86,9 +91,6 @@ def of_a_teacher(options: dict[str, Any]) -> list[bytes]:
     """Runs on a rank: a teacher's tokens at each position, and the divergence from them; and ids
     that a sampler kept, which the hidden states have in another order."""
     import models
-    import torch
-
-    from megatron_idempotent.logprobs import Sampling, topk_kl, vocab_topk
 
     (chunk,) = models.build(layers_per_stage=1, **options).chunks
     tokens, arguments = models.case()
@@ -132,11 +134,6 @@ def test_the_logits_are_never_there_as_a_whole() -> None:
     """Rows of the largest tensor with a column for each token that a forward
     makes."""
     import models
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from megatron_idempotent.logprobs import sources
-    from megatron_idempotent.proof.cpu import tiny
 
     class Watching(TorchDispatchMode):
         rows = 0
@@ -187,7 +184,6 @@ def test_the_output_layer_is_called_with_its_hooks_and_left_as_it_was() -> None:
 def with_heads(options: dict[str, Any]) -> int:
     """Runs on a rank: MTP losses in the same forward; how often the output layer was called."""
     import models
-    import torch
 
     if options.get("use_mup") and not models.has_mup():
         return 0
@@ -257,7 +253,6 @@ def test_mup_scales_and_what_is_no_scale_is_refused(megatron_ranks):
 def test_who_calls_the_model_gives_it_the_processor() -> None:
     """The processor, given to a model by its caller, with labels too."""
     import models
-    import torch
 
     from megatron_idempotent.logprobs.model import logprobs_processor
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
 from ranks import on_ranks
+
+from megatron_idempotent.proof.cpu import tiny
 
 
 @on_ranks(1)
 def test_an_output_layer_that_does_more_is_refused_and_left_as_it_was() -> None:
     """Output layers that do more, each refused before anything is computed."""
-    import copy
-
     import models
-    import torch
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     (chunk,) = models.build(layers_per_stage=1).chunks
@@ -69,7 +71,6 @@ def test_an_output_layer_that_does_more_is_refused_and_left_as_it_was() -> None:
 def test_models_that_would_give_something_else_are_refused() -> None:
     """No GPTModel, one whose forward keeps the processor to itself, inference."""
     import models
-    import torch
     from megatron.core.inference.contexts import StaticInferenceContext
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -96,9 +97,6 @@ def without_patches() -> str:
     """Runs on a rank: what it says where nothing is applied; empty where the release needs
     nothing."""
     import models
-    import torch
-
-    from megatron_idempotent.proof.cpu import tiny
 
     torch.manual_seed(0)
     (chunk,) = tiny.build(with_optimizer=False, layers_per_stage=1).chunks

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import megatron_idempotent
+from megatron_idempotent import TokenStats, WindowAborted
+from megatron_idempotent.proof.cpu import tiny
 
 
 def gathered(align: bool) -> bytes:
     """Runs on a rank: a forward after a step whose update is still to be gathered."""
     import models
-    import torch
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
     # The output layer has a bucket of its own, which nobody else waits for.
@@ -50,9 +54,6 @@ def test_the_weight_is_waited_for_before_it_is_read(megatron_ranks, align):
 def test_a_sharded_weight_is_whole_for_the_call() -> None:
     """FSDP2, by layer; its gradients are those of whole parameters."""
     import models
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     model = models.stage()
     tokens, arguments = models.case()
@@ -71,11 +72,6 @@ def test_a_sharded_weight_is_whole_for_the_call() -> None:
 def test_wrappers_that_make_tuples_of_it_return_stats() -> None:
     """A bfloat16 model in Float16Module and DDP, and frozen weights."""
     import models
-    import torch
-
-    import megatron_idempotent
-    from megatron_idempotent import TokenStats
-    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply(strict=True)
     (chunk,) = tiny.build(dtype="bf16", with_optimizer=False, overlap_grad_reduce=False).chunks
@@ -127,8 +123,6 @@ def test_a_step_of_stats_is_the_step_of_logits(options: dict[str, Any]) -> None:
     Where ranks share experts the second piece is the first rank's alone.
     """
     import models
-    import torch
-    import torch.distributed as dist
     from megatron.core import parallel_state
 
     from megatron_idempotent import TrainStep
@@ -184,10 +178,8 @@ def test_a_loss_of_stats_that_raises_aborts_the_step_on_all_ranks() -> None:
     """The first one's loss raises, then
     none."""
     import models
-    import torch
-    import torch.distributed as dist
 
-    from megatron_idempotent import TrainStep, WindowAborted
+    from megatron_idempotent import TrainStep
 
     class Loss(_Loss):
         def __call__(self, output: Any, microbatch: Any) -> Any:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from cases import Case, case, within_bounds
+
+from megatron_idempotent import token_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +19,6 @@ def gpu() -> Iterator[Any]:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
-    import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield torch
@@ -23,9 +27,6 @@ def gpu() -> Iterator[Any]:
 
 @pytest.mark.parametrize("shape", [None, "small"])
 def test_cases_are_within_what_rounding_allows(gpu, shape):
-    import contextlib
-
-    from cases import case, within_bounds
     from kernels import in_blocks, launches
 
     seen: set[str] = set()
@@ -38,8 +39,6 @@ def test_cases_are_within_what_rounding_allows(gpu, shape):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("columns", [62080, 151643])
 def test_long_rows_are_within_what_rounding_allows(gpu, columns, dtype):
-    from cases import Case, within_bounds
-
     torch = gpu
     torch.manual_seed(0)
     whole = (torch.randn(9, columns) * 3).to(getattr(torch, dtype))
@@ -56,8 +55,6 @@ def test_long_rows_are_within_what_rounding_allows(gpu, columns, dtype):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_from_hidden_states_as_from_logits(gpu, fused):
-    from megatron_idempotent import token_logprobs
-
     torch = gpu
     torch.manual_seed(0)
     tokens, features, columns = 600, 256, 5000
@@ -88,8 +85,6 @@ def test_from_hidden_states_as_from_logits(gpu, fused):
 
 
 def test_rows_lie_beyond_what_32_bits_address(gpu):
-    from megatron_idempotent import token_logprobs
-
     torch = gpu
     columns = 62080
     tokens = 2**31 // columns + 9

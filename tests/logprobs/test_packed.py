@@ -5,10 +5,22 @@ Legend: n sequences, T tokens of a pack, L of a sequence, V columns of a rank, H
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import on_ranks
+
+from megatron_idempotent import token_logprobs
+from megatron_idempotent.fp8 import Pack, TokenAlignment, token_alignment
+from megatron_idempotent.logprobs import (
+    context_parallel_part,
+    context_parallel_whole,
+    shift_targets,
+)
+from megatron_idempotent.step import pack_batches
 
 
 def _in_order(values: Any) -> Any:
@@ -30,12 +42,7 @@ def _in_order(values: Any) -> Any:
 @on_ranks("ranks")
 def test_the_log_probs_of_a_pack_are_those_of_its_rows(sequence_parallel: bool) -> None:
     """The largest difference of each form, in roundings."""
-    import torch
     from megatron.core import parallel_state
-
-    from megatron_idempotent import token_logprobs
-    from megatron_idempotent.fp8 import Pack, token_alignment
-    from megatron_idempotent.logprobs import shift_targets
 
     size = torch.distributed.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
@@ -114,9 +121,6 @@ SHARED_LENGTHS = (12, 4, 32, 20, 4, 0, 12, 28, 8, 24, 4, 16)
 
 def allowed() -> float:
     """Runs on one rank: what log-probs of all sequences may differ by, in roundings."""
-    import sys
-    from pathlib import Path
-
     sys.path.append(str(Path(__file__).parents[1] / "step"))
     import packs
 
@@ -144,22 +148,12 @@ def bound(megatron_rank_pool) -> float:
 @on_ranks("ranks")
 def test_a_model_gives_a_pack_the_log_probs_of_its_rows(options: dict[str, Any], bound) -> None:
     """The norm of what `model_logprobs` of packs and of each sequence differ by."""
-    import sys
-    from pathlib import Path
-
     sys.path.append(str(Path(__file__).parents[1] / "step"))
-    import torch
     from megatron.core import parallel_state
     from packs import double, one_by_one, rows
 
-    from megatron_idempotent.fp8 import TokenAlignment
-    from megatron_idempotent.logprobs import (
-        context_parallel_part,
-        context_parallel_whole,
-        model_logprobs,
-        shift_targets,
-    )
-    from megatron_idempotent.step import gpt_inputs, pack_batches
+    from megatron_idempotent.logprobs import model_logprobs
+    from megatron_idempotent.step import gpt_inputs
 
     model = double(**options).chunks[0]
     config = model.module.config

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import random
 from typing import Any
 
+import divergences
 import pytest
+import several_targets
+import torch
+import torch.distributed as dist
+from cases import USED, Case, U, close
 from ranks import on_ranks
+
+from megatron_idempotent import token_logprobs
+from megatron_idempotent.logprobs import token_kl, topk_kl, vocab_topk
 
 H = 8
 
 
 def _case(seed: int, size: int) -> dict[str, Any]:
     """Hidden states and a weight whose logits are whole numbers of 1/8, of which many are equal."""
-    import random
-
-    import torch
-
     draw = random.Random(seed)
     torch.manual_seed(seed)
     shape = draw.choice([(), (6,), (3, 4), (0, 3), (4, 1, 3)])
@@ -41,10 +48,6 @@ def truth(logits: Any, ids: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
     What is found of the most likely tokens are their log-probs and that of the rest, of sums with
     the same roundings, or fewer: candidates are added up in float64.
     """
-    import several_targets
-    import torch
-    from cases import Case
-
     how = {name: arguments[name] for name in ("vocab_size", "temperature", "token_mask")}
     weights = torch.zeros(*ids.shape[:-1], ids.shape[-1] + 1)
     arguments = {"targets": ids, "entropy": "none", **how}
@@ -53,12 +56,6 @@ def truth(logits: Any, ids: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
 
 def most_likely(cases: int) -> tuple[list[bytes], dict[str, float]]:
     """Runs on a rank that shares the vocabulary with all others; what it found, as bytes."""
-    import torch
-    import torch.distributed as dist
-    from cases import USED, close
-
-    from megatron_idempotent.logprobs import vocab_topk
-
     rank, size = dist.get_rank(), dist.get_world_size()
     found: list[bytes] = []
     for seed in range(cases):
@@ -104,24 +101,12 @@ def test_the_most_likely_tokens_are_found_lowest_id_first_and_alike_on_all_ranks
 
 def _divergence(p: Any, q: Any) -> Any:
     """Σ p·log(p / q), of outcomes [..., K]."""
-    import torch
-
     ratio = torch.where(p > 0, p, 1.0) / torch.where(p > 0, q, 1.0)
     return (p * ratio.log()).sum(-1)
 
 
 def of_a_teachers_tokens() -> tuple[list[bytes], dict[str, float]]:
     """Runs on a rank that shares the vocabulary: each tail and direction, as their words say it."""
-    import itertools
-
-    import divergences
-    import torch
-    import torch.distributed as dist
-    from cases import USED, Case, U, close
-
-    from megatron_idempotent import token_logprobs
-    from megatron_idempotent.logprobs import token_kl, topk_kl, vocab_topk
-
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     u = U[torch.float32]
@@ -244,11 +229,6 @@ def of_logits(given: Any, ids: Any, computed: Any, weights: Any) -> tuple[Any, A
 
     What the gradient of a log-prob is off by counts as that log-prob's derivative says.
     """
-    import dataclasses
-
-    import several_targets
-    import torch
-
     arguments = {"targets": ids, "entropy": "none", **given.arguments}
     mask, size, k = arguments["token_mask"], arguments["vocab_size"], ids.shape[-1]
     *_, gradient_K, of_gradient_K = computed
@@ -284,13 +264,6 @@ def test_a_tail_is_what_its_words_say(megatron_ranks, ranks):
 @on_ranks(1)
 def test_a_tail_of_next_to_nothing_is_exact_where_the_teacher_says_it() -> None:
     """A tail that no sum of float32 could tell from nothing, on either side."""
-    import divergences
-    import torch
-    from cases import USED, close
-
-    from megatron_idempotent import token_logprobs
-    from megatron_idempotent.logprobs import token_kl, vocab_topk
-
     logits, teacher = torch.zeros(2, 2, 100)
     logits[:, 3], teacher[:, 3] = 60.0, 50.0
     logits[1, 4], teacher[1, 4] = 61.0, 51.0

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from fsdp_bench import same
 from ranks import on_ranks
+from scenario import ROWS, Bench, T, TokenLoss, build, class_of, cut, mask_of, raised_by
+
+import megatron_idempotent
+from megatron_idempotent.fp8 import Pack, TokenAlignment
+from megatron_idempotent.step import microbatches, pack_batches, valid_counts
 
 #: From a right batch to the arguments of a wrong call.
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -36,8 +43,6 @@ def _ready(**also: Any) -> Change:
     """The batch as two ready microbatches, the second with what is given."""
 
     def microbatches(batch: dict[str, Any]) -> dict[str, Any]:
-        from scenario import cut
-
         first, second = cut(batch, [1, 1])
         return {"microbatches": [first, *_with(**also)(second).values()]}
 
@@ -48,8 +53,6 @@ def _packed(**also: Any) -> Change:
     """Two ready packs of all rows, of which the second is changed."""
 
     def packs(batch: dict[str, Any]) -> dict[str, Any]:
-        from megatron_idempotent.step import pack_batches
-
         rows = {name: value for name, value in batch.items() if name != "attention_mask"}
         first, second = pack_batches({**rows, "lengths": [32, 31, 30, 29]}, 64)
         pack = second["pack"]
@@ -62,15 +65,11 @@ def _packed(**also: Any) -> Change:
 
 
 def _tensor(*values: Any) -> Any:
-    import torch
-
     return torch.tensor(values)
 
 
 def _ones(*shape: int) -> Callable[[Any], Any]:
     def ones(_: Any) -> Any:
-        import torch
-
         return torch.ones(shape)
 
     return ones
@@ -93,8 +92,6 @@ def _borders(*ends: int | None) -> Callable[[Any], Any]:
 
 
 def _pack_of_rows(_: Any = None) -> Any:
-    from megatron_idempotent.fp8 import Pack, TokenAlignment
-
     return Pack.of([9, 6, 3], TokenAlignment(sequence=1, pack=1))
 
 
@@ -102,6 +99,11 @@ def _params(_: Any) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     return PackedSeqParams(cu_seqlens_q=_tensor(0, 7, 5))
+
+
+def _rows(*rows: tuple[Change, str]) -> Table:
+    """A table of changes that need no name: each is known by what the error says."""
+    return {said: (change, said) for change, said in rows}
 
 
 #: What is wrong with a batch: the call with it, and what the error says.
@@ -167,85 +169,75 @@ COUNTED: Table = {
     "counts= that raises": (_ready(counts="missing"), "KeyError: 'missing'"),
 }
 #: Shapes that do not fit, and values without rows.
-SHAPES: Table = {
-    "a list": (lambda _: {"batch": [1, 2]}, "got a list whose 'input_ids' is NoneType"),
-    "no tokens": (lambda batch: {"batch": {"tokens": batch["input_ids"]}}, "NoneType"),
-    "one row alone": (lambda _: {"batch": {"input_ids": _ones(3)(None)}}, r"\(3,\)"),
-    "a short token mask": (_with(token_mask=_ones(3, 4)), r"of other shapes: .*\(3, 4\)"),
-    "a wide sample mask": (_with(sample_mask=_ones(4, 2)), r"'sample_mask' of \(4, 2\)"),
-    "a sample mask of a list": (_with(sample_mask=[1.0] * 4), "'sample_mask' of list"),
-    "a scalar tensor": (_with(weight=lambda _: _tensor(1.0).sum()), r"'weight': \(\)"),
-    "a short list": (_with(images=[1] * 3), r"a list of 3 items, for 4 rows .*shared=\("),
-    "an array": (_with(images=lambda _: _ones(4, 2)(None).numpy()), r"a ndarray.*shared=\("),
-    "a mapping": (_with(meta={"a": 1}), r"a dict, for 4 rows.*shared=\("),
-    "a range": (_with(rows=range(4)), r"a range, for 4 rows.*shared=\("),
-    "a pack": (_with(pack=_pack_of_rows), "a Pack of 3 sequences and 18 tokens"),
-    "a pack that rows share": (_with(rope=_pack_of_rows), "a Pack of 3 sequences"),
-    "packs": (_with(packs=lambda _: [_pack_of_rows()] * 4), "a Pack of 3 sequences"),
-    "too many rows": (
+SHAPES = _rows(
+    (lambda _: {"batch": [1, 2]}, "got a list whose 'input_ids' is NoneType"),
+    (lambda batch: {"batch": {"tokens": batch["input_ids"]}}, "NoneType"),
+    (lambda _: {"batch": {"input_ids": _ones(3)(None)}}, r"\(3,\)"),
+    (_with(token_mask=_ones(3, 4)), r"of other shapes: .*\(3, 4\)"),
+    (_with(sample_mask=_ones(4, 2)), r"'sample_mask' of \(4, 2\)"),
+    (_with(sample_mask=[1.0] * 4), "'sample_mask' of list"),
+    (_with(weight=lambda _: _tensor(1.0).sum()), r"'weight': \(\)"),
+    (_with(images=[1] * 3), r"a list of 3 items, for 4 rows .*shared=\("),
+    (_with(images=lambda _: _ones(4, 2)(None).numpy()), r"a ndarray.*shared=\("),
+    (_with(meta={"a": 1}), r"a dict, for 4 rows.*shared=\("),
+    (_with(rows=range(4)), r"a range, for 4 rows.*shared=\("),
+    (_with(pack=_pack_of_rows), "a Pack of 3 sequences and 18 tokens"),
+    (_with(rope=_pack_of_rows), "'rope' with a Pack of 3"),
+    (_with(packs=lambda _: [_pack_of_rows()] * 4), "'packs' with a Pack of 3"),
+    (
         lambda batch: {"batch": {n: v.repeat(2, *[1] * (v.dim() - 1)) for n, v in batch.items()}},
         "rank_batch_size=",
     ),
-}
+)
 #: Ready microbatches and packs; the step has a budget, and so do rows that are to be packed.
-READY: Table = {
-    "not a list": (lambda batch: {"microbatches": batch}, "got a dict as microbatches: pass a"),
-    "both": (lambda batch: {"batch": batch, "microbatches": [batch]}, "a batch and microbatches"),
-    "no tensor of tokens": (
+READY = _rows(
+    (lambda batch: {"microbatches": batch}, "got a dict as microbatches: pass a"),
+    (lambda batch: {"batch": batch, "microbatches": [batch]}, "a batch and microbatches"),
+    (
         lambda batch: {"microbatches": [batch, {"ids": batch["input_ids"]}]},
         r"microbatches\[1\], a dict whose 'input_ids' is not there",
     ),
-    "no counts": (
+    (
         lambda _: {"microbatches": [object()]},
         r"microbatches\[0\], a object whose 'input_ids' is not there",
     ),
-    "a mask of other rows": (
-        _ready(token_mask=_ones(2, 5)),
-        r"whose 'token_mask' has shape \(2, 5\): give it \(2, 32\)",
-    ),
-    "borders that fall": (
+    (_ready(token_mask=_ones(2, 5)), r"whose 'token_mask' has shape \(2, 5\): give it \(2, 32\)"),
+    (
         _packed(cu_seqlens=_borders(0, 9, 5, None)),
         r"microbatches\[1\], whose cu_seqlens fall from 9 to 5 in sequence 1",
     ),
-    "borders that begin late": (
-        _packed(cu_seqlens=_borders(3, 9, None)),
-        r"whose cu_seqlens begin with \[3\]",
-    ),
-    "borders that end early": (
+    (_packed(cu_seqlens=_borders(3, 9, None)), r"whose cu_seqlens begin with \[3\]"),
+    (
         _packed(cu_seqlens=_borders(0, 9, -1)),
         r"whose cu_seqlens end at (\d+), and which has (\d+) tokens",
     ),
-    "no room for a sequence": (
+    (
         _packed(cu_seqlens=_borders(0, 9, None), cu_seqlens_padded=_borders(0, 8, None)),
         "whose sequence 0 has 9 tokens and 8 places",
     ),
-    "another number of rooms": (
+    (
         _packed(cu_seqlens=_borders(0, 9, None), cu_seqlens_padded=_borders(0, None)),
         "whose cu_seqlens have 2 sequences, and cu_seqlens_padded 1",
     ),
-    "PackedSeqParams that fall": (
+    (
         lambda batch: {"microbatches": [{"input_ids": batch["input_ids"], "p": _params(None)}]},
         "fall from 7 to 5 in sequence 1",
     ),
-    "a Pack of other tokens": (
-        _packed(pack=_pack_of_rows),
-        r"whose Pack has (\d+) tokens, and whose 'input_ids' has (\d+)",
-    ),
-    "a long mask of a pack": (
+    (_packed(pack=_pack_of_rows), r"whose Pack has (\d+) tokens, and whose 'input_ids' has (\d+)"),
+    (
         _packed(token_mask=_ones(1, 99)),
         r"whose 'token_mask' has (\d+) entries, and which has (\d+) tokens",
     ),
-    "a long sample mask of a pack": (
-        _packed(sample_mask=_ones(5)),
-        r"whose 'sample_mask' has (\d+) entries for (\d+) sequences",
-    ),
-    "rows of unknown lengths": (_with(attention_mask=None), "not how many are real"),
-    "a row above the budget": (
+    (_packed(sample_mask=_ones(5)), r"whose 'sample_mask' has (\d+) entries for (\d+) sequences"),
+    (_with(attention_mask=None), "not how many are real"),
+    (
         _with(attention_mask=None, lengths=[4, 30, 3, 4]),
         "4 rows, of which sequence 1 has 30 tokens and a bin at most 24",
     ),
-}
-UNCUT: Table = {"rows, and no size": (_with(), r"got 4 rows, and begin\(\) no micro_batch_size")}
+)
+UNCUT = _rows(
+    (_with(), r"got 4 rows, and begin\(\) no micro_batch_size"),
+)
 
 LEARNED = {"model_overrides": {"position_embedding_type": "learned_absolute"}}
 BUDGET = {"micro_batch_size": None, "max_tokens_per_microbatch": 24}
@@ -261,15 +253,11 @@ TABLES: dict[str, tuple[Table, dict[str, Any], dict[str, Any]]] = {
 
 
 def _counted(microbatch: Any) -> Any:
-    from megatron_idempotent.step import valid_counts
-
     return microbatch[microbatch["counts"]] if "counts" in microbatch else valid_counts(microbatch)
 
 
 def _loss(returns: Callable[[Any, Any], Any] | None = None, outputs: tuple[str, ...] = ()) -> Any:
     """Cross entropy of logits on Megatron, of the model's own losses on FSDP2."""
-    import torch
-    from scenario import TokenLoss, mask_of
 
     class Loss(TokenLoss):
         def __call__(self, output: Any, microbatch: Any) -> Any:
@@ -287,9 +275,6 @@ def _loss(returns: Callable[[Any, Any], Any] | None = None, outputs: tuple[str, 
 
 def _bench(engine: str, layout: dict[str, Any], **options: Any) -> Any:
     """A bench whose `forward` is the engine's own, and a batch for it."""
-    import torch
-    from scenario import ROWS, Bench, T
-
     from megatron_idempotent.step import gpt_forward
 
     if engine == "megatron":
@@ -305,9 +290,6 @@ def in_a_batch(engine: str, layout: dict[str, Any], name: str) -> tuple[list[Any
 
     A rank that others wait for is beside rank 1 with a batch that is right.
     """
-    from fsdp_bench import same
-    from scenario import raised_by
-
     table, options, begin = TABLES[name]
 
     def run(bad: bool) -> Any:
@@ -426,8 +408,6 @@ VALUES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 def test_a_loss_that_returns_something_else_is_refused_by_name(
     engine: str, layout: dict[str, Any]
 ) -> None:
-    from fsdp_bench import same
-    from scenario import raised_by
 
     def run(bad: bool) -> Any:
         bench, batch = _bench(engine, layout)
@@ -498,11 +478,6 @@ BEGUN: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 @on_ranks(1)
 def test_a_bad_argument_is_refused_when_a_step_is_made_or_begun(engine: str) -> None:
-    from scenario import Bench, TokenLoss, class_of, raised_by
-
-    import megatron_idempotent
-    from megatron_idempotent.fp8 import TokenAlignment
-
     bench = Bench(engine)
     model, optimizer, scheduler = bench.parts
     kind = functools.partial(class_of(engine), model, optimizer)
@@ -538,9 +513,6 @@ def test_a_bad_argument_is_refused_when_a_step_is_made_or_begun(engine: str) -> 
 @on_ranks(1)
 def test_a_model_that_a_step_cannot_have_is_refused() -> None:
     """Chunks, optimizers and settings of Megatron's that a step cannot have."""
-    import torch
-    from scenario import Bench, raised_by
-
     from megatron_idempotent import TrainStep
 
     bench = Bench()
@@ -579,8 +551,6 @@ def test_a_model_that_a_step_cannot_have_is_refused() -> None:
 @on_ranks(1)
 def test_an_optimizer_of_another_model_is_refused(options: dict[str, Any], frozen: str) -> None:
     """An optimizer is for the model that it was made of, and for no other."""
-    from scenario import build, raised_by
-
     from megatron_idempotent import TrainStep
 
     def freeze(module: Any) -> None:
@@ -599,8 +569,6 @@ def test_an_optimizer_of_another_model_is_refused(options: dict[str, Any], froze
 @on_ranks(1)
 def test_an_optimizer_of_another_ddp_is_refused() -> None:
     """Two DDPs over the same modules, one of matrices and one of vectors."""
-    from scenario import build, raised_by
-
     from megatron_idempotent import TrainStep
 
     def train(module: Any, *, vectors: bool) -> None:
@@ -620,8 +588,6 @@ def test_an_optimizer_of_another_ddp_is_refused() -> None:
 @on_ranks(2)
 def test_an_id_that_comes_again_with_another_batch_is_refused(engine: str) -> None:
     """The same batch under one id is run once, and another one is refused."""
-    from fsdp_bench import same
-    from scenario import raised_by
 
     def steps(again: bool) -> Any:
         bench, batch = _bench(engine, {})
@@ -665,8 +631,6 @@ def test_a_parameter_that_is_nan_on_one_replica_stops_all_of_them(
     engine: str, layout: dict[str, Any], rule: str
 ) -> None:
     """Rank 1's embedding of a token that no batch has is NaN."""
-    from fsdp_bench import same
-    from scenario import raised_by
 
     def steps(bad: bool) -> Any:
         bench, rows = _bench(engine, layout, non_finite=rule)
@@ -695,9 +659,6 @@ def test_a_parameter_that_is_nan_on_one_replica_stops_all_of_them(
 
 def surroundings(layout: dict[str, Any]) -> list[str]:
     """Runs on a rank: rank 1 is in autocast, then freezes all parameters after DDP was built."""
-    import torch
-    from scenario import raised_by
-
     bench, batch = _bench("megatron", layout)
     here, told = bench.rank == 1, []
     step_id = bench.begin()
@@ -733,9 +694,6 @@ def test_autocast_and_parameters_that_are_frozen_after_ddp_are_named(megatron_ra
 @on_ranks(2)
 def test_a_second_thread_is_refused_and_the_first_one_finishes(engine: str) -> None:
     """A second thread comes while the first one waits in `finish()`."""
-    import torch
-    from fsdp_bench import same
-    from scenario import raised_by
 
     def steps(second: bool) -> Any:
         bench, batch = _bench(engine, {})
@@ -775,10 +733,6 @@ def test_masks_on_a_device_are_judged_at_the_end() -> None:
 
     Counts with a fraction on one rank and without on the other are added up all the same.
     """
-    from scenario import cut, raised_by
-
-    from megatron_idempotent.step import microbatches
-
     bench, batch = _bench("megatron", {})
     [first] = cut(batch, [1])
     counts = 2, 7.5 if bench.rank == 1 else 8

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+import torch
+from ranks import on_ranks, tiered
+from scenario import Bench, one_shot, split_step
+from torch.distributed import ProcessGroup
 
-PIECES = {1: [6], 3: [1, 2, 3], 6: [1] * 6}
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.proof.cpu.probes import allocations, peak_bytes, watching_collectives
+
+PIECES = {1: [6], 3: [1, 2, 3]}
 STEPS = 2
 # Operation, group, and elements and type of each tensor.
 Call = tuple[str, str, tuple[tuple[int, str], ...]]
@@ -21,10 +28,6 @@ def recorded(run: Any) -> tuple[Counter[Call], Counter[Call]]:
     Messages between pipeline stages too. Seen by torch's dispatcher, so that it does not matter
     under which name or in which form a collective was called.
     """
-    import torch
-    from torch.distributed import ProcessGroup
-
-    from megatron_idempotent.proof.cpu.probes import watching_collectives
     from megatron_idempotent.window import agreement
 
     seen: list[Call] = []
@@ -63,9 +66,6 @@ def reductions(calls: Counter[Call]) -> Counter[tuple[int, ...]]:
 def compared(options: dict[str, Any]) -> list[Any]:
     """Runs on a rank; returns for each way to cut the step what differs, and the host's
     agreements."""
-    from scenario import Bench, one_shot, split_step
-
-    from megatron_idempotent.megatron.ddp import bucket_groups
 
     def run(pieces: list[int] | None, last: bool) -> tuple[list[Any], Any]:
         bench = Bench(**options)
@@ -131,7 +131,7 @@ ALWAYS = ("dp2, gathers", "pp2")
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(each, marks=() if each in ALWAYS else pytest.mark.matrix) for each in LAYOUTS],
+    tiered(LAYOUTS, ALWAYS, pytest.mark.matrix),
 )
 def test_collectives_are_those_of_the_one_shot_step(megatron_ranks, layout):
     ranks, options = LAYOUTS[layout]
@@ -145,7 +145,7 @@ def test_collectives_are_those_of_the_one_shot_step(megatron_ranks, layout):
             assert cost == agreements(layout, number, last), (number, last)
 
 
-CUTS = {1: [4], 4: [1] * 4}
+CUTS = (([4], False), ([1] * 4, True))
 # Bytes. Above it are activations of the tiny model and buckets of its gradients; below it are the
 # host's messages, 4 KiB for each rank, and the states of random generators, 5 KiB each.
 SMALL = 10_000
@@ -175,10 +175,6 @@ def _large(sizes: list[int]) -> Counter[int]:
 def test_nothing_large_is_allocated_that_the_one_shot_step_does_not(
     options: dict[str, Any],
 ) -> None:
-    from scenario import Bench, one_shot, split_step
-
-    from megatron_idempotent.megatron.ddp import bucket_groups
-    from megatron_idempotent.proof.cpu.probes import allocations, peak_bytes
 
     # Clipped in every step, or none, so that all allocate the same; the schedule asks for min_lr
     # once it has warmed up.
@@ -202,14 +198,10 @@ def test_nothing_large_is_allocated_that_the_one_shot_step_does_not(
     large, most = _large(allocations(plain)), peak_bytes(plain)
     assert sum(large.values()) > len(buckets)
     found: dict[str, Any] = {}
-    for number, pieces in CUTS.items():
-        for last in (False, True):
-
-            def split(pieces: list[int] = pieces, last: bool = last) -> None:
-                split_step(step, loss, batch, pieces, last=last)
-
-            more = _large(allocations(split)) - large
-            found[f"{number} {last}"] = dict(more), peak_bytes(split) - most
+    for pieces, last in CUTS:
+        split = functools.partial(split_step, step, loss, batch, pieces, last=last)
+        more = _large(allocations(split)) - large
+        found[f"{pieces} {last}"] = dict(more), peak_bytes(split) - most
     held = allocations(lambda: step.microbatch(bench.begin(), batch))
     found["while it is open"] = {}, sum(held)
     step.abort()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+import torch
+from ranks import on_ranks, tiered
+from scenario import Bench, TokenLoss, cut, mask_of, raised_by
 
-from megatron_idempotent.proof.cpu import RankError
+from megatron_idempotent.proof.cpu import tiny
+from megatron_idempotent.step import all_positions, own_positions
 
 # All is in float64 but the cross entropy, which upstream computes in float32: a term for each word,
 # and a few roundings more. The aux loss of experts has fewer.
@@ -16,10 +20,6 @@ TOLERANCE = (128 + 32) * 2.0**-24
 
 def loss_that(kind: str, returned: str, bad_rank: int | None) -> Any:
     """Cross entropy over valid tokens, of this rank's positions or of whole rows."""
-    import torch
-    from scenario import TokenLoss, mask_of
-
-    from megatron_idempotent.step import all_positions
 
     class Loss(TokenLoss):
         context_parallel = returned
@@ -54,9 +54,7 @@ def stepped(
     positions: int | None = None,
 ) -> Any:
     """Runs on a rank: a step of 8 rows in two batches; its place, result and gradients."""
-    import torch
     from megatron.core import parallel_state
-    from scenario import Bench, cut
 
     from megatron_idempotent.step import gpt_forward
 
@@ -110,10 +108,7 @@ ALWAYS = ("cp2, averaged, whole", "cp2 tp2, averaged", "cp2 dp2 ep2")
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
-        for each in LAYOUTS
-    ],
+    tiered(LAYOUTS, ALWAYS),
 )
 def test_it_is_the_step_of_one_rank(megatron_ranks, layout):
     ranks, options, how = LAYOUTS[layout]
@@ -141,28 +136,27 @@ def test_it_is_the_step_of_one_rank(megatron_ranks, layout):
     assert sum(rows) == len(found[0][1].rows)
 
 
-def test_a_loss_that_is_not_finite_is_seen_on_any_part(megatron_ranks):
-    with pytest.raises(RankError, match="rank 1: the loss of its microbatch 1 is nan") as raised:
-        megatron_ranks(2, stepped, {"cp": 2}, bad_rank=1)
-    assert {each.rank for each in raised.value.failures} == {0, 1}
+def refused(options: dict[str, Any], **how: Any) -> str:
+    """Runs on a rank: what is said of such a step."""
+    return str(raised_by(stepped, options, **how))
 
 
-def test_rows_that_cannot_be_dealt_out_are_refused(megatron_ranks):
-    with pytest.raises(RankError, match=r"rows of 30 positions for 2 .* a multiple of 4"):
-        megatron_ranks(2, stepped, {"cp": 2}, positions=30)
-
-
-def test_a_loss_says_part_or_whole(megatron_ranks):
-    with pytest.raises(RankError, match="context_parallel 'half': give it one of 'part'"):
-        megatron_ranks(1, stepped, {}, returned="half")
+@pytest.mark.parametrize(
+    ("ranks", "how", "said"),
+    [
+        (2, {"bad_rank": 1}, "rank 1: the loss of its microbatch 1 is nan"),
+        (2, {"positions": 30}, r"rows of 30 positions for 2 .* a multiple of 4"),
+        (1, {"returned": "half"}, "context_parallel 'half': give it one of 'part'"),
+    ],
+    ids=["a part that is NaN", "rows that cannot be dealt out", "neither part nor whole"],
+)
+def test_a_step_that_ranks_cannot_share_is_refused_on_all_of_them(megatron_ranks, ranks, how, said):
+    for told in megatron_ranks(ranks, refused, {"cp": ranks}, **how):
+        assert re.search(said, told), told
 
 
 @on_ranks(2)
 def test_rows_are_cut_with_their_positions_and_masks() -> None:
-    import torch
-
-    from megatron_idempotent.proof.cpu import tiny
-    from megatron_idempotent.step import all_positions, own_positions
     from megatron_idempotent.step.megatron import gpt_forward
 
     torch.set_default_dtype(torch.float64)

@@ -6,7 +6,22 @@ import re
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+import torch
+import torch.distributed as dist
+from ranks import on_ranks, tiered
+from scenario import (
+    DEADLINE_S,
+    ROWS,
+    T,
+    build,
+    cut,
+    data,
+    documented,
+    mask_of,
+    one_shot,
+    parameters,
+    split_step,
+)
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {"overlap_param_gather": True}),
@@ -19,17 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 ALWAYS = ("tp2, sequence parallel", "pp2")
 
 
-def _some() -> list[Any]:
-    return [
-        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
-        for each in LAYOUTS
-    ]
-
-
 def _data(seed: int, microbatches: int, replica: int) -> dict[str, Any]:
-    import torch
-    from scenario import ROWS, T, data
-
     rows = microbatches * ROWS
     generator = torch.Generator().manual_seed(seed)
     hidden_TT = torch.ones(T, T).tril() < 0.5
@@ -45,8 +50,6 @@ def _data(seed: int, microbatches: int, replica: int) -> dict[str, Any]:
 
 def _made(options: dict[str, Any]) -> tuple[dict[str, Any], Any, Any, int]:
     """The documented names, and a model with the documented head."""
-    from scenario import build, documented
-
     names: dict[str, Any] = {}
     shown = documented("critic")
     for program in (shown[0], shown[2]):
@@ -59,17 +62,12 @@ def _made(options: dict[str, Any]) -> tuple[dict[str, Any], Any, Any, int]:
 
 
 def _seen(model: Any, norm: Any) -> list[Any]:
-    import torch
-    from scenario import parameters
-
     return [torch.tensor(float(norm)), model.gradients(), parameters(model)]
 
 
 def critic(options: dict[str, Any]) -> None:
     """Runs on a rank: the documented step, against one schedule call, and what it tells."""
-    import torch
     from megatron.core import parallel_state as ps
-    from scenario import ROWS, cut, documented, mask_of, one_shot
 
     names, model, scheduler, replica = _made(options)
     sizes = [1, 3]
@@ -139,7 +137,6 @@ def _values(chunks: Any, forward: Any, microbatches: list[Any]) -> list[Any]:
 
 def _check_metrics(values_BT: Any, batch: dict[str, Any], result: Any) -> None:
     """Hold the step's metrics against float64, where this replica is the only one."""
-    import torch
     from megatron.core import parallel_state as ps
 
     if ps.get_data_parallel_world_size() > 1:
@@ -165,7 +162,7 @@ def _check_metrics(values_BT: Any, batch: dict[str, Any], result: Any) -> None:
     assert result.metrics["value_clip_fraction"] == pytest.approx(fraction, rel=2.0**-50)
 
 
-@pytest.mark.parametrize("layout", _some())
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
 def test_a_critic_in_pieces_is_the_critic_at_once(megatron_ranks, layout):
     ranks, options = LAYOUTS[layout]
     megatron_ranks(ranks, critic, options, timeout_s=200)
@@ -175,10 +172,7 @@ def test_a_critic_in_pieces_is_the_critic_at_once(megatron_ranks, layout):
 @on_ranks(2, timeout_s=200)
 def test_a_reward_model_in_pieces_is_the_one_at_once(options: dict[str, Any]) -> None:
     """A reward model in pieces and at once; its metrics, against the scores."""
-    import torch
-    import torch.distributed as dist
     from megatron.core import parallel_state as ps
-    from scenario import DEADLINE_S, ROWS, one_shot, split_step
 
     from megatron_idempotent import TrainStep
 

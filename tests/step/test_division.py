@@ -11,14 +11,16 @@ import itertools
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+import torch
+from ranks import on_ranks, tiered
+from scenario import ROWS, Bench, SequenceLoss, T, TokenLoss, build, cut, data, forward, raised_by
+
+from megatron_idempotent.step import StepCounts
 
 MOE = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
 
 
 def _split_gradient(kind: str, per_token: bool, options: dict[str, Any], full: bool) -> Any:
-    from scenario import Bench, SequenceLoss, TokenLoss, cut
-
     overrides = {**options.get("config_overrides", {}), "calculate_per_token_loss": per_token}
     loss = {"token": TokenLoss, "sequence": SequenceLoss}[kind]()
     bench = Bench(loss=loss, **{**options, "config_overrides": overrides})
@@ -30,7 +32,6 @@ def _split_gradient(kind: str, per_token: bool, options: dict[str, Any], full: b
 def _plain_gradient(options: dict[str, Any]) -> Any:
     """One schedule call with a mean loss, which Megatron averages over microbatches and ranks."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from scenario import ROWS, SequenceLoss, T, build, cut, data, forward
 
     overrides = {**options.get("config_overrides", {}), "calculate_per_token_loss": False}
     model, _, replica = build(**{**options, "config_overrides": overrides})
@@ -57,8 +58,6 @@ def _plain_gradient(options: dict[str, Any]) -> Any:
 
 def compared(what: str, options: dict[str, Any]) -> bool:
     """Runs on a rank: whether two ways to the same gradient give the same bits."""
-    import torch
-
     if what == "plain":
         want = _plain_gradient(options)
         return all(
@@ -111,10 +110,7 @@ ALWAYS = [
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [
-        pytest.param(*each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
-        for each in itertools.product(LAYOUTS, ("token", "sequence"))
-    ],
+    tiered(itertools.product(LAYOUTS, ("token", "sequence")), ALWAYS),
 )
 def test_ddp_may_sum_or_average(megatron_ranks, layout, kind):
     assert all(megatron_ranks(2, compared, kind, LAYOUTS[layout]))
@@ -135,10 +131,6 @@ def test_auxiliary_losses_count_as_in_a_plain_mean(megatron_ranks, layout):
 
 def divided(engine: str, options: dict[str, Any], overrides: dict[str, Any]) -> None:
     """Runs on a rank: gradients of a loss under each divisor, against those of the bare sum."""
-    import torch
-    from scenario import ROWS, Bench, TokenLoss, cut
-
-    from megatron_idempotent.step import StepCounts
 
     def run(
         kind: str, *, divisor: Any = None, at_end: bool = False, normalizers: Any = None
@@ -211,9 +203,6 @@ def test_gradients_and_metrics_are_divided_as_the_loss_or_the_caller_says(
 @on_ranks(2)
 def test_ids_that_are_no_groups_are_refused(engine: str) -> None:
     """Ids that are no groups, and the step that goes on."""
-    import torch
-    from scenario import Bench, TokenLoss, raised_by
-
     grouped = TokenLoss()
     grouped.kind = "group"
     bench = Bench(engine, loss=grouped)
@@ -230,8 +219,6 @@ def test_ids_that_are_no_groups_are_refused(engine: str) -> None:
 @on_ranks(1)
 def test_a_loss_that_is_divided_already_says_what_auxiliary_losses_count_as() -> None:
     """Auxiliary losses of a loss that does not say what they count as."""
-    from scenario import Bench, TokenLoss, cut, raised_by
-
     norms = []
     for kind, weight in (
         ("none", None),

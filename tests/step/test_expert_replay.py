@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.version import Version
-from ranks import VIRTUAL, on_ranks
+from ranks import VIRTUAL, on_ranks, tiered
+from scenario import Bench
+
+from megatron_idempotent.proof.cpu import tiny
 
 BEFORE_REPLAY = Version(version("megatron-core")) < Version("0.16")
 replays = pytest.mark.skipif(BEFORE_REPLAY, reason="routers can be given experts from 0.16 on")
@@ -18,9 +24,6 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 def taken(*arguments: Any, **options: Any) -> Any:
     """Runs on a rank: `replayed.taken`."""
-    import sys
-    from pathlib import Path
-
     sys.path.append(str(Path(__file__).parent))
     import replayed
 
@@ -65,10 +68,7 @@ ALWAYS = ("cp2, packs", "pp2 vpp2, recomputed")
 @replays
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
-        for each in LAYOUTS
-    ],
+    tiered(LAYOUTS, ALWAYS),
 )
 def test_each_router_takes_the_experts_of_its_own_tokens(megatron_ranks, layout):
     ranks, options, how = LAYOUTS[layout]
@@ -92,14 +92,8 @@ def test_recomputed_gradients_are_the_same_bits(megatron_ranks, layout):
 
 def faulty(value: Any) -> Any:
     """Runs on a rank: offer a batch that is wrong on rank 1, then the right one."""
-    import sys
-    from pathlib import Path
-
-    import torch
-
     sys.path.append(str(Path(__file__).parent))
     import replayed
-    from scenario import Bench
 
     bench = Bench(step={"router_replay": "replay"}, experts=replayed.EXPERTS, pp=2)
     batch = bench.batch(2, full=True)
@@ -152,10 +146,8 @@ def test_wrong_routes_are_refused_on_all_ranks_and_named(megatron_ranks):
 @replays
 @on_ranks(1)
 def test_routers_are_left_as_they_were_and_take_nothing_afterwards() -> None:
-    import torch
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.step import ExpertReplay
 
     model = tiny.build(experts=4, with_optimizer=False, config_overrides=FULL, wire=False)
@@ -226,7 +218,6 @@ def _sorted(experts_BTK: Any) -> Any:
 
 @on_ranks(1)
 def test_a_model_or_a_megatron_that_cannot_replay_says_so() -> None:
-    from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.step import ExpertReplay
 
     model = tiny.build(with_optimizer=False, wire=False)
@@ -243,11 +234,9 @@ def test_a_model_or_a_megatron_that_cannot_replay_says_so() -> None:
 @replays
 @on_ranks(1)
 def test_dense_layers_have_no_place_among_the_routes() -> None:
-    import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.step import ExpertReplay
 
     overrides = {"moe_layer_freq": [0, 1, 0, 1], "num_layers": 4}

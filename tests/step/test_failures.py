@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+import torch
+from ranks import on_ranks, tiered
+from scenario import ROWS, Bench, Fault, raised_by, scenario
+
+from megatron_idempotent import SessionPoisoned, WindowAborted
 
 OWN, ABORTED, POISONED, NOTHING = "Broken", "WindowAborted", "SessionPoisoned", "NoneType"
 #: Layout and place → what rank 1, which fails, and rank 0 raise in `microbatch`, and then in
@@ -44,9 +48,6 @@ OFTEN = {
 
 def fail(options: dict[str, Any], where: str, last: bool) -> tuple[list[Any], bool]:
     """Runs on a rank: what its calls raise, and whether the next step is right."""
-    import torch
-    from scenario import Fault, scenario
-
     place = where.removesuffix(" of all")
     fault = Fault(place, 1, (1,) if place == where else None)
     calls = [("begin",), ("batch", [2], {"last": last}), ("finish",), ("abort",), ("step", [2])]
@@ -62,11 +63,7 @@ def fail(options: dict[str, Any], where: str, last: bool) -> tuple[list[Any], bo
 
 @pytest.mark.parametrize(
     ("layout", "where", "last"),
-    [
-        pytest.param(*(*case, last), marks=() if (*case, last) in OFTEN else pytest.mark.exhaustive)
-        for case in RAISED
-        for last in (False, True)
-    ],
+    tiered([(*case, last) for case in RAISED for last in (False, True)], OFTEN),
 )
 def test_each_rank_raises_what_the_table_says(megatron_ranks, layout, where, last):
     (other, also), (failing, right) = megatron_ranks(2, fail, OPTIONS[layout], where, last)
@@ -110,11 +107,6 @@ def test_a_batch_that_one_stage_cannot_take_is_taken_by_none() -> None:
 
     Only the second replica has them; the first goes on without a word.
     """
-    import torch
-    from scenario import ROWS, Bench, raised_by
-
-    from megatron_idempotent import WindowAborted
-
     bench = Bench(pp=2)
     batch = bench.batch(2)
     step_id = bench.begin()
@@ -137,9 +129,6 @@ def test_a_batch_that_one_stage_cannot_take_is_taken_by_none() -> None:
 @on_ranks(2)
 def test_an_update_that_broke_off_on_all_ranks_can_be_undone(undo: bool) -> None:
     """The inner optimizer raises after its update, on all ranks."""
-    import torch
-    from scenario import Fault, scenario
-
     layout = {"step": {"undo": undo}}
     calls = [("step", [2]), ("step", [2], {"seed": 2}), ("abort",), ("begin",)]
     found = scenario(layout, calls, [Fault("optimizer", 1)])
@@ -154,16 +143,12 @@ def test_an_update_that_broke_off_on_all_ranks_can_be_undone(undo: bool) -> None
 def absent() -> float:
     """Runs on a rank: the other one never comes to the end of the step; seconds until that is
     told."""
-    from scenario import Bench, raised_by
-
-    from megatron_idempotent import SessionPoisoned
-
     bench = Bench(step={"deadline_s": 2})
     step_id = bench.begin()
     bench.step.microbatch(step_id, bench.batch(1))
     start = time.monotonic()
     if bench.rank == 1:
-        time.sleep(4)
+        time.sleep(3)
         return 2.0
     told = raised_by(bench.step.finish, step_id)
     assert isinstance(told, SessionPoisoned)

@@ -6,10 +6,18 @@ of all the experts, often none is.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+import torch
+from ranks import tiered
+from scenario import Bench, Fault, differing
+
+import megatron_idempotent
+from megatron_idempotent import token_logprobs
+from megatron_idempotent.logprobs import shift_targets
+from megatron_idempotent.proof.cpu import tiny
 
 VPP = {"pp": 2, "vpp": 2, "layers_per_stage": 1}
 GATHERS = {"overlap_param_gather": True}
@@ -75,17 +83,9 @@ ALWAYS = (
 )
 
 
-def _some() -> list[Any]:
-    return [
-        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
-        for each in LAYOUTS
-    ]
-
-
 def compared(options: dict[str, Any], adapted: dict[str, Any]) -> dict[str, Any]:
     """Runs on a rank: two steps in pieces, and after aborted ones, against two one-shot ones."""
     from lora import Lora
-    from scenario import Fault, differing
 
     count, parts = (4, [2, 2]) if options.get("vpp") else (3, [1, 2])
 
@@ -107,7 +107,7 @@ def compared(options: dict[str, Any], adapted: dict[str, Any]) -> dict[str, Any]
     return differing({**options, "before_ddp": Lora(**adapted)}, at_once, ways)
 
 
-@pytest.mark.parametrize("layout", _some())
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
 def test_pieces_and_aborted_steps_are_the_step_at_once(megatron_ranks, layout):
     ranks, options, adapted = LAYOUTS[layout]
     assert megatron_ranks(ranks, compared, options, adapted, timeout_s=120) == [{}] * ranks
@@ -115,10 +115,7 @@ def test_pieces_and_aborted_steps_are_the_step_at_once(megatron_ranks, layout):
 
 def told(options: dict[str, Any], adapted: dict[str, Any]) -> Any:
     """Runs on a rank: what the result of a step says, and the same for ranks without data."""
-    from dataclasses import asdict
-
     from lora import Lora
-    from scenario import Bench
 
     bench = Bench(before_ddp=Lora(**adapted), **options)
     bench.scheduler.step(increment=8)  # the first rate is 0
@@ -147,7 +144,6 @@ BOTH, ONE, OTHER = ("first", "second"), ("first",), ("second",)
 def in_turn(overlap: bool, turns: list[tuple[str, ...]]) -> list[bytes]:
     """Runs on a rank: parameters after steps that train some of the adapters each."""
     from lora import Lora, use
-    from scenario import Bench
 
     # No clipping: a norm is summed in another order where buckets are others.
     bench = Bench(
@@ -176,13 +172,9 @@ def head_gradients(instead: bool, options: dict[str, Any]) -> list[Any]:
     """Runs on a rank: gradients by log-probs of a frozen head, from hidden states or logits."""
     from lora import Lora
 
-    import megatron_idempotent
-    from megatron_idempotent import token_logprobs
-    from megatron_idempotent.logprobs import model_logprobs, shift_targets
-    from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent.logprobs import model_logprobs
 
     megatron_idempotent.apply()
-    import torch
     from megatron.core import parallel_state
 
     model = tiny.build(before_ddp=Lora(), with_optimizer=False, **options)
@@ -208,8 +200,6 @@ TERMS = 128 + 64 + 2 * 32
     "options", [{}, {"tp": 2, "sequence_parallel": True}, {"tied": True}], ids=str
 )
 def test_logprobs_of_a_frozen_head_train_the_adapters(megatron_ranks, options):
-    import torch
-
     ranks = options.get("tp", 1)
     both = [megatron_ranks(ranks, head_gradients, way, options) for way in (True, False)]
     for found, wanted in zip(*both, strict=True):
@@ -226,9 +216,6 @@ def stepped_on(options: dict[str, Any], adapted: dict[str, Any], clip: float) ->
     """
     from lora import Lora
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
     model = tiny.build(
@@ -267,34 +254,3 @@ def test_the_norm_is_that_of_what_is_trained_and_clips_it(megatron_ranks, layout
         assert norms[0] > small
         # Megatron adds a millionth to the norm that it divides by.
         assert used == pytest.approx(min(norms[0], clip), rel=tolerance + 1e-6 / norms[0])
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@on_ranks(2)
-def test_other_adapters_in_the_same_memory_are_trained_from_there(dtype: str) -> None:
-    import torch
-    from lora import Lora
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
-    megatron_idempotent.apply()
-    model = tiny.build(before_ddp=Lora(), dtype=dtype, **GATHERS, **SMALL)
-    model.forward_backward(2, data_seed=0)
-    model.step()
-    generator, others = torch.Generator().manual_seed(3), []
-    megatron_idempotent.ensure_params_synced(model.chunks)
-    for parameter in model.chunks[0].module.parameters():
-        if parameter.requires_grad:
-            other = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-            parameter.data.copy_(other)
-            others.append((parameter, other))
-    model.optimizer.reload_model_params()
-    model.forward_backward(1, data_seed=1, forward_only=True)
-    assert all(torch.equal(parameter, other) for parameter, other in others)
-    for group in model.optimizer.param_groups:
-        group["lr"] = 0.0
-    model.forward_backward(2, data_seed=2)
-    model.step()
-    megatron_idempotent.ensure_params_synced(model.chunks)
-    assert all(torch.equal(parameter, other) for parameter, other in others)

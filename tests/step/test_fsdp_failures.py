@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
+
 import pytest
+import torch
+from fsdp_bench import CLIP, Trip, Tripped, bench, same
 from ranks import on_ranks
+from scenario import TokenLoss, cut
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_idempotent import SessionPoisoned, WindowAborted
 
 PIECES = [1, 1]
 
@@ -26,12 +36,6 @@ def steps_with_failures(layout, last, every=True):
     Returns the names of all places, and those after which something was different from a run
     without failures.
     """
-    import torch
-    from fsdp_bench import CLIP, Trip, Tripped, bench, same
-    from scenario import cut
-
-    from megatron_idempotent import WindowAborted
-
     ranks = torch.distributed.get_world_size()
 
     def setting():
@@ -77,16 +81,13 @@ def test_all_ranks_leave_at_places_of_each_kind(megatron_ranks):
 
 def with_our_reset(*args, **kwargs):
     """Runs on a rank: the same as before torch 2.13, which brings a reset of its own."""
-    from torch.distributed.fsdp import FSDPModule
-
     if hasattr(FSDPModule, "reset_iter_state"):
         del FSDPModule.reset_iter_state
     return steps_with_failures(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "layout", ["shard", pytest.param("replicate and shard", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["shard", "replicate and shard"])
 def test_our_own_reset_does_what_torchs_does(megatron_ranks, layout):
     ranks = 4 if layout == "replicate and shard" else 2
     check_places(megatron_ranks(ranks, with_our_reset, layout, True, every=False))
@@ -118,14 +119,6 @@ def check_places(answers):
 @on_ranks(2)
 def test_one_rank_fails_outside_of_the_model(where, last):
     """Rank 0 fails outside of the model, in the second of three microbatches."""
-    import gc
-    import weakref
-
-    from fsdp_bench import Tripped, bench, same
-    from scenario import TokenLoss, cut
-
-    from megatron_idempotent import WindowAborted
-
     calls = {"forward": 0, "loss": 0}
     armed, outputs = False, []
 
@@ -174,12 +167,6 @@ def test_one_rank_fails_outside_of_the_model(where, last):
 @on_ranks(2)
 def test_one_rank_fails_inside_of_the_model(interrupt):
     """Rank 0 leaves a layer, and the other waits for it in a collective."""
-    import time
-
-    from fsdp_bench import Trip, bench
-
-    from megatron_idempotent import SessionPoisoned
-
     made = bench(deadline_s=4.0)
     trip, begun = Trip(*made.parts), time.monotonic()
     if made.rank == 0:
@@ -198,10 +185,6 @@ def test_one_rank_fails_inside_of_the_model(interrupt):
 
 def in_the_update(undo, ranks):
     """Runs on a rank: some ranks fail after the optimizer's update; what becomes of it."""
-    from fsdp_bench import Trip, bench, same
-
-    from megatron_idempotent import SessionPoisoned, WindowAborted
-
     made = bench(undo=undo)
     trip, before = Trip(*made.parts), made.state()
     trip.raise_at("after the update" if made.rank in ranks else None)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import scenario
+import torch
 from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import megatron_idempotent
+from megatron_idempotent import FSDPTrainStep
+from megatron_idempotent.proof.cpu import tiny
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -11,15 +19,9 @@ from ranks import on_ranks
 @on_ranks(2)
 def test_both_engines_agree(kind, tied):
     """Two steps of each engine on one GPT; names of what differs."""
-    import scenario
-    import torch
     from megatron.core.transformer.transformer_layer import TransformerLayer
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
-    import megatron_idempotent
-    from megatron_idempotent import FSDPTrainStep, TrainStep
-    from megatron_idempotent.proof.cpu import tiny
+    from megatron_idempotent import TrainStep
 
     loss = getattr(scenario, kind)()
     options = {

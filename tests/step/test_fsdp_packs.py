@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from scenario import DEADLINE_S, raised_by
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_idempotent import FSDPTrainStep, token_logprobs
+from megatron_idempotent.fp8 import TokenAlignment
+from megatron_idempotent.logprobs import shift_targets
+
 
 def fsdp_steps() -> dict[str, Any]:
     """Runs on two ranks with other numbers of rows: the same step of rows, and of packs."""
-    import torch
     from packs import rows
     from roundings import roundings
-    from scenario import DEADLINE_S, raised_by
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from megatron_idempotent import FSDPTrainStep
-    from megatron_idempotent.fp8 import TokenAlignment
 
     class Model(nn.Module):
         """Each token's logits, of the token and of the mean over its own sequence."""
@@ -42,8 +44,6 @@ def fsdp_steps() -> dict[str, Any]:
         normalizers: dict[str, Any] = {}  # noqa: RUF012
 
         def __call__(self, output: Any, microbatch: Any) -> Any:
-            from megatron_idempotent.logprobs import shift_targets
-
             pack = microbatch.get("pack")
             tokens = microbatch["input_ids"]
             targets = shift_targets(tokens, cu_seqlens=None if pack is None else pack.cu_seqlens)
@@ -57,8 +57,6 @@ def fsdp_steps() -> dict[str, Any]:
 
         @staticmethod
         def logprob(output: Any, targets: Any) -> Any:
-            from megatron_idempotent import token_logprobs
-
             return token_logprobs(logits=output, targets=targets).logprob
 
     class PlainLoss(Loss):

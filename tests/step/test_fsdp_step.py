@@ -6,9 +6,18 @@ import math
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+import scenario
+import torch
+from fsdp_bench import CLIP, Counting, Model, Trip, Tripped, bench, build, one_shot, same
 from ranks import on_ranks
+from scenario import ROWS, TokenLoss, cut, raised_by, split_step
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron_idempotent import FSDPTrainStep, WindowAborted
 
 SIZES = {1: [6], 3: [1, 2, 3], 6: [1] * 6}
 #: Layout → ranks.
@@ -29,10 +38,6 @@ def compared(layout, kind, sizes):
     Equal bits, of gradients and of all that the next step depends on; norms, metrics, and counts
     of collectives, of both.
     """
-    import scenario
-    import torch
-    from fsdp_bench import CLIP, Counting, bench, one_shot
-
     loss = getattr(scenario, kind)()
     clip = layout != "tensor parallel"
     replicas = torch.distributed.get_world_size() // (1 if clip else 2)
@@ -99,9 +104,6 @@ def test_pieces_are_torchs_own_step_at_once(megatron_ranks, layout, kind, sizes)
 def test_ranks_with_less_data_send_zeros(last):
     """Rank 1 gets less than rank 0, or nothing; as if it had masked rows
     instead."""
-    from fsdp_bench import bench, same
-    from scenario import ROWS, cut
-
     sizes = [2, 1, 3]
 
     def run(short):
@@ -134,10 +136,6 @@ def test_ranks_with_less_data_send_zeros(last):
 
 def early_finish():
     """Runs on a rank: rank 1 is done two batches before rank 0."""
-    import torch
-    from fsdp_bench import bench
-    from scenario import cut
-
     made = bench()
     step_id = made.begin()
     for piece in list(cut(made.batch(3), [1, 1, 1]))[: 3 - 2 * made.rank]:
@@ -156,8 +154,6 @@ def test_a_rank_that_finishes_early_goes_on_with_the_others(megatron_ranks):
 
 @on_ranks(2)
 def test_settings_of_the_program_are_put_back():
-    from fsdp_bench import bench
-
     made = bench()
     model = made.module
     groups = [m._get_fsdp_state()._fsdp_param_group for m in (model, *model.blocks)]
@@ -188,9 +184,6 @@ def test_settings_of_the_program_are_put_back():
 @on_ranks(2)
 def test_begin_drops_what_a_loop_has_left(layout):
     """A step after a loop that was left in the middle of an accumulation."""
-    import torch
-    from fsdp_bench import Trip, Tripped, bench, same
-
     want = bench(layout)
     want.run([want.batch(2)])
     made = bench(layout)
@@ -212,10 +205,6 @@ def test_begin_drops_what_a_loop_has_left(layout):
 @on_ranks(4)
 def test_tensor_parallel_ranks_with_different_batches_are_refused():
     """The two ranks of replica 0 are given different numbers of rows."""
-    from fsdp_bench import bench
-
-    from megatron_idempotent import WindowAborted
-
     made = bench("tensor parallel", clip_grad=None)
     step_id = made.begin()
     with pytest.raises(WindowAborted, match="data-parallel rank 0 was given"):
@@ -231,12 +220,6 @@ def test_tensor_parallel_ranks_with_different_batches_are_refused():
 @on_ranks("ranks")
 def test_a_scaled_step_is_the_step_and_an_overflow_is_none(layout):
     """Three steps with a scaler, with an overflow and two failures between."""
-    import torch
-    from fsdp_bench import CLIP, Trip, bench
-    from scenario import TokenLoss, cut
-
-    from megatron_idempotent import WindowAborted
-
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
 
     def setting(**options):
@@ -249,16 +232,13 @@ def test_a_scaled_step_is_the_step_and_an_overflow_is_none(layout):
         result = made.run(list(cut(made.batch(2), [1, 1])), **more)
         return result, (result.grad_norm, made.parameters())
 
-    class Overflow(TokenLoss):
-        def __call__(self, output, microbatch):
-            factor = torch.inf if made.replica == 0 else 1.0
-            return super().__call__(output * factor, microbatch)
-
     made = setting()
     want = [one_step(made)[1] for _ in range(3)]
     made = setting(grad_scaler=scaler, undo=True)
     trip, got = Trip(*made.parts), [one_step(made)[1]]
-    result, (_, parameters) = one_step(made, loss=Overflow())
+    result, (_, parameters) = one_step(
+        made, loss=TokenLoss(torch.inf if made.replica == 0 else 1.0)
+    )
     assert (result.updated, result.grad_norm) == (False, None)
     assert "overflowed" in result.skipped
     assert torch.equal(parameters, got[0][1])
@@ -283,8 +263,6 @@ def test_a_scaled_step_is_the_step_and_an_overflow_is_none(layout):
 @on_ranks(2)
 def test_a_scaler_that_is_off_changes_nothing():
     """A scaler that is not enabled changes nothing, and can be aborted with."""
-    import torch
-    from fsdp_bench import bench, same
 
     def run(**options):
         made = bench(**options)
@@ -300,10 +278,6 @@ def test_a_scaler_that_is_off_changes_nothing():
 def test_parameters_of_a_group_that_differ_are_put_back():
     """One parameter of a group changes its state, and the next one raises
     instead."""
-    from fsdp_bench import Tripped, bench, same
-    from scenario import raised_by
-
-    from megatron_idempotent import WindowAborted
     from megatron_idempotent.step.fsdp_run import groups_of
 
     want, made = bench(), None
@@ -329,9 +303,6 @@ def test_parameters_of_a_group_that_differ_are_put_back():
 @on_ranks(2)
 def test_a_rank_that_never_sums_norms_is_not_waited_for():
     """One rank raises where the other sums norms, in the group of an equal mesh."""
-    from fsdp_bench import Tripped, bench
-    from scenario import raised_by
-
     first = bench()
     first.run([first.batch(4)])
     made = bench(deadline_s=4.0)
@@ -353,11 +324,6 @@ def test_a_rank_that_never_sums_norms_is_not_waited_for():
 def test_reading_and_evaluating_disturb_nothing(last):
     """Log-probs, export and a failed evaluation after every piece; and a program
     that evaluates without reading() before the update."""
-    import torch
-    from fsdp_bench import Trip, Tripped, bench, same
-    from scenario import split_step
-    from torch.distributed.tensor import DTensor
-
     logprobs = []
 
     def run(between=None):
@@ -413,35 +379,8 @@ def test_reading_and_evaluating_disturb_nothing(last):
 
 
 @on_ranks(2)
-def test_accumulated_gradients_are_put_back():
-    """Gradients are dropped, as a reset of FSDP2 may one day do, and put back."""
-    import torch
-    from fsdp_bench import build
-
-    from megatron_idempotent.step.fsdp_run import Shards, keep_gradients
-
-    found = []
-    for layout in ("shard", "half precision"):
-        model = build(layout)[0]
-        model.set_requires_gradient_sync(False)
-        model(torch.ones(2, 4, dtype=torch.long)).sum().backward()
-        shards = Shards(model)
-        restore = keep_gradients(shards)
-        shards.drop()
-        restore()
-        shards.reduce()
-        found.append(all(parameter.grad is not None for parameter in model.parameters()))
-    assert found == [True, True]
-
-
-@on_ranks(2)
 def test_an_open_step_refuses_other_training():
     """A forward for training, and another step, while one is open."""
-    from fsdp_bench import bench, same
-    from scenario import raised_by, split_step
-
-    from megatron_idempotent import FSDPTrainStep
-
     want = bench()
     want.run([want.batch(2)])
     made = bench()
@@ -462,14 +401,6 @@ def test_an_open_step_refuses_other_training():
 
 @on_ranks(2)
 def test_bad_arguments_are_errors_that_name_the_remedy():
-    from types import SimpleNamespace
-
-    import torch
-    from fsdp_bench import Model, bench
-    from torch.distributed.fsdp import fully_shard
-
-    from megatron_idempotent import FSDPTrainStep
-
     made = bench()
     model, optimizer, _ = made.parts
     plain = Model()
@@ -503,12 +434,7 @@ def test_bad_arguments_are_errors_that_name_the_remedy():
 
 @on_ranks(2)
 def test_what_this_torch_lacks_of_fsdp2_is_refused_by_name():
-    import torch
-    from fsdp_bench import build
-    from scenario import raised_by
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    from megatron_idempotent import FSDPTrainStep
 
     model, optimizer, _ = build()
     to_sharded, context = FSDPParam.to_sharded, model._get_fsdp_state()._state_ctx

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from ranks import on_ranks
+from scenario import ROWS, Bench, TokenLoss, build, cut, data, one_shot
 
 # Rows of each replica, of 31 tokens that count: 992.
 REPLICA_ROWS = 32
@@ -23,8 +24,6 @@ def _options(scale: float | None, **overrides: Any) -> dict[str, Any]:
 
 
 def _split_norm(batch: Any, pieces: list[int], last: bool, **options: Any) -> Any:
-    from scenario import Bench, cut
-
     pieces = list(cut(batch, pieces))
     return Bench(**options).run(pieces, last=last, global_batch_size=2 * REPLICA_ROWS)
 
@@ -32,8 +31,6 @@ def _split_norm(batch: Any, pieces: list[int], last: bool, **options: Any) -> An
 @on_ranks(2)
 def test_sums_do_not_overflow_where_means_do_not() -> None:
     """The norm of steps in pieces against that of a plain step with a mean loss."""
-    from scenario import TokenLoss, build, data, one_shot
-
     for scale, pieces, last in ((4096.0, [16], False), (2.0**14, [4, 12], True)):
         model, scheduler, replica = build(**_options(scale))
         batch = data(1, REPLICA_ROWS, replica, full=True)
@@ -48,8 +45,6 @@ def test_sums_do_not_overflow_where_means_do_not() -> None:
 def test_ranks_agree_on_what_they_divide_by(layout: dict[str, Any]) -> None:
     """Replicas with rows of 32 and of 8 tokens, and one without any, against
     float32."""
-    from scenario import ROWS, build, data
-
     _, _, replica = build(**layout)
     number = 4
     batch = data(1, number * ROWS, replica, full=True)
@@ -75,8 +70,6 @@ def test_ranks_agree_on_what_they_divide_by(layout: dict[str, Any]) -> None:
 def test_auxiliary_losses_with_a_scale_of_their_own_are_divided_too() -> None:
     """A config's own scale of the MoE losses, under losses divided by 2^6 and by
     2^9."""
-    from scenario import Bench
-
     norms = []
     for size in (8, 64):
         options = _options(64.0, experts=4)
@@ -90,7 +83,6 @@ def test_auxiliary_losses_with_a_scale_of_their_own_are_divided_too() -> None:
 @on_ranks(1)
 def test_a_skipped_step_says_what_became_of_the_scale() -> None:
     from megatron.core.optimizer import OptimizerConfig
-    from scenario import data
 
     batch = data(1, 4, 0, full=True)
     dynamic = {"initial_loss_scale": 2.0**40, "min_loss_scale": 1.0, "hysteresis": 1}

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from ranks import on_ranks
+from scenario import Bench, cut, raised_by
+
+from megatron_idempotent.step import open_step
+from megatron_idempotent.window.agreement import is_poisoned
 
 
 class Broken(Exception):
@@ -59,10 +64,6 @@ def left(
     To go on, the step is made again, in new process groups if the session has ended: then also
     whether all that the next step depends on is what it is where nobody has left.
     """
-    import torch
-    from scenario import Bench, cut, raised_by
-
-    from megatron_idempotent.window.agreement import is_poisoned
 
     def run(bench: Any, number: int) -> None:
         bench.run(list(cut(bench.batch(2, seed=number), [1, 1])), last=True)
@@ -149,10 +150,6 @@ def _raise_behind(owner: Any, name: str, said: str) -> None:
 @on_ranks(2)
 def test_what_all_ranks_have_done_is_not_dropped_by_one(engine: str) -> None:
     """All ranks have said that they have updated, and one is interrupted then."""
-    import torch
-    from scenario import Bench, raised_by
-
-    from megatron_idempotent.step import open_step
 
     def run(interrupted: bool) -> tuple[Any, Any]:
         bench = Bench(engine, step={"undo": True})
@@ -177,11 +174,6 @@ def test_what_all_ranks_have_done_is_not_dropped_by_one(engine: str) -> None:
 @on_ranks(2)
 def test_ranks_of_which_one_went_back_do_not_train_on() -> None:
     """One is interrupted as it hears that all have updated, and goes back alone."""
-    from scenario import Bench, raised_by
-
-    from megatron_idempotent.step import open_step
-    from megatron_idempotent.window.agreement import is_poisoned
-
     bench = Bench(step={"deadline_s": 3, "undo": True})
     batch = bench.batch(2)
     bench.run([batch])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, ClassVar
 
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import on_ranks
+from scenario import Bench, SequenceLoss, TokenLoss, build, cut, raised_by
+
+import megatron_idempotent
+from megatron_idempotent import WindowAborted
 
 
 def _raised(error, call, *args, **kwargs):
-    from scenario import raised_by
-
     raised = raised_by(call, *args, **kwargs)
     assert isinstance(raised, error), raised
     return str(raised)
@@ -20,8 +25,6 @@ def _raised(error, call, *args, **kwargs):
 @on_ranks(2)
 def test_calls_out_of_order_are_errors_that_name_the_open_step(engine: str) -> None:
     """Every call that has no open step, or has one already."""
-    from scenario import Bench
-
     bench = Bench(engine)
     step, batch = bench.step, bench.batch(2)
 
@@ -52,8 +55,6 @@ def test_calls_out_of_order_are_errors_that_name_the_open_step(engine: str) -> N
 def test_what_is_sent_again_changes_nothing(engine: str) -> None:
     """The same ids again, and the numbers of a run in which nothing was
     repeated."""
-    import torch
-    from scenario import Bench, cut
 
     def run(times: int):
         bench = Bench(engine, overlap_param_gather=True)
@@ -88,9 +89,6 @@ def test_what_is_sent_again_changes_nothing(engine: str) -> None:
 def differently(engine: str, options: dict[str, Any]) -> list[tuple[str, str]]:
     """Runs on a rank: rank 1 begins or ends a step otherwise; what all ranks are told of it, and
     what it says."""
-    from scenario import Bench, SequenceLoss, TokenLoss, raised_by
-
-    from megatron_idempotent import WindowAborted
 
     class OtherMetrics(TokenLoss):
         normalizers: ClassVar = {"rows": "tokens"}
@@ -157,8 +155,6 @@ def test_a_step_is_told_its_learning_rate_and_batch_size_when_it_ends(engine: st
 
     Against a step whose schedule has that rate. What is given twice is the same.
     """
-    from scenario import Bench, raised_by
-
     found = []
     for lr in (1e-3, 2e-3):
         bench = Bench(engine)
@@ -187,8 +183,6 @@ def test_a_step_is_told_its_learning_rate_and_batch_size_when_it_ends(engine: st
 
 def messages(lengths: list[int]) -> list[tuple[str, int]]:
     """Runs on a rank: what is heard of ranks that each bring so many rows of metrics."""
-    import torch.distributed as dist
-
     from megatron_idempotent.step.open_step import RankStatus, all_gather_status
 
     rank = dist.get_rank()
@@ -201,16 +195,13 @@ def messages(lengths: list[int]) -> list[tuple[str, int]]:
 
 
 def test_what_ranks_say_arrives_whole_whatever_its_length(megatron_ranks):
-    for lengths in ([0, 0, 1], [1, 2000, 0], [2000, 3000, 1]):
+    for lengths in ([0, 1], [2000, 0], [2000, 3000]):
         want = [(f"step of {rank}", length) for rank, length in enumerate(lengths)]
-        assert megatron_ranks(3, messages, lengths) == [want] * 3
+        assert megatron_ranks(2, messages, lengths) == [want] * 2
 
 
 def all_fail() -> tuple[str, str]:
     """Runs on a rank: all losses fail; the first lines of the error, and of its pickled copy."""
-    import pickle
-
-    from scenario import Bench, TokenLoss, raised_by
 
     class Loss(TokenLoss):
         def __call__(self, output, microbatch):
@@ -234,10 +225,6 @@ def test_an_aborted_window_begins_with_the_ranks_own_error(megatron_ranks):
 def test_what_it_stands_on_is_asked_for_before_any_collective() -> None:
     """No patches, no finalize function, no optimizer, a schedule called
     directly."""
-    import torch
-    from scenario import Bench, build
-
-    import megatron_idempotent
     from megatron_idempotent import TrainStep
 
     def apply(*excluded: str) -> None:
@@ -293,9 +280,6 @@ SHARED = {"tp": 2, "sequence_parallel": True}
 
 def refused_without(patch_id: str, layout: dict[str, Any], per_token: bool) -> tuple[bool, bool]:
     """Runs on a rank; returns whether this Megatron has the hazard, and whether a step refuses."""
-    from scenario import build, raised_by
-
-    import megatron_idempotent
     from megatron_idempotent import TrainStep
 
     megatron_idempotent.revert()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from typing import Any
 
 import pytest
+import torch
 from ranks import on_ranks
+from scenario import ROWS, Bench, TokenLoss, build, data, raised_by
 
 MICROBATCHES = 8
 
@@ -23,9 +27,6 @@ def trained(
 
     Returns the bits of the parameters; none of other replicas than the first.
     """
-    import torch
-    from scenario import ROWS, Bench, data
-
     rates = {"lr": 0.1, **options.pop("optimizer_overrides", {})}
     bench = Bench(optimizer_overrides=rates, step={"order_stable": stable}, **options)
     batch = data(3, MICROBATCHES * ROWS, 0)
@@ -110,8 +111,6 @@ def test_a_gradient_that_cannot_be_added_stops_all_ranks(
     scale: float, of_gradient: float, said
 ) -> None:
     """A step that one rank spoils, aborted and taken again as it should be."""
-    from scenario import Bench, TokenLoss, raised_by
-
     plain = TokenLoss()
 
     class Loss(TokenLoss):
@@ -134,11 +133,6 @@ def test_a_gradient_that_cannot_be_added_stops_all_ranks(
 
 @on_ranks(1)
 def test_a_step_that_nobody_holds_keeps_no_sums() -> None:
-    import gc
-    import weakref
-
-    from scenario import Bench
-
     bench = Bench(step={"order_stable": True})
     step = bench.__dict__.pop("step")
     sums = weakref.ref(step._backend._sums)
@@ -149,8 +143,6 @@ def test_a_step_that_nobody_holds_keeps_no_sums() -> None:
 
 def refused(options: dict[str, Any], **later: Any) -> str:
     """Runs on a rank: what is said of a model that cannot have exact sums."""
-    from scenario import build, raised_by
-
     from megatron_idempotent import TrainStep
 
     model, scheduler, _ = build(**options)

@@ -7,8 +7,15 @@ from importlib.metadata import version
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from packaging.version import Version
-from ranks import on_ranks
+from ranks import on_ranks, tiered
+from scenario import DEADLINE_S, raised_by
+
+from megatron_idempotent.fp8 import TokenAlignment
+from megatron_idempotent.logprobs import shift_targets
+from megatron_idempotent.proof.cpu import tiny
+from megatron_idempotent.step import pack_batches
 
 #: Neither routers nor MTP layers know padding masks, or packs.
 BEFORE_PADDING_MASKS = Version(version("megatron-core")) < Version("0.16")
@@ -22,13 +29,9 @@ SOFTMAX_IN_FP32 = (128 + 32) * 2.0**-24
 
 def gradients(ways: list[str], kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """Runs on a rank in float64: the gradient of the same sequences, made in several ways."""
-    import torch
     from packs import PackLoss, PackSequenceLoss, double, exact_gradients, one_by_one, rows
-    from scenario import DEADLINE_S
 
     from megatron_idempotent import TrainStep
-    from megatron_idempotent.fp8 import TokenAlignment
-    from megatron_idempotent.step import pack_batches
 
     loss = PackLoss() if kind == "token" else PackSequenceLoss()
     model = double(**options)
@@ -127,12 +130,9 @@ def test_losses_that_are_means_over_tokens_do_not_depend_on_packing(megatron_ran
 
 def counted() -> list[list[float]]:
     """Runs on a rank: what a router with an expert bias counts of sequences, also if padded."""
-    import torch
     from packs import PackLoss, double, rows
-    from scenario import DEADLINE_S
 
     from megatron_idempotent import TrainStep
-    from megatron_idempotent.fp8 import TokenAlignment
 
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     model = double(experts=4, config_overrides={**bias, "moe_router_load_balancing_type": "none"})
@@ -180,10 +180,8 @@ def taken(step: Any, loss: Any, way: str, batch: dict[str, Any], *, last: bool) 
 def stepped(options: dict[str, Any], kind: str) -> dict[str, Any]:
     """Runs on a rank: the same rows, cut and packed; gradients in float64 before the optimizer, of
     all replicas, and what whole steps of float32 say."""
-    import torch
     from megatron.core import parallel_state
     from packs import PackLoss, PackSequenceLoss, double, exact_gradients, make, rows
-    from scenario import DEADLINE_S
 
     from megatron_idempotent import TrainStep
 
@@ -227,10 +225,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
-        for each in LAYOUTS
-    ],
+    tiered(LAYOUTS, ALWAYS),
 )
 def test_a_budget_gives_the_step_of_rows_in_every_layout(megatron_ranks, bound, layout):
     ranks, options = LAYOUTS[layout]
@@ -256,7 +251,6 @@ def test_a_budget_gives_the_step_of_rows_in_every_layout(megatron_ranks, bound, 
 
 def shared_experts() -> tuple[list[int], float, int]:
     """Runs on a rank that shares experts: replicas with other numbers of rows, or none."""
-    import torch
     from packs import make, rows
 
     bench = make(**ROUTED)
@@ -287,10 +281,9 @@ def test_ranks_that_share_experts_make_as_many_packs(megatron_ranks):
 @on_ranks(1)
 def test_the_same_packs_have_the_same_bits_whoever_made_them() -> None:
     """A budget, and the packs that it would make as a list, and one by one."""
-    import torch
     from packs import make, rows
 
-    from megatron_idempotent.step import gpt_forward, pack_batches
+    from megatron_idempotent.step import gpt_forward
 
     def named(model: Any, microbatch: Any) -> Any:
         """The same pack as other callers have it, with nothing but names that Megatron knows."""
@@ -327,10 +320,6 @@ def test_the_same_packs_have_the_same_bits_whoever_made_them() -> None:
 def shared_by_ranks(options: dict[str, Any], sequence: int, pack: int) -> str:
     """Runs on ranks that share positions, of which a pack has other multiples."""
     from packs import make, rows
-    from scenario import raised_by
-
-    from megatron_idempotent.fp8 import TokenAlignment
-    from megatron_idempotent.step import pack_batches
 
     bench = make(**options)
     wrong, right = (
@@ -365,7 +354,6 @@ def test_packs_that_ranks_cannot_share_are_refused(megatron_ranks, options, alig
 def test_ranks_that_were_given_other_sequences_are_told() -> None:
     """Two stages are given other sequences, as many tokens in packs as large."""
     from packs import make, rows
-    from scenario import raised_by
 
     bench = make(pp=2)
     batch, step_id = rows(bench.replica), bench.begin(**budget(96))
@@ -388,19 +376,15 @@ def test_ranks_that_were_given_other_sequences_are_told() -> None:
 @on_ranks(1)
 def test_mtp_heads_learn_nothing_of_padding() -> None:
     """MTP heads of a pack, with padding in it and without."""
-    import torch
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
     )
     from packs import double, rows
 
-    from megatron_idempotent.fp8 import TokenAlignment
-    from megatron_idempotent.logprobs import shift_targets
     from megatron_idempotent.megatron.layer_specs import gpt_stage
-    from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.proof.cpu.attention import with_exact_attention
-    from megatron_idempotent.step import gpt_inputs, pack_batches
+    from megatron_idempotent.step import gpt_inputs
 
     config = double(config_overrides={"mtp_num_layers": 2}).config
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
@@ -452,12 +436,9 @@ class Nothing:
 
 def weighed() -> list[float]:
     """Runs on a rank: MTP losses with calculate_per_token_loss against those without."""
-    import torch
     from packs import double, exact_gradients, rows
-    from scenario import DEADLINE_S
 
     from megatron_idempotent import TrainStep
-    from megatron_idempotent.fp8 import TokenAlignment
     from megatron_idempotent.step import gpt_inputs
 
     def labelled(chunk: Any, microbatch: Any) -> Any:

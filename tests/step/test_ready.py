@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+import torch
+from fsdp_bench import bench
+from ranks import on_ranks, tiered
+from scenario import Bench, SequenceLoss, TokenLoss, cut, data, forward, raised_by
+
+from megatron_idempotent import WindowAborted
 
 #: Rows and positions of the microbatches of a step; the model has room for 32 positions.
 SHAPES = ((2, 32), (1, 20), (3, 8), (2, 24))
@@ -13,8 +19,6 @@ SHAPES = ((2, 32), (1, 20), (3, 8), (2, 24))
 
 def made(replica: int, shapes: Any = SHAPES, seed: int = 0) -> list[dict[str, Any]]:
     """Microbatches of these shapes, about half of whose tokens are valid."""
-    import torch
-
     generator = torch.Generator().manual_seed(100 * seed + replica)
     found = []
     for rows, positions in shapes:
@@ -29,9 +33,7 @@ def made(replica: int, shapes: Any = SHAPES, seed: int = 0) -> list[dict[str, An
 
 def compared(options: dict[str, Any], kind: str = "token") -> list[str]:
     """Runs on a rank; returns what differs between one list and a call for each microbatch."""
-    import torch
     from megatron.core import parallel_state
-    from scenario import Bench, SequenceLoss, TokenLoss
 
     ways: dict[str, tuple[Any, bool]] = {
         "one by one": (lambda made: made, False),
@@ -40,11 +42,11 @@ def compared(options: dict[str, Any], kind: str = "token") -> list[str]:
         "two lists": (lambda made: [made[:2], made[2:]], False),
     }
     found = {}
-    for way, (cut, last) in ways.items():
+    for way, (pieces_of, last) in ways.items():
         bench = Bench(loss=TokenLoss() if kind == "token" else SequenceLoss(), **options)
         found[way] = []
         for seed in (1, 2):
-            given = cut(made(bench.replica, seed=seed))
+            given = pieces_of(made(bench.replica, seed=seed))
             result = bench.run(given, last=last, micro_batch_size=4)
             replicas = parallel_state.get_data_parallel_world_size()
             assert result.microbatches == len(SHAPES) * replicas
@@ -82,10 +84,7 @@ ALWAYS = ("pp2 dp2, gathers", "pp2, experts, by sequence, summed", "tp2")
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
-        for each in LAYOUTS
-    ],
+    tiered(LAYOUTS, ALWAYS),
 )
 def test_microbatches_of_any_shapes_in_one_call_are_those_of_a_call_each(megatron_ranks, layout):
     ranks, options, kind = LAYOUTS[layout]
@@ -94,10 +93,6 @@ def test_microbatches_of_any_shapes_in_one_call_are_those_of_a_call_each(megatro
 
 def interleaved() -> list[bool]:
     """Runs on a rank: a list for an interleaved pipeline, against the same rows as one batch."""
-    import torch
-    from scenario import Bench, cut
-
-    from megatron_idempotent import WindowAborted
 
     def run(ready: bool) -> list[Any]:
         bench = Bench(pp=2, vpp=2, layers_per_stage=1)
@@ -120,9 +115,7 @@ def test_an_interleaved_pipeline_takes_lists(megatron_ranks):
 @on_ranks(2)
 def test_a_failure_in_the_middle_of_a_list_is_told_once_and_undone(where: int) -> None:
     """One microbatch raises; the step is made again from there."""
-    import torch
     from megatron.core import parallel_state
-    from scenario import Bench, forward, raised_by
 
     failing = [False]
 
@@ -149,9 +142,6 @@ def test_a_failure_in_the_middle_of_a_list_is_told_once_and_undone(where: int) -
 
 def uneven(counts: list[int]) -> list[Any]:
     """Runs on a rank with shared experts: replicas with lists of other lengths and shapes."""
-    import torch
-    from scenario import Bench
-
     bench = Bench(experts=4, ep=2)
     batches = [made(each, SHAPES[: counts[each]]) for each in (0, 1)]
     result = bench.run([batches[bench.replica]], last=True)
@@ -175,10 +165,6 @@ def test_replicas_that_share_experts_take_lists_of_other_lengths(megatron_ranks,
 @on_ranks(1)
 def test_microbatches_may_be_of_any_type_and_counted_by_the_caller() -> None:
     """Dataclasses, with a shape and counts that the step is told."""
-    import dataclasses
-
-    import torch
-    from scenario import Bench, TokenLoss, forward
 
     @dataclasses.dataclass
     class Sequence:
@@ -218,8 +204,6 @@ def test_microbatches_may_be_of_any_type_and_counted_by_the_caller() -> None:
 @on_ranks(1)
 def test_jagged_rows_in_a_tensordict_count_as_padded_ones() -> None:
     """TensorDicts of jagged rows, against the same rows in padded ones."""
-    import torch
-    from scenario import Bench, TokenLoss, forward
     from tensordict import TensorDict
 
     lengths = ([9, 32, 17], [5, 30])
@@ -269,10 +253,6 @@ def test_jagged_rows_in_a_tensordict_count_as_padded_ones() -> None:
 @on_ranks(2)
 def test_lists_are_cut_with_the_rows() -> None:
     """Rank 0's rows come with images and names, and rank 1 has no data."""
-    import torch
-    from fsdp_bench import bench
-    from scenario import data
-
     seen = []
 
     def forward(model, microbatch):

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from ranks import on_ranks
+from scenario import ROWS, Bench, TokenLoss, cut, data, mask_of, split_step
 
 
 @pytest.mark.parametrize("options", [{}, {"pp": 2}, {"tp": 2}], ids=["dp2", "pp2", "tp2"])
 @on_ranks(2)
 def test_metrics_are_those_of_the_whole_step_on_all_ranks(options: dict[str, Any]) -> None:
     """Metrics against float64 sums over all ranks' rows, taken from the masks."""
-    import torch
-    from scenario import ROWS, Bench, data, split_step
-
     results = []
     for sizes in ([4], [1, 3], [1, 1, 1, 1]):
         bench = Bench(**options)
@@ -65,8 +64,6 @@ def test_metrics_are_those_of_the_whole_step_on_all_ranks(options: dict[str, Any
 
 @on_ranks(2)
 def test_rates_are_those_of_the_step_and_not_of_the_next_one() -> None:
-    from scenario import Bench
-
     bench = Bench()
     seen = []
     for number in range(3):
@@ -95,8 +92,6 @@ def test_a_step_in_which_nothing_is_valid_does_as_it_was_told(
 ) -> None:
     """Steps of masked samples, of no rows and of nothing, under both rules; some
     losses are a constant 0."""
-    import torch
-    from scenario import ROWS, Bench, TokenLoss, cut
 
     class Constant(TokenLoss):
         def __call__(self, output, microbatch):
@@ -140,13 +135,6 @@ def test_a_step_in_which_nothing_is_valid_does_as_it_was_told(
 def test_an_overflow_skips_the_step_and_the_next_one_is_right() -> None:
     """An infinite loss on one rank under dynamic scaling, between two good
     steps."""
-    import torch
-    from scenario import Bench, TokenLoss
-
-    class Infinite(TokenLoss):
-        def __call__(self, output, microbatch):
-            loss, metrics = super().__call__(output, microbatch)
-            return loss * float("inf"), metrics
 
     dynamic = {"initial_loss_scale": 1024.0, "min_loss_scale": 1.0, "hysteresis": 1}
 
@@ -155,7 +143,7 @@ def test_an_overflow_skips_the_step_and_the_next_one_is_right() -> None:
         bench.run([bench.batch(2)])
         if overflow:
             before = bench.parameters()
-            loss = Infinite() if bench.replica == 1 else TokenLoss()
+            loss = TokenLoss(float("inf") if bench.replica == 1 else 1.0)
             result = bench.run([bench.batch(2, seed=2)], loss=loss)
             assert not result.updated
             assert "overflow" in result.skipped
@@ -181,8 +169,6 @@ def test_a_batch_returns_outputs_of_each_sample_in_order(
     engine: str, options: dict[str, Any]
 ) -> None:
     """Outputs in the order given, from rows and ready lists."""
-    import torch
-    from scenario import ROWS, Bench, TokenLoss, cut, data, mask_of
 
     class Loss(TokenLoss):
         outputs = ("logprobs", "token_sums", "ragged")
@@ -236,8 +222,6 @@ def test_a_batch_returns_outputs_of_each_sample_in_order(
 @on_ranks(1)
 def test_values_of_a_pack_are_split_by_sequence() -> None:
     """Values of a pack's tokens are split by sequence, without padding."""
-    import torch
-    from scenario import Bench, TokenLoss
 
     class Loss(TokenLoss):
         outputs = ("values", "ids")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import tiered
+from scenario import differing
 
 #: Pieces of a step's microbatches, and whether the last one is given as such.
 SIZES = (([3], False), ([1, 2], False), ([1, 2], True), ([1] * 3, True))
@@ -15,8 +17,6 @@ Sizes = tuple[tuple[list[int], bool], ...]
 
 def compared(sizes: Sizes, options: dict[str, Any]) -> dict[str, Any]:
     """Runs on a rank: two steps in pieces against two at once; the ways that differ."""
-    from scenario import differing
-
     at_once = [("once", sum(sizes[0][0]), {"seed": seed}) for seed in (1, 2)]
     ways = {
         f"{pieces} {last}": ([("step", pieces, {"seed": n, "last": last}) for n in (1, 2)], ())
@@ -84,13 +84,7 @@ ALWAYS = (
 )
 
 
-def _some() -> list[Any]:
-    return [
-        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.matrix) for each in LAYOUTS
-    ]
-
-
-@pytest.mark.parametrize("layout", _some())
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS, pytest.mark.matrix))
 def test_pieces(megatron_ranks, layout):
     ranks, sizes, options = LAYOUTS[layout]
     assert megatron_ranks(ranks, compared, sizes, options, timeout_s=120) == [{}] * ranks

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib.metadata import version
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from packaging.version import Version
-from ranks import on_ranks
+from ranks import on_ranks, tiered
+
+import megatron_idempotent
+from megatron_idempotent.proof.cpu import tiny
 
 NUMBER = 4
 MOE = {"experts": 4, "config_overrides": {"moe_aux_loss_coeff": 1.0}}
@@ -27,36 +33,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 ALWAYS = ("dp2, experts", "cp2", "pp2, interleaved")
 
 
-def _some(*others: str) -> list[Any]:
-    always = (*ALWAYS, *others)
-    return [
-        pytest.param(each, marks=() if each in always else pytest.mark.exhaustive)
-        for each in LAYOUTS
-    ]
-
-
 class Program:
     """A framework's loop around a small model, with a forward step as Megatron's have."""
 
     def __init__(self, options: dict[str, Any], *, values: int = 2) -> None:
-        import megatron_idempotent
-        from megatron_idempotent.proof.cpu import tiny
-
         megatron_idempotent.apply()
         self.model = tiny.build(overlap_grad_reduce=False, **options)
         self.values = values
         self.size = {"seq_length": tiny.SEQUENCE, "micro_batch_size": tiny.BATCH}
 
     def batches(self, seed: int) -> list[Any]:
-        import itertools
-
-        from megatron_idempotent.proof.cpu import tiny
-
         return list(itertools.islice(tiny.microbatches(seed), NUMBER))
 
     def forward_step(self, iterator: Any, model: Any) -> tuple[Any, Any]:
-        import torch
-
         tokens_BT = next(iterator)
         positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         side = tokens_BT.shape[1]
@@ -68,8 +57,6 @@ class Program:
         return output, lambda logits: self.loss(logits, tokens_BT)
 
     def loss(self, logits_BTV: Any, tokens_BT: Any) -> tuple[Any, ...]:
-        import torch
-
         logprobs_BTV = logits_BTV.float().log_softmax(-1)
         nll_BT = -logprobs_BTV.gather(-1, tokens_BT[..., None])[..., 0]
         if self.values == 3:  # of about two thirds of the tokens, as many as there are
@@ -123,12 +110,12 @@ def both(options: dict[str, Any], values: int = 2) -> list[bool]:
     return [want[0] == got[0], want[1] == got[1]]
 
 
-@pytest.mark.parametrize("layout", _some("cp2, per token"))
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, (*ALWAYS, "cp2, per token")))
 def test_one_call_of_it_has_the_bits_of_megatrons_schedule(layout, megatron_ranks):
     assert megatron_ranks(2, both, LAYOUTS[layout]) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("layout", _some())
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
 def test_a_loss_of_sum_and_tokens_has_the_bits_of_megatrons_schedule(layout, megatron_ranks):
     if IS_0_12 and "cp" in LAYOUTS[layout]:
         pytest.skip("0.12 multiplies such losses by cp, or divides them by each rank's own tokens")
@@ -146,7 +133,6 @@ def with_tokens(options: dict[str, Any], per_token: bool) -> dict[str, Any]:
 
 def at_different_times() -> bytes:
     """Runs on a rank: the second one makes its first call when the first one's has ended."""
-    import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
     from megatron_idempotent.step import StepSchedule
@@ -173,8 +159,6 @@ def in_two_calls(options: dict[str, Any], values: int = 2) -> bool:
 
     With a count of tokens it is the mean over the tokens of both calls.
     """
-    import torch
-
     from megatron_idempotent.step import StepSchedule
 
     gradients = []
@@ -202,8 +186,6 @@ def test_calls_of_one_step_add_up(megatron_ranks):
 @on_ranks(2)
 def test_auxiliary_losses_count_as_the_caller_says() -> None:
     """MoE's loss counts as the caller says."""
-    import torch
-
     from megatron_idempotent.step import StepSchedule
 
     gradients = []

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+import torch
+from ranks import on_ranks, tiered
+from scenario import ROWS, TokenLoss, documented, forward, raised_by
+
+import megatron_idempotent
+from megatron_idempotent import WindowAborted
+from megatron_idempotent.proof.cpu import tiny
 
 GATHERS = {"overlap_param_gather": True}
 SMALL = {"ddp_overrides": {"bucket_size": 600}}
@@ -32,19 +38,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 ALWAYS = ("dp2, gathers", "dp2, experts", "pp2")
 
 
-def _some() -> list[Any]:
-    return [
-        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
-        for each in LAYOUTS
-    ]
-
-
 class Interrupted:
     """A token loss that raises in its second microbatch."""
 
     def __init__(self) -> None:
-        from scenario import TokenLoss
-
         self._loss = TokenLoss()
         self.kind, self.normalizers = self._loss.kind, self._loss.normalizers
         self.calls = 0
@@ -58,8 +55,6 @@ class Interrupted:
 
 def interleaved(options: dict[str, Any]) -> dict[str, list[list[bool]]]:
     """Runs on a rank: two tenants' steps in turn, each set beside its own run."""
-    import torch
-    from scenario import raised_by
     from tenant_bench import alone, biases, logged, parameters, tenants
 
     options = {"config_overrides": DROPOUT, **options}
@@ -148,7 +143,7 @@ def interleaved(options: dict[str, Any]) -> dict[str, list[list[bool]]]:
     return same
 
 
-@pytest.mark.parametrize("layout", _some())
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
 def test_steps_in_turn_are_each_its_own_run(megatron_ranks, layout):
     ranks, options = LAYOUTS[layout]
     for found in megatron_ranks(ranks, interleaved, options, timeout_s=300):
@@ -157,12 +152,8 @@ def test_steps_in_turn_are_each_its_own_run(megatron_ranks, layout):
 
 @on_ranks(2)
 def test_tenants_are_apart() -> None:
-    import torch
     from lora import use
-    from scenario import forward, raised_by
     from tenant_bench import only, own, parameters, step_of, tenants
-
-    from megatron_idempotent import WindowAborted
 
     alice, bob = pair = tenants(("alice", "bob"), overlap_grad_reduce=False)
     for each in pair:
@@ -231,7 +222,6 @@ def test_tenants_are_apart() -> None:
 def test_steps_that_would_disturb_each_other_are_refused() -> None:
     """Errors of steps that would disturb each other; the open one goes on."""
     from megatron.core.distributed import DistributedDataParallel
-    from scenario import raised_by
     from tenant_bench import only, step_of, tenants
 
     alice, bob = tenants(("alice", "bob"))
@@ -275,11 +265,7 @@ def test_the_documented_tenants_train() -> None:
     """Two tenants' steps by the documented function."""
     from lora import Lora, use
     from megatron.core.optimizer import OptimizerConfig
-    from scenario import ROWS, TokenLoss, documented, forward
     from tenant_bench import only, rows_of
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
 
     megatron_idempotent.apply()
 

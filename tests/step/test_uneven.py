@@ -6,7 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+import torch
+from ranks import on_ranks, tiered
+from scenario import ROWS, Bench, T, cut, data, differing
 
 # Microbatches by replica, of each `microbatch` call; None is a rank that does not call at all.
 SHARES: dict[str, list[list[int] | None]] = {
@@ -19,9 +21,6 @@ SHARES: dict[str, list[list[int] | None]] = {
 
 def shared(options: dict[str, Any], share: list[list[int] | None], last: bool) -> bool:
     """Runs on a rank: two steps with this share against the sum of its microbatches' gradients."""
-    import torch
-    from scenario import ROWS, Bench, cut, data
-
     rows = [ROWS * sum(each or [0]) for each in share]
 
     def run(split: bool) -> list[Any]:
@@ -37,7 +36,6 @@ def shared(options: dict[str, Any], share: list[list[int] | None], last: bool) -
 
 
 def _padded(batch: dict[str, Any], rows: int) -> dict[str, Any]:
-    import torch
 
     def zeros(value: Any) -> Any:
         return value.new_zeros(rows - len(value), *value.shape[1:])
@@ -56,10 +54,7 @@ ALWAYS = [
 
 @pytest.mark.parametrize(
     ("share", "gathers", "last"),
-    [
-        pytest.param(*each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
-        for each in itertools.product(SHARES, (False, True), (False, True))
-    ],
+    tiered(itertools.product(SHARES, (False, True), (False, True)), ALWAYS),
 )
 def test_replicas_with_different_amounts_of_data(megatron_ranks, share, last, gathers):
     options = {"overlap_param_gather": gathers}
@@ -98,9 +93,6 @@ def test_pipelines_with_different_amounts_of_data(megatron_ranks, name):
 def test_replicas_that_share_experts(turns: list[list[int]], last: bool) -> None:
     """Replicas that share experts; those with less data send ghosts through
     them."""
-    import torch
-    from scenario import ROWS, Bench, T, cut
-
     bias = {
         "moe_router_enable_expert_bias": True,
         "moe_router_score_function": "sigmoid",
@@ -148,8 +140,6 @@ def test_replicas_that_share_experts(turns: list[list[int]], last: bool) -> None
 
 def changing_counts(options: dict[str, Any]) -> Any:
     """Runs on a rank: steps of 1, 3, 2 and 1 microbatches, with and without overlap of the last."""
-    from scenario import ROWS, differing
-
     sizes = [[1], [1, 2], [2], [1]]
     at_once = [("once", sum(each), {"seed": n}) for n, each in enumerate(sizes)]
     steps = [("step", each, {"seed": n, "last": n > 1}) for n, each in enumerate(sizes)]
