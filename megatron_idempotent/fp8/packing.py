@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_idempotent.logprobs.targets import context_parallel_part
-
 #: Tokens of a tile along which Transformer Engine scales a block, and those that a GEMM over tokens
 #: (the weight's gradient) wants to find: cuBLAS takes leading dimensions of 16 bytes.
 _MXFP8, _BLOCK, _GEMM = 32, 128, 16
@@ -313,53 +311,47 @@ class Pack:
             ValueError: other than T values. Under context parallelism gather them first, with
                 `context_parallel_whole`.
         """
-        values = self._flat("split", values, 1)
+        values = self._flat("split", values)
         return torch.split(values.index_select(0, self.place_N), [*self.lengths])
 
-    def sums(self, values: Tensor, *, rank: int = 0, size: int = 1) -> Tensor:
+    def sums(self, values: Tensor) -> Tensor:
         """Add up each sequence's values; differentiable, and padding takes no part.
 
         It adds in float64, from each sequence's first token to its last, so that a sequence has the
         same sum in every pack. Nothing loops over sequences or waits for the device.
 
         Args:
-            values: [T, ...] or [1, T, ...]. Under context parallelism a rank's part of it,
-                [T / size, ...], as `context_parallel_part` cuts it; the result then has that part's
-                sums, to be added up over the group.
-            rank: this rank's number in the context-parallel group.
-            size: the number of ranks in that group.
+            values: [T, ...] or [1, T, ...]. Under context parallelism gather them first, with
+                `context_parallel_whole`.
 
         Returns:
             [n, ...] of the values' type; float32 for half precision, masks and integers.
 
         Raises:
-            ValueError: other than T / size values.
+            ValueError: other than T values.
 
         Example:
             nll_n = -pack.sums(stats.logprob * valid) / pack.sums(valid).clamp(min=1)
             loss = (nll_n * microbatch["sample_mask"]).sum()
         """
-        values = self._flat("sums", values, size)
+        values = self._flat("sums", values)
         exact = values.dtype in (torch.float32, torch.float64)
-        mask = self._part(self.mask, rank, size)
         # Not a product: what padding holds may be no number.
-        real = mask.view(-1, *[1] * (values.dim() - 1))
+        real = self.mask.view(-1, *[1] * (values.dim() - 1))
         summed: Tensor = _SegmentSums.apply(
-            torch.where(real, values, 0).double(), self._borders(size)
+            torch.where(real, values, 0).double(), self.cu_seqlens.long()
         )
         return summed[: len(self.lengths)].to(values.dtype if exact else torch.float32)
 
-    def expand(self, values: Tensor, *, fill: float = 0, rank: int = 0, size: int = 1) -> Tensor:
+    def expand(self, values: Tensor, *, fill: float = 0) -> Tensor:
         """Give each token the value of its sequence, such as an advantage; differentiable.
 
         Args:
             values: [n, ...]
             fill: the value of padding.
-            rank: the number, in the context-parallel group, of the rank whose part is returned.
-            size: the number of ranks in that group.
 
         Returns:
-            [T / size, ...]
+            [T, ...]
 
         Raises:
             ValueError: other than n values.
@@ -372,32 +364,20 @@ class Pack:
             )
         filler = values.new_full((len(self.segments) - n, *values.shape[1:]), fill)
         spread: Tensor = _Spread.apply(
-            torch.cat([values, filler]), self._borders(size), self.tokens // size
+            torch.cat([values, filler]), self.cu_seqlens.long(), self.tokens
         )
-        mask = self._part(self.mask, rank, size)
-        return torch.where(mask.view(-1, *[1] * (values.dim() - 1)), spread, fill)
+        return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), spread, fill)
 
-    def _flat(self, what: str, values: Tensor, size: int) -> Tensor:
-        """Return values [T / size, ...], without the dimension of rows of a model's output."""
-        wanted = self.tokens // size
-        if values.dim() > 1 and tuple(values.shape[:2]) == (1, wanted):
+    def _flat(self, what: str, values: Tensor) -> Tensor:
+        """Return values [T, ...], without the dimension of rows of a model's output."""
+        if values.dim() > 1 and tuple(values.shape[:2]) == (1, self.tokens):
             values = values[0]
-        if values.dim() < 1 or len(values) != wanted or self.tokens % size:
-            share = "" if size == 1 else f" on each of {size} ranks"
+        if values.dim() < 1 or len(values) != self.tokens:
             raise ValueError(
                 f"{what}() got values of shape {tuple(values.shape)}; the pack has {self.tokens} "
-                f"tokens{share}: give a value for each, padding included"
+                "tokens: give a value for each, padding included"
             )
         return values
-
-    def _part(self, values_T: Tensor, rank: int, size: int) -> Tensor:
-        if size == 1:
-            return values_T
-        return context_parallel_part(values_T, rank=rank, size=size, cu_seqlens=self.cu_seqlens)
-
-    def _borders(self, size: int) -> Tensor:
-        # A rank has its share of each segment, in order.
-        return self.cu_seqlens.long() // size
 
 
 class _SegmentSums(torch.autograd.Function):

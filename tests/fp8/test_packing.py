@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_idempotent.fp8.packing import Pack, TokenAlignment
-from megatron_idempotent.logprobs import context_parallel_part, shift_targets
+from megatron_idempotent.logprobs import shift_targets
 
 PAD, IGNORED = -7, -100
 
@@ -118,23 +118,6 @@ def test_a_loss_of_sequences_takes_the_output_of_a_model_as_it_is():
     assert pack.sums(logprob.double()).dtype == torch.float64
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_sums_of_ranks_add_up_to_those_of_the_pack(size):
-    pack = Pack.of([5, 0, 17], TokenAlignment(sequence=8, pack=96))
-    values = torch.arange(96.0)
-    parts = [
-        context_parallel_part(values, rank=rank, size=size, cu_seqlens=pack.cu_seqlens)
-        for rank in range(size)
-    ]
-    sums = [pack.sums(part, rank=rank, size=size) for rank, part in enumerate(parts)]
-    assert torch.equal(sum(sums), pack.sums(values))
-    each = torch.tensor([1.0, 2.0, 3.0])
-    whole = pack.expand(each)
-    for rank in range(size):
-        part = context_parallel_part(whole, rank=rank, size=size, cu_seqlens=pack.cu_seqlens)
-        assert torch.equal(pack.expand(each, rank=rank, size=size), part)
-
-
 def test_no_sum_waits_for_the_device():
     pack = Pack.of([3, 2], TokenAlignment(sequence=2, pack=8))
     there = {
@@ -175,7 +158,6 @@ def test_gradients_go_to_the_sequences_and_not_to_padding():
         (lambda pack: Pack.of([], TokenAlignment(sequence=1, pack=8)).join([]), "no sequences"),
         (lambda pack: pack.split(torch.ones(5)), "(5,); the pack has 8 tokens"),
         (lambda pack: pack.sums(torch.ones(2, 8)), "(2, 8); the pack has 8"),
-        (lambda pack: pack.sums(torch.ones(8), size=2), "8 tokens on each of 2 ranks"),
         (lambda pack: pack.expand(torch.ones(3)), "(3,) in a pack of 2 sequences"),
     ],
 )
