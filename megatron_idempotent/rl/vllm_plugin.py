@@ -11,9 +11,13 @@ EXTENSION = "megatron_idempotent.rl.engines.vllm_worker.StagingExtension"
 def register() -> None:
     """Make the transfer engine known to vLLM; an entry point of `vllm.general_plugins`.
 
+    vLLM's kernels for CPUs use AMX and, with --enforce-eager, do not ask the system for it first:
+    the first step in bfloat16 would end the worker (SIGILL). So it is asked for here.
+
     The engine itself is imported when vLLM asks for it. Twice: no-op, because vLLM loads plugins
     more than once in a process.
     """
+    import torch
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     # vLLM forgets nothing and refuses a second registration, and has no public way to ask.
@@ -21,3 +25,5 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "megatron_idempotent.rl.engines.vllm_worker", "StagedTransfer"
         )
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

@@ -59,6 +59,7 @@ class TransformersEngine:
         prefill_tokens: int = 8192,
         device: str | None = None,
         routed_experts: bool = False,
+        adapters: bool = False,
     ) -> None:
         """
         Args:
@@ -71,9 +72,11 @@ class TransformersEngine:
             device: the device that a checkpoint is loaded to; None for the CPU. A model stays where
                 it is.
             routed_experts: True to have samples bring the experts that routers took.
+            adapters: True for a model with PEFT's LoRA, whose factors alone updates bring.
 
         Errors: `ValueError` for a model with layers that this engine cannot serve, or without
-            routers if their experts are asked for.
+            routers if their experts are asked for, or without adapters if updates are to bring
+            them.
         """
         if max_running < 1 or prefill_tokens < 1:
             raise ValueError(
@@ -87,7 +90,8 @@ class TransformersEngine:
         self._vocabulary: int = model.config.vocab_size
         self._max_positions: int = model.config.max_position_embeddings
         model.eval()
-        self._updates = WeightVersions(ServedWeights(model), name=name, version=version)
+        served = ServedWeights(model, adapters=adapters)
+        self._updates = WeightVersions(served, name=name, version=version)
         self._serving = Scheduler(
             model,
             name,

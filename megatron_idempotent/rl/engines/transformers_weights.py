@@ -25,6 +25,7 @@ from megatron_idempotent.rl.weights.staging import SideStream, used_here
 
 from .protocol import EngineError, refuse_kv_scales, refuse_out_of_turn
 
+_FACTOR = re.compile(r"\.(?P<factor>lora_[AB])(\.\w+)?\.weight$")
 # transformers holds the experts of a layer in two tensors, [E, 2 I, H] and [E, H, I], and
 # checkpoints have three matrices for each expert.
 _EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<fused>gate_up_proj|down_proj)$")
@@ -45,14 +46,24 @@ class ServedWeights:
     """Serves a model's parameters and saved buffers, and exchanges them.
 
     Tensors are exchanged by pointer: the time does not depend on their size, and old tensors are
-    there until the last of them is replaced. Tied weights are one tensor.
+    there until the last of them is replaced. Tied weights are one tensor. With `adapters`, PEFT's
+    low-rank factors alone are exchanged, and the rest stays as it is.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, adapters: bool = False) -> None:
         # Those that a checkpoint has, each once; tied ones under their first name.
         saved: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(saved.items())}
-        self._tensors = {name: each for name, each in saved.items() if first[id(each)] == name}
+        self._tensors = {
+            name: each
+            for name, each in saved.items()
+            if first[id(each)] == name and (not adapters or _FACTOR.search(name))
+        }
+        if not self._tensors:
+            raise ValueError(
+                f"{type(model).__name__} has no lora_A and lora_B; load its adapters, as with PEFT,"
+                " or leave adapters=True out"
+            )
         self._infos = {name: TensorInfo.of(name, each) for name, each in self._tensors.items()}
         self._places = {
             place.info.name: place
@@ -132,6 +143,11 @@ class ServedWeights:
 
 def _checkpoint_places(info: TensorInfo) -> list[_Place]:
     """Return the places of a checkpoint's tensors in one of the model's tensors."""
+    if (factor := _FACTOR.search(info.name)) is not None:
+        # PEFT saves it without the adapter's name, below two wrappers that a bare model lacks.
+        name = info.name[: factor.start()].removeprefix("base_model.model.")
+        name = f"base_model.model.{name}.{factor['factor']}.weight"
+        return [_Place(info=dataclasses.replace(info, name=name), whole=info.name)]
     found = _EXPERTS.fullmatch(info.name)
     if found is None or len(info.shape) != 3:
         return [_Place(info=info, whole=info.name)]

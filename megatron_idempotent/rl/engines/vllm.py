@@ -60,6 +60,7 @@ class VllmEngine(VllmUpdates):
         keep_copy: bool = True,
         api_key: str | None = None,
         routing_layers: Sequence[int] = (),
+        adapter: str | None = None,
     ) -> None:
         """
         Args:
@@ -74,6 +75,8 @@ class VllmEngine(VllmUpdates):
             api_key: the server's key, if it wants one.
             routing_layers: the numbers, from 0, of the model's layers that have routers, whose
                 experts samples are to bring; the server needs --enable-return-routed-experts.
+            adapter: the name of the server's one LoRA adapter, with which it samples, and whose
+                factors alone updates bring; None for the model itself.
 
         Errors: `ImportError` without aiohttp.
         """
@@ -82,6 +85,7 @@ class VllmEngine(VllmUpdates):
             transport=transport,
             initial_version=initial_version,
             keep_copy=keep_copy,
+            adapter=adapter,
         )
         self._asking = asyncio.Lock()
         self._tempered: bool | None = None
@@ -214,6 +218,7 @@ class VllmEngine(VllmUpdates):
             "request_id": sent_id,
             "token_ids": list(request.prompt),
             "sampling_params": sampling_params(request),
+            "model": self._adapter,
         }
         try:
             # Cancelled, it closes its connection, at which vLLM frees the request.

@@ -20,9 +20,18 @@ from megatron_idempotent.rl.weights import (
     UpdateRefused,
     WeightUpdate,
 )
+from megatron_idempotent.rl.weights.deltas import EncodedDelta, Patch, verify
 from megatron_idempotent.rl.weights.transports import receiver
 
 from .protocol import EngineUnsupported, refuse_out_of_turn
+from .vllm_in_place import Patched
+
+
+class _Patches(Staging):
+    """Keeps of a delta the elements that change, and no new tensor."""
+
+    def _new(self, delta: EncodedDelta, served: torch.Tensor) -> Patch:
+        return verify(delta, served)
 
 
 class IncomingUpdate:
@@ -57,8 +66,8 @@ class IncomingUpdate:
         self.update = update
         self.received, self.decode_s = 0, 0.0
         self.error: Exception | None = None
-        self.tensors: Mapping[str, torch.Tensor] | None = None
-        self._staging: Staging | None = Staging(update, expected=expected, served=served)
+        self.tensors: Mapping[str, Any] | None = None
+        self._staging: Staging | None = _Patches(update, expected=expected, served=served)
         self._announced: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._silence_s = silence_s
         # The model's: a thread that nobody tells of it has the first one.
@@ -172,7 +181,8 @@ class Inbox:
         self._committed = ""
         self._served: Weights | None = None
         self._keep = True
-        self._torn = ""
+        self.torn = ""
+        """The reason why layers may have weights of more than one version; empty if none do."""
         self._half = ""
         self._updating = False
         self._decode_s = 0.0
@@ -199,8 +209,8 @@ class Inbox:
         if arrival is not None and weights is not None:
             self._half = update_id
             if arrival.update.base_version is not None:
-                # Layers are loaded whole: projections that come fused need all of their parts.
-                weights = {**self._base(), **weights}
+                # A layer that is loaded again needs all of its tensors, fused ones too.
+                weights = Patched(self._base(), weights)
             self._loaded = (arrival.update, weights)
             return weights
         if restore or update_id == self._committed:  # here it was, and in another worker it failed
@@ -211,7 +221,7 @@ class Inbox:
     @property
     def dirty(self) -> str:
         """The reason why weights may be of more than one version; empty if they are of one."""
-        return self._torn or ("a commit is under way" if self._updating else "")
+        return self.torn or ("a commit is under way" if self._updating else "")
 
     @property
     def loaded_scales(self) -> Mapping[str, float] | None:
@@ -222,13 +232,13 @@ class Inbox:
     def began(self) -> None:
         """Note that the layers are being taken apart: until `finished` it must not serve."""
         if self._updating:
-            self._torn = self._torn or "a commit was begun, and neither ended nor failed"
+            self.torn = self.torn or "a commit was begun, and neither ended nor failed"
         self._loaded, self._updating = None, True
 
     def failed(self, error: BaseException) -> None:
         """Note that loading stopped half-way: the layers are put together, their weights torn."""
         self._loaded, self._updating = None, False
-        self._torn = f"a commit failed half-way: {error}"
+        self.torn = f"a commit failed half-way: {error}"
 
     def finished(self) -> None:
         """Note that the model is whole, with what `to_load` gave or, without that, what it had."""
@@ -236,10 +246,12 @@ class Inbox:
         if self._loaded is None:
             return
         (update, weights), self._loaded = self._loaded, None
-        self._torn = self._half = ""
+        self.torn = self._half = ""
         if update is not None:
             self._version, self._committed = update.version, update.id
-            self._served = weights if self._keep else None
+            # From here on the model has them, so what is kept may change.
+            kept = weights.kept() if isinstance(weights, Patched) else weights
+            self._served = kept if self._keep else None
             self._arrival = None
 
     def forget(self) -> None:

@@ -121,8 +121,10 @@ class VllmUpdates:
         transport: Callable[[], Sender] | None,
         initial_version: int,
         keep_copy: bool,
+        adapter: str | None,
     ) -> None:
         self._control = control
+        self._adapter = adapter
         self._transport = transport
         self._initial_version = initial_version
         self._keep_copy = keep_copy
@@ -232,6 +234,7 @@ class VllmUpdates:
                     "serving": serving if serving is not None else self._initial_version,
                     "keep": self._keep_copy,
                     "silence_s": self._control.timeouts.silence_s,
+                    "adapter": await self._card(),
                 }
             )
             sent = 0
@@ -249,6 +252,20 @@ class VllmUpdates:
             raise
         finally:
             await sender.close()
+
+    async def _card(self) -> Mapping[str, str] | None:
+        """Return the server's name and folder of the adapter that is updated, if one is."""
+        if self._adapter is None:
+            return None
+        cards = (await self._control.get("/v1/models"))["data"]
+        found = {card["id"]: card for card in cards if card.get("parent")}
+        if list(found) != [self._adapter]:
+            raise EngineUnsupported(
+                f"engine {self.name} has adapters {list(found)}, and {self._adapter!r} is to be "
+                "updated; start its server with --enable-lora and --lora-modules "
+                f"{self._adapter}=FOLDER, and no other"
+            )
+        return {name: found[self._adapter][name] for name in ("id", "root")}
 
     async def _received(self, update_id: str, buckets: int) -> None:
         """Wait until all workers have that many buckets. Errors: theirs; `EngineTimeout`."""

@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import (
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
+    get_layerwise_info,
     initialize_layerwise_reload,
 )
 from vllm.platforms import current_platform
@@ -24,7 +30,10 @@ from vllm.platforms import current_platform
 from megatron_idempotent.rl.weights import TensorInfo
 from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, expected_tensors
 
+from .vllm_in_place import NotInPlace, Patched, Places
 from .vllm_inbox import CacheScales, Inbox, LayerScales, Weights
+
+_log = logging.getLogger(__name__)
 
 
 class StagingExtension:
@@ -49,6 +58,8 @@ class StagingExtension:
                     'start it with --weight-transfer-config \'{"backend": "megatron_idempotent"}\'',
                 }
             }
+        if asked.get("adapter"):
+            self.weight_transfer_engine.serve_adapter(self, asked["adapter"])
         if asked["do"] == "sleeps":
             config = self.vllm_config.model_config  # type: ignore[attr-defined]
             return {"sleeps": bool(config.enable_sleep_mode)}
@@ -82,6 +93,8 @@ class CommitInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
     """Loads staged weights through the model's own loader, layer by layer, as vLLM's engines do.
 
+    Deltas are written in place where the model computes with a checkpoint's elements as they are.
+
     `inbox` takes them in while the model serves. vLLM calls three methods while it is paused:
     `start_weight_update`, `update_weights` with a CommitInfo, `finish_weight_update`. If loading
     fails the layers are put together again, so that all three may be called once more; until then
@@ -102,6 +115,10 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         )
         # Those of the weights that were served last; None once an update is served.
         self._scales_before: Mapping[str, LayerScales] | None = None
+        self._places: Places | None = None
+        self._add_adapter: Callable[[str], Any] | None = None
+        self.whole_because = ""
+        """The reason why deltas are not written in place; empty as long as none is known."""
         self.inbox = Inbox(
             rank=vllm_config.parallel_config.rank,
             expected=self._expected,
@@ -113,13 +130,11 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: each update sets up its own transport."""
 
     def start_weight_update(self) -> None:
-        """Take the model's layers apart."""
-        self._together()  # an earlier attempt may have left them so
+        """Note that weights are to change: until `finish_weight_update` they are not served."""
+        self._together()  # an earlier attempt may have left layers apart
         self.inbox.began()
         if self._scales_before is None:
             self._scales_before = self._scales.read()
-        self._apart = True
-        initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the staged weights. Errors: `UpdateRefused`, and those of the model's loader."""
@@ -138,7 +153,14 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """Put the layers together; from here on the update is what is served."""
+        loaded = self._apart
         self._together(self.inbox.loaded_scales)
+        if loaded and current_platform.is_cpu():
+            # vLLM 0.32 packs experts when they are first loaded, and not when they are again.
+            for layer in self.model.modules():
+                kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+                if kernel is not None:
+                    kernel.fused_experts.process_weights_after_loading(layer)
         self.inbox.finished()
         if not self.inbox.dirty:
             self._scales_before = None
@@ -147,16 +169,68 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Forget what is staged: vLLM ends, or releases the trainer's connection."""
         self.inbox.forget()
 
+    def serve_adapter(self, worker: Any, card: Mapping[str, str]) -> None:
+        """Take updates of an adapter's factors, which the worker has as its only one."""
+        (number,) = worker.list_loras()
+        self._directory = Path(card["root"])
+        self._add_adapter = lambda folder: worker.add_lora(
+            LoRARequest(card["id"], number, folder, load_inplace=True)
+        )
+
     def _load(self, weights: Weights) -> None:
+        if self._add_adapter is not None:
+            # vLLM takes adapters from folders alone, and loads one before it lets the old one go.
+            with tempfile.TemporaryDirectory() as folder:
+                shutil.copy(self._directory / "adapter_config.json", folder)
+                save_file(dict(weights), Path(folder, "adapter_model.safetensors"))
+                self._add_adapter(folder)
+            return
+        if isinstance(weights, Patched) and not self.inbox.torn:
+            places = self._find_places(weights.served)
+            if places is not None:
+                places.write(weights)
+                return
+        self._apart = True
+        initialize_layerwise_reload(self.model)
         # One by one: what is read from disk is not to be in memory all at once.
         self.model.load_weights((name, weights[name]) for name in weights)
+
+    def _find_places(self, served: Weights) -> Places | None:
+        """Return the model's places, found once; None if it cannot be written in place."""
+        if self._places is None and not self.whole_because:
+            try:
+                self._refuse_derived()
+                places = Places(self.model, self._expected())
+                places.check(served)
+                self._places = places
+            except NotInPlace as error:
+                self.whole_because = str(error)
+                _log.info("deltas are loaded as whole layers: %s", error)
+        return self._places
+
+    def _refuse_derived(self) -> None:
+        """Raise `NotInPlace` if layers compute with anything that they make of their weights."""
+        if self.model_config.quantization or self.model_config.use_mla:
+            raise NotInPlace("it is quantised, or makes attention's matrices of its weights")
+        for name, layer in self.model.named_modules():
+            loaded, _ = get_layerwise_info(layer).restore_metadata
+            now = dict(layer.named_parameters(recurse=False))
+            changed = any(
+                (now[key].shape, now[key].dtype) != (was.shape, was.dtype)
+                for key, was in loaded.items()
+                if key in now
+            )
+            # On CPUs, a function that holds packed weights.
+            packed = getattr(getattr(layer, "cpu_linear", None), "__closure__", None)
+            if changed or packed:
+                raise NotInPlace(f"{name} packs its weights after it is loaded")
 
     def _together(self, scales: Mapping[str, float] | None = None) -> None:
         if self._apart:
             finalize_layerwise_reload(self.model, self.model_config)
             self._apart = False
-            # After it: where the checkpoint is not quantised it has set all of them to 1.
-            self._scales.write(self._scales_before or {}, scales)
+        # After it: where the checkpoint is not quantised it has set all of them to 1.
+        self._scales.write(self._scales_before or {}, scales)
 
     def _expected(self) -> tuple[TensorInfo, ...]:
         config = self.model_config.hf_text_config

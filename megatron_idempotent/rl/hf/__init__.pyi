@@ -8,4 +8,5 @@ from .export import MegatronWeights as MegatronWeights
 from .fsdp import FSDPWeights as FSDPWeights
 from .load import build_gpt as build_gpt
 from .load import load_hf as load_hf
+from .names import Lora as Lora
 from .save import save_hf as save_hf

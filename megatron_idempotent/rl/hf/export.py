@@ -20,7 +20,7 @@ from megatron_idempotent.window.params import finish_gathers
 from .buckets import BucketStream, Fetch
 from .config import Architecture, CheckpointMismatch, FailedElsewhere
 from .load import placed_slots
-from .names import Placed, SlotPart, hf_shapes
+from .names import Lora, Placed, SlotPart, hf_shapes
 
 
 class TensorPart(NamedTuple):
@@ -393,6 +393,7 @@ class MegatronWeights:
         fp8: Fp8Export | None = None,
         group: dist.ProcessGroup | None = None,
         deltas: bool = False,
+        lora: Lora | None = None,
     ) -> None:
         """Begin with a collective of all ranks of the group.
 
@@ -410,6 +411,8 @@ class MegatronWeights:
             deltas: True to find what has changed since the last export where it is, so that what
                 goes to rank 0 scales with it. Ranks keep a copy of what they send, in host memory.
                 Without effect with `fp8`, which needs whole tensors.
+            lora: the chunks' adapters, which are sent alone, by PEFT's names, to engines that have
+                the base; None for a model without adapters.
 
         Raises:
             CheckpointMismatch: chunks that are not of that architecture, or not all of it.
@@ -421,10 +424,12 @@ class MegatronWeights:
         self._chunks, self._fp8 = list(chunks), fp8
         placed, error = None, None
         try:
-            placed = placed_slots(self._chunks, arch)
+            placed = placed_slots(self._chunks, arch, lora)
         except (ValueError, RuntimeError) as bad:
             error = bad
-        plan = make_plan(hf_shapes(arch), placed, error, group=group)
+        plan = make_plan(
+            hf_shapes(arch) if lora is None else lora.shapes(arch), placed, error, group=group
+        )
         infos = plan.infos
         if dtype is not None:
             infos = tuple(dataclasses.replace(info, dtype=dtype) for info in infos)

@@ -16,24 +16,27 @@ from megatron_idempotent.window.agreement import DEADLINE_S
 from megatron_idempotent.window.params import finish_gathers
 
 from .config import Architecture, CheckpointMismatch, agree_on
-from .names import EMBEDDING, NORM, OUTPUT, Names, Placed, Ranks, SlotPart, hf_shapes
+from .names import EMBEDDING, NORM, OUTPUT, Lora, Names, Placed, Ranks, SlotPart, hf_shapes
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
 
-def placed_slots(chunks: Sequence[Any], arch: Architecture) -> list[Placed]:
+def placed_slots(
+    chunks: Sequence[Any], arch: Architecture, lora: Lora | None = None
+) -> list[Placed]:
     """Return every slot of the chunks of this rank, in the order of the parameters.
 
     Args:
         chunks: GPTModels, in any wrappers.
         arch: the checkpoint's architecture.
+        lora: the chunks' adapters, whose slots alone are returned; None for a model without.
 
     Raises:
         CheckpointMismatch: the chunks are not of this architecture, listing all that differs:
             parameters without a counterpart or of another shape, tensors without a parameter.
     """
-    names = Names(arch, Ranks.here())
+    names = Names(arch, Ranks.here(), lora)
     placed: list[Placed] = []
     wrong: list[str] = []
     for chunk in chunks:
@@ -67,6 +70,8 @@ def _of_chunk(model: Any, names: Names, wrong: list[str]) -> list[Placed]:
         return []
     placed = []
     for name, parameter in model.named_parameters():
+        if names.lora is not None and ".adapter." not in name:
+            continue
         match = _LAYER.match(name)
         mlp = model.decoder.layers[int(match[1])].mlp if match else None
         experts = getattr(mlp, "local_expert_indices", ())
@@ -104,8 +109,9 @@ def _unused(model: Any, names: Names, placed: Sequence[Placed]) -> list[str]:
     wanted = [EMBEDDING] if model.pre_process else []
     wanted += [NORM] if model.post_process else []
     wanted += [OUTPUT] if model.post_process and not names.arch.tied else []
+    wanted = [name for name in wanted if name in names.shapes]
     for name in names.shapes:
-        at = re.match(r"model\.layers\.\d+\.", name)
+        at = re.search(r"model\.layers\.\d+\.", name)
         if at is None or at[0] not in layers:
             continue
         expert = _EXPERT.search(name)

@@ -152,6 +152,7 @@ _LAYER: dict[str, tuple[Kind, tuple[str, ...]]] = {
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 _TE_EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
+_ADAPTER = re.compile(r"(.+)\.adapter\.linear_(in|out)\.weight")
 _ALL_EXPERTS = re.compile(r"mlp\.experts\.weight([12])")
 
 
@@ -215,6 +216,40 @@ def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+_PROJECTIONS = {
+    "linear_qkv": _QKV,
+    "linear_proj": ("self_attn.o_proj",),
+    "linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "linear_fc2": ("mlp.down_proj",),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """Describes a model's low-rank adapters, as Megatron-Bridge's LoRA has them.
+
+    Example: `Lora(rank=16, layers=("linear_qkv", "linear_proj"))`.
+    """
+
+    rank: int
+    layers: tuple[str, ...] = tuple(_PROJECTIONS)
+    """Megatron's names of the layers that have adapters."""
+
+    def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
+        """Return the adapters' tensors and their shapes, by the names that PEFT gives them."""
+        targets = tuple(f".{each}.weight" for layer in self.layers for each in _PROJECTIONS[layer])
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in hf_shapes(arch).items():
+            if name.endswith(targets):
+                found[_peft(name, "A")] = (self.rank, shape[1])
+                found[_peft(name, "B")] = (shape[0], self.rank)
+        return found
+
+
+def _peft(name: str, factor: str) -> str:
+    return f"base_model.model.{name.removesuffix('weight')}lora_{factor}.weight"
+
+
 class Names:
     """Finds the slots of a model's parameters on one rank.
 
@@ -223,8 +258,9 @@ class Names:
         slots = names.slots("decoder.layers.0.mlp.linear_fc1.weight", 64, layers=[4, 5])
     """
 
-    def __init__(self, arch: Architecture, ranks: Ranks) -> None:
-        self.arch, self.ranks, self.shapes = arch, ranks, hf_shapes(arch)
+    def __init__(self, arch: Architecture, ranks: Ranks, lora: Lora | None = None) -> None:
+        self.arch, self.ranks, self.lora = arch, ranks, lora
+        self.shapes = hf_shapes(arch) if lora is None else lora.shapes(arch)
 
     def slots(
         self, name: str, rows: int, *, layers: Sequence[int], experts: Sequence[int] = ()
@@ -251,6 +287,8 @@ class Names:
             return (self._slot(name, "whole", [NORM], 0, 1),)
         if match := _IN_LAYER.fullmatch(name):
             at = f"model.layers.{layers[int(match[1])]}."
+            if factor := _ADAPTER.fullmatch(match[2]):
+                return self._factor(name, factor[1], "AB"[factor[2] == "out"], at, rows)
             return self._in_layer(name, match[2], at) or self._experts(name, match[2], at, experts)
         return ()
 
@@ -261,6 +299,26 @@ class Names:
             return ()
         rank, count = (0, 1) if kind == "whole" else self.ranks[:2]
         return (self._slot(name, kind, targets, rank, count),)
+
+    def _factor(
+        self, name: str, layer: str, factor: str, at: str, rows: int
+    ) -> tuple[ParameterSlot, ...]:
+        kind, names = _LAYER.get(f"{layer}.weight", ("whole", ()))
+        targets = [_peft(at + each, factor) for each in names]
+        if not all(each in self.shapes for each in targets):
+            return ()
+        rank, count = self.ranks[:2]
+        if factor == "B" and kind != "columns":
+            return (self._slot(name, kind, targets, rank, count),) if targets else ()
+        # Fused projections have one A for all. Some wrappers cut it along the adapter's rank, and
+        # the B of a row-parallel layer along its outputs.
+        slots = []
+        for target in targets:
+            cut = rows < self.shapes[target][0]
+            along: Kind = "columns" if factor == "A" and kind == "columns" and not cut else "whole"
+            shared = not cut and along == "whole"
+            slots.append(self._slot(name, along, [target], *((0, 1) if shared else (rank, count))))
+        return tuple(slots)
 
     def _experts(
         self, name: str, inner: str, at: str, experts: Sequence[int]

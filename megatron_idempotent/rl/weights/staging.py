@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .records import (
     DELTA,
@@ -22,6 +22,8 @@ from .records import (
 
 if TYPE_CHECKING:
     import torch
+
+    from .deltas import EncodedDelta
 
 
 class Staging:
@@ -110,7 +112,7 @@ class Staging:
         name, tensor = came[0].removesuffix(DELTA), came[1]
         if name == came[0]:
             return came
-        from .deltas import EncodedDelta, apply
+        from .deltas import EncodedDelta
 
         started = time.perf_counter()
         try:
@@ -118,12 +120,19 @@ class Staging:
                 raise UpdateMismatch("the model has no such tensor")
             if self._served is None or self.update.base_version is None:
                 raise UpdateRefused("a delta came, and no version that it builds on is kept here")
-            new = self._served(name).clone()
-            apply(EncodedDelta(tensor.cpu()), new)
+            new = self._new(EncodedDelta(tensor.cpu()), self._served(name))
         except WeightsError as error:
             raise type(error)(f"update {self.update.id}: {name}: {error}") from error
         self.decode_s += time.perf_counter() - started
         return name, new
+
+    def _new(self, delta: EncodedDelta, served: torch.Tensor) -> Any:
+        """Return what is kept of a delta: the new tensor."""
+        from .deltas import apply
+
+        new = served.clone()
+        apply(delta, new)
+        return new
 
     def _check_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
         wrong = []

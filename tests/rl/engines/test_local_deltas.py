@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 from typing import Any
 
 import pytest
 import torch
-from tiny import read_weights
+from training import Training, flipped
 from transformers import AutoModelForCausalLM
 
 from megatron_idempotent.rl.engines import EngineHealth
 from megatron_idempotent.rl.engines.transformers import TransformersEngine
 from megatron_idempotent.rl.sync import SyncFailed, SyncReport, SyncSettings, WeightSync
-from megatron_idempotent.rl.weights import Bucket, TensorInfo, checksum
-from megatron_idempotent.rl.weights.records import DELTA
 
 SETTINGS = SyncSettings(bucket_bytes=1 << 16, retry_wait_s=0.001, attempts=2)
-
-
-class Training:
-    """A trainer's weights, a few of which change with each step; a source of them."""
-
-    def __init__(self, folder: Any) -> None:
-        self.weights = read_weights(folder)
-        self._generator = torch.Generator().manual_seed(0)
-
-    def step(self) -> None:
-        for name, tensor in self.weights.items():
-            chosen = torch.rand(tensor.shape, generator=self._generator) < 0.02
-            self.weights[name] = torch.where(chosen, tensor * 1.01, tensor)
-
-    def tensors(self) -> tuple[TensorInfo, ...]:
-        return tuple(TensorInfo.of(name, each) for name, each in self.weights.items())
-
-    def buckets(self, *, bucket_bytes: int) -> Any:
-        for index, (name, tensor) in enumerate(self.weights.items()):
-            yield Bucket.of(index, {name: tensor})
 
 
 class Unreliable:
@@ -79,18 +56,6 @@ class Unreliable:
 
     async def health(self) -> EngineHealth:
         return await self.inner.health()
-
-
-def flipped(bucket: Bucket, *, sealed: bool) -> Bucket:
-    tensors = {name: tensor.clone() for name, tensor in bucket.tensors.items()}
-    for tensor in tensors.values():
-        tensor.view(torch.uint8).view(-1)[-1] ^= 4
-    if sealed and not all(name.endswith(DELTA) for name in tensors):
-        return bucket  # a whole tensor's checksum is the trainer's own
-    checksums = {name: checksum(each) for name, each in tensors.items()}
-    return dataclasses.replace(
-        bucket, tensors=tensors, checksums=checksums if sealed else bucket.checksums
-    )
 
 
 FAULTS = (

@@ -9,6 +9,15 @@ import time
 from typing import Any
 
 from megatron_idempotent.rl.engines.vllm_worker import StagingExtension
+from megatron_idempotent.rl.weights import checksum
+
+if os.environ.get("TEST_PLAIN_WEIGHTS"):
+    # As on GPUs: vLLM computes with the weights themselves, and packs none.
+    import vllm._custom_ops
+    import vllm.model_executor.layers.utils
+
+    vllm._custom_ops._supports_onednn = False
+    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 class FaultyWorker(StagingExtension):
@@ -40,6 +49,8 @@ class FaultyWorker(StagingExtension):
     def _break(self, asked: dict[str, Any]) -> None:
         transfer = self.weight_transfer_engine
         original = transfer._load
+        if transfer._places is not None:
+            return self._break_in_place(transfer, asked["after"])
 
         def broken(weights):
             transfer._load = original
@@ -55,6 +66,23 @@ class FaultyWorker(StagingExtension):
             original(Broken(weights))
 
         transfer._load = broken
+
+    def _break_in_place(self, transfer: Any, after: int) -> None:
+        places, original = transfer._places, transfer._places.write
+
+        def broken(update):
+            places.write = original
+            some = dict(list(update.came.items())[:after])
+            original(type(update)(update.served, some))
+            raise RuntimeError("a fault for a test")
+
+        places.write = broken
+
+    def bits(self) -> dict[str, Any]:
+        """Checksums of all parameters, and why deltas are not written in place."""
+        transfer = self.weight_transfer_engine
+        found = {name: f"{checksum(each):x}" for name, each in transfer.model.named_parameters()}
+        return {"parameters": found, "whole_because": transfer.whole_because}
 
     def scales_in_use(self) -> dict[str, Any]:
         model = self.weight_transfer_engine.model

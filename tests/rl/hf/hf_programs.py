@@ -138,10 +138,12 @@ def exported(source: Any, bucket_bytes: int = 4000) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def deltas_follow(chunks: list[Any], arch: Architecture, dtype: torch.dtype) -> None:
+def deltas_follow(
+    chunks: list[Any], arch: Architecture, dtype: torch.dtype, **settings: Any
+) -> None:
     """Exports of what has changed make, on rank 0, the bits that whole ones bring."""
-    source = MegatronWeights(chunks, arch, dtype=dtype, deltas=True)
-    plain = MegatronWeights(chunks, arch, dtype=dtype)
+    source = MegatronWeights(chunks, arch, dtype=dtype, deltas=True, **settings)
+    plain = MegatronWeights(chunks, arch, dtype=dtype, **settings)
     served = exported(source)
     for version in (2, 3):
         with torch.no_grad():

@@ -347,3 +347,77 @@ def test_parts_have_to_follow_each_other_from_end_to_end():
         [*both, TensorPart(0, 5, 1, 1)],
     ):
         assert not _covers(wrong, (5, 4))
+
+
+def adapters_alone(root: Any, name: str, layout: dict[str, int], cut: bool) -> None:
+    """Runs on a rank: the base with what the export brings is a model with its factors merged in.
+
+    With `cut`, factors that ranks share whole are cut as well, as Megatron-Bridge cuts some.
+    """
+    import zlib
+
+    import hf_programs
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_idempotent.proof.certify.low_rank import SCALE, Adapted, add
+    from megatron_idempotent.rl.hf import Lora, MegatronWeights
+    from megatron_idempotent.rl.hf.load import unwrapped
+
+    hf_programs.parallel(**layout)
+    arch, _, chunks = hf_programs.loaded(root / name, params_dtype=torch.float32)
+    base = hf_programs.exported(MegatronWeights(chunks, arch))
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    for chunk in chunks:
+        add(unwrapped(chunk), rank=4)
+        for key, factor in chunk.named_parameters():
+            if ".adapter." in key:  # small integers, so that all products are exact
+                shard = tp if hasattr(factor, "partition_dim") else 0
+                seed = zlib.crc32(f"{stage} {key} {shard}".encode())
+                generator = torch.Generator().manual_seed(seed)
+                factor.data = torch.randint(-3, 4, factor.shape, generator=generator).float()
+    lora = Lora(rank=4)
+    source = MegatronWeights(chunks, arch, lora=lora)
+    found = hf_programs.exported(source)
+    with pytest.raises(ValueError, match=r"linear_in.weight .* has no counterpart"):
+        MegatronWeights(chunks, arch)
+    with pytest.raises(ValueError, match=r"linear_in.weight is|there is"):
+        MegatronWeights(chunks, arch, lora=Lora(rank=6))
+    if cut and layout.get("tp", 1) > 1:
+        for chunk in chunks:
+            for key, factor in chunk.named_parameters():
+                if ".adapter." in key and not hasattr(factor, "partition_dim"):
+                    factor.data = factor.data.chunk(layout["tp"])[tp].clone()
+        again = hf_programs.exported(MegatronWeights(chunks, arch, lora=lora))
+        if not torch.distributed.get_rank():
+            hf_programs.same(again, found)
+        return
+    hf_programs.deltas_follow(chunks, arch, torch.bfloat16, lora=lora)
+    found = hf_programs.exported(source)
+    for chunk in chunks:
+        model = unwrapped(chunk)
+        for key, layer in list(model.named_modules()):
+            if isinstance(layer, Adapted):
+                parent, _, own = key.rpartition(".")
+                layer.to_wrap.weight.data.copy_(layer._product())
+                setattr(model.get_submodule(parent), own, layer.to_wrap)
+    merged = hf_programs.exported(MegatronWeights(chunks, arch))
+    for key in base:
+        at = f"base_model.model.{key.removesuffix('weight')}lora_"
+        if f"{at}A.weight" in found:
+            product = SCALE * found[f"{at}B.weight"] @ found[f"{at}A.weight"]
+            assert torch.allclose(merged[key], product, rtol=1e-5, atol=1e-5), key
+    assert not base or len(found) == 2 * sum("_proj.weight" in key for key in base)
+
+
+@pytest.mark.parametrize(
+    ("layout", "cut"),
+    [
+        ({"tp": 2}, False),
+        pytest.param({"tp": 2}, True, marks=pytest.mark.exhaustive),
+        pytest.param({"pp": 2}, False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_adapters_come_alone_by_pefts_names(megatron_ranks, checkpoints, layout, cut):
+    megatron_ranks(2, adapters_alone, checkpoints, "qwen2", layout, cut)

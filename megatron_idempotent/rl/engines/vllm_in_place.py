@@ -1,0 +1,155 @@
+"""Writes what an update changes into a model's own parameters, fused and sharded ones included."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_idempotent.rl.weights import TensorInfo
+from megatron_idempotent.rl.weights.deltas import Patch
+
+
+class Patched(Mapping[str, torch.Tensor]):
+    """Gives the tensors of an update over those that are served; each is made as it is asked for.
+
+    Example: `Patched(served, {"norm.weight": tensor, "head.weight": verify(delta, head)})`.
+    """
+
+    def __init__(
+        self, served: Mapping[str, torch.Tensor], came: Mapping[str, torch.Tensor | Patch]
+    ) -> None:
+        self.served, self.came = served, came
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        came = self.came.get(name)
+        if not isinstance(came, Patch):
+            return self.served[name] if came is None else came
+        new = dataclasses.replace(came, tensor=came.tensor.clone())
+        new.write()
+        return new.tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.served)
+
+    def __len__(self) -> int:
+        return len(self.served)
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Return all tensors; patches are written into those that are served. Call it once."""
+        for came in self.came.values():
+            if isinstance(came, Patch):
+                came.write()
+        return {
+            name: came.tensor if isinstance(came, Patch) else came
+            for name, came in {**self.served, **self.came}.items()
+        }
+
+
+class NotInPlace(Exception):
+    """The model does not compute with a checkpoint's elements as they are; the message says why."""
+
+
+class Places:
+    """Knows where a model has each element of a checkpoint.
+
+    The model's own loader runs once, and the copies that it would make are noted and not made: so
+    whatever it fuses, shards or transposes needs no table here.
+    Example: `Places(model, infos).write(update)`.
+    """
+
+    def __init__(self, model: Any, tensors: Iterable[TensorInfo]) -> None:
+        """
+        Args:
+            model: a model with a `load_weights` method, as vLLM's have.
+            tensors: every tensor of an update.
+
+        Errors: `NotInPlace` for a loader that does more than to copy elements.
+        """
+        probes = {
+            info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in tensors
+        }
+        names = {_storage(probe): name for name, probe in probes.items()}
+        noted = _Noted(_storage(each) for each in (*model.parameters(), *model.buffers()))
+        try:
+            with torch.no_grad(), noted:
+                model.load_weights(iter(probes.items()))
+        except (RuntimeError, ValueError, AssertionError) as error:  # a probe has no elements
+            raise NotInPlace(f"its loader wants more than to copy: {error}") from error
+        self._copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for to, probe in noted.copies:
+            name = names.get(_storage(probe))
+            if name is None or (to.dtype, to.shape) != (probe.dtype, probe.shape):
+                raise NotInPlace(f"{name or 'a tensor'} is converted as it is loaded")
+            self._copies.setdefault(name, []).append((to, probe))
+
+    def check(self, served: Mapping[str, torch.Tensor]) -> None:
+        """Raise `NotInPlace` unless the model has the bits of these tensors in those places."""
+        for name, copies in self._copies.items():
+            tensor = served[name]
+            for to, probe in copies:
+                if not torch.equal(_bits(to), _bits(_part(tensor, probe).to(to.device))):
+                    raise NotInPlace(f"{name} is in another layout after it is loaded")
+
+    @torch.no_grad()
+    def write(self, update: Patched) -> None:
+        """Write what came into the model, which has the bits of what the update builds on."""
+        for name, came in update.came.items():
+            for to, probe in self._copies.get(name, ()):
+                if isinstance(came, Patch):
+                    inside_K, at_K = _moved(came.at_K, probe, to)
+                    flat = to.as_strided((to.untyped_storage().nbytes() // to.itemsize,), (1,), 0)
+                    Patch(flat, at_K[inside_K], came.xor_K[inside_K]).write()
+                else:
+                    to.copy_(_part(came, probe))
+
+
+class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes copies into some storages, and lets nothing else be written there."""
+
+    def __init__(self, storages: Iterable[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._storages = set(storages)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = func._schema.is_mutable and _storage(args[0]) in self._storages
+        if not written:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self.copies.append((args[0], args[1]))
+        elif func.overloadpacket not in (torch.ops.aten.fill_, torch.ops.aten.zero_):  # padding
+            raise NotInPlace(f"its loader writes by {func}")
+        return args[0]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    cdata: int = tensor.untyped_storage()._cdata
+    return cdata
+
+
+def _part(tensor: torch.Tensor, probe: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that the probe is of its own, as a view."""
+    whole = tensor.contiguous()
+    start = whole.storage_offset() + probe.storage_offset()
+    return whole.as_strided(probe.shape, probe.stride(), start)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _moved(at_K: Any, probe: torch.Tensor, to: torch.Tensor) -> tuple[Any, Any]:
+    """Return which places of a flat tensor the probe has, bool [K], and theirs in `to`, [K]."""
+    rest_K = at_K - probe.storage_offset()
+    inside_K, moved_K = rest_K >= 0, to.storage_offset()
+    dims = sorted(zip(probe.stride(), probe.shape, to.stride(), strict=True), reverse=True)
+    for stride, size, other in dims:
+        if size > 1:
+            place_K, rest_K = rest_K // stride, rest_K % stride
+            inside_K = inside_K & (place_K < size)
+            moved_K = moved_K + place_K * other
+    return inside_K & (rest_K == 0), moved_K
