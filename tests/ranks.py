@@ -50,14 +50,12 @@ def _call(test: Any, parameters: dict[str, Any]) -> None:
     assert test.__wrapped__(**parameters) is None, "a body asserts, and returns nothing"
 
 
-def tiered(
-    cases: Iterable[Any], always: Iterable[Any], later: Any = pytest.mark.exhaustive
-) -> list[Any]:
+def tiered(cases: Iterable[Any], always: Iterable[Any], later: str = "exhaustive") -> list[Any]:
     """Return a parameter for each case, marked as `later` unless it is run always."""
-    known = list(always)
+    known, mark = list(always), getattr(pytest.mark, later)
     return [
         pytest.param(
-            *(each if isinstance(each, tuple) else (each,)), marks=() if each in known else later
+            *(each if isinstance(each, tuple) else (each,)), marks=() if each in known else mark
         )
         for each in cases
     ]

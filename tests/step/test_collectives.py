@@ -131,7 +131,7 @@ ALWAYS = ("dp2, gathers", "pp2")
 
 @pytest.mark.parametrize(
     "layout",
-    tiered(LAYOUTS, ALWAYS, pytest.mark.matrix),
+    tiered(LAYOUTS, ALWAYS, "matrix"),
 )
 def test_collectives_are_those_of_the_one_shot_step(megatron_ranks, layout):
     ranks, options = LAYOUTS[layout]

@@ -84,7 +84,7 @@ ALWAYS = (
 )
 
 
-@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS, pytest.mark.matrix))
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS, "matrix"))
 def test_pieces(megatron_ranks, layout):
     ranks, sizes, options = LAYOUTS[layout]
     assert megatron_ranks(ranks, compared, sizes, options, timeout_s=120) == [{}] * ranks
