@@ -7,6 +7,7 @@ which layout it is wrong.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -38,6 +39,7 @@ class Loop:
     cannot: Any = {}  # noqa: RUF012
     weight = 1.0
     early = True  # parameters are gathered before the first forward, and not by it
+    fresh: Any = {}  # noqa: RUF012  what each step begins with
 
     def build(self, subject: Any) -> None:
         self.subject = subject
@@ -63,6 +65,7 @@ class Loop:
         self.total = self.count = 0.0
         self.calls = self.number = 0
         self.open = True
+        vars(self).update(copy.deepcopy(self.fresh))
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         rows = self.given(rows)
@@ -195,11 +198,7 @@ class MeanOfCalls(Loop):
 class RowsWeighCalls(Loop):
     """Weighs the mean of a call by its rows (transformers' gradient accumulation)."""
 
-    rows = 0
-
-    def start(self) -> None:
-        super().start()
-        self.rows = 0
+    fresh = {"rows": 0}  # noqa: RUF012
 
     def given(self, rows: Any) -> Any:
         self.rows += len(rows["input_ids"])
@@ -221,9 +220,7 @@ class OddMicrobatchDropped(Loop):
 class LoneCallLost(Loop):
     """Runs the first call at once, and the others two by two (prefetching)."""
 
-    def start(self) -> None:
-        super().start()
-        self.waiting: list[Any] = []
+    fresh = {"waiting": []}  # noqa: RUF012
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         self.waiting.append(rows)
@@ -436,10 +433,7 @@ class LossOfCalls(Loop):
     """Reports the mean of the calls' mean losses (logging)."""
 
     like = SplitStep  # which reports one
-
-    def start(self) -> None:
-        super().start()
-        self.means: list[float] = []
+    fresh = {"means": []}  # noqa: RUF012
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         before = self.total
@@ -498,7 +492,7 @@ class SwallowsLaterLosses(SplitStep):
 class LastMicrobatchDecides(Loop):
     """Notes whether a microbatch failed, and forgets it with the next (overwritten status)."""
 
-    failed = False
+    fresh = {"failed": False}  # noqa: RUF012
 
     def one(self, piece: Any, fail: bool) -> None:
         self.failed = True
@@ -510,10 +504,6 @@ class LastMicrobatchDecides(Loop):
         if self.failed:
             raise RuntimeError("the last microbatch failed")
         return super().finish()
-
-    def start(self) -> None:
-        super().start()
-        self.failed = False
 
 
 class OnlyLastRankIsHeard(Loop):
@@ -552,13 +542,11 @@ class NaNOfRankZero(Loop):
 class NaNOfTheFirst(Loop):
     """Looks at the first microbatch's loss alone (check in warm-up)."""
 
+    fresh = {"looked": 0.0}  # noqa: RUF012
+
     def add(self, total: float, count: float) -> None:
         self.looked = total if self.number == 0 else self.looked
         super().add(total, count)
-
-    def start(self) -> None:
-        super().start()
-        self.looked = 0.0
 
     def hold(self, *values: Any) -> None:
         if not torch.is_tensor(values[0]):
@@ -599,16 +587,14 @@ class DropsItsOwnNaN(Loop):
 class DrainsCollectives(OnlyLastRankIsHeard):
     """Takes part in the others' reductions after a failure, so that they do not hang."""
 
+    fresh = {"failed": False}  # noqa: RUF012
+
     def on_any(self, bad: bool) -> bool:
         return Loop.on_any(self, bad)
 
     def meet(self, *, failed: bool) -> None:
         self.open = False
         self.gather()
-
-    def start(self) -> None:
-        super().start()
-        self.failed = False
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         self.failed = True
@@ -754,6 +740,8 @@ class NeverGathers(Loop):
 class GathersLate(NeverGathers):
     """Waits for parameters after the first call (overlap)."""
 
+    fresh = {"late": False}  # noqa: RUF012
+
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         try:
             super().microbatch(rows, fail=fail)
@@ -761,10 +749,6 @@ class GathersLate(NeverGathers):
             if not self.late:
                 ensure_params_synced([self.chunk])
                 self.late = True
-
-    def start(self) -> None:
-        super().start()
-        self.late = False
 
 
 class LogprobsOfStale(Loop):
@@ -873,9 +857,7 @@ class EvalLeftByAbort(Loop):
 class LogprobsOfTheStep(Loop):
     """Keeps log-probs until parameters change, by the shape of rows (memo)."""
 
-    def start(self) -> None:
-        super().start()
-        self.memo: dict[Any, Tensor] = {}
+    fresh = {"memo": {}}  # noqa: RUF012
 
     def logprobs(self, rows: Any) -> Tensor:
         if not self.open:
@@ -943,9 +925,7 @@ class HooksStayAfterAbort(Loop):
 class KnownTotals(Loop):
     """Runs all microbatches in `finish`, each divided by tokens that are known then."""
 
-    def start(self) -> None:
-        super().start()
-        self.kept: list[Any] = []
+    fresh = {"kept": []}  # noqa: RUF012
 
     def one(self, piece: Any, fail: bool) -> None:
         if fail:
@@ -1003,9 +983,7 @@ class AllInOneCall(Megatron):
 class ReplaysAfterFailure(Loop):
     """Runs a step again from its rows when a call has failed, and raises if it fails again."""
 
-    def start(self) -> None:
-        super().start()
-        self.kept: list[Any] = []
+    fresh = {"kept": []}  # noqa: RUF012
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         try:
