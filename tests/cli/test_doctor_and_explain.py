@@ -217,7 +217,8 @@ def test_doctor_names_who_else_stands_at_a_function(tmp_path, monkeypatch, megat
     (tmp_path / "mindspeed.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     wrong = {"nobody": "No module named 'nobody'", "json:no": "no attribute 'no'"}
-    (((code, said), *others),) = megatron_ranks(1, doctor_beside, "neighbour:replace", *wrong)
+    named = "neighbour:replace", *wrong
+    (((code, said), *others),) = megatron_ranks(1, doctor_beside, *named, already_applied=True)
     assert code == 1, said
     assert "mindspeed patches Megatron, too: `doctor --beside" in said
     _, problems, shared, *_ = said.split("\n\n")
