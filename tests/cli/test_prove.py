@@ -13,6 +13,7 @@ import pytest
 
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.proof import prove as proof
+from megatron_idempotent.proof.cpu.errors import RankError, RankFailure
 from megatron_idempotent.proof.prove import Finding
 
 
@@ -98,14 +99,27 @@ FALSE_ALARMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        pytest.param(["no-sync-ends-early"], id="one"),
-        pytest.param([*FALSE_ALARMS], id="all", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_prove_tells_of_a_patch_or_helper_that_breaks_a_right_program(tmp_path, ids):
+def test_the_right_program_beside_a_hazard_is_compared_by_bits_and_errors():
+    def told(stock, patched):
+        def run(ranks, function, hazard_id, applied, helped, **_):
+            assert (bool(applied), helped) in ((False, False), (True, True))
+            found = patched if applied else stock
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        return proof.beside(run, "no-sync-ends-early")
+
+    died = RankFailure(rank=0, exception_type="ValueError", message="no", traceback="")
+    failed = RankError([died], {})
+    assert told([b"a", b"b"], [b"a", b"b"]) == "ok"
+    assert told([b"a", b"b"], [b"a", b"c"]) == "patched: other bits than stock's on ranks [1]"
+    assert told([b"a", b"b"], failed) == "patched: ValueError: no"
+    assert told(failed, []) == "stock: ValueError: no"
+
+
+@pytest.mark.exhaustive
+def test_prove_tells_of_a_patch_or_helper_that_breaks_a_right_program(tmp_path):
     root = Path(proof.__file__).parents[2]
     for package in ("megatron_idempotent", "patches"):
         shutil.copytree(root / package, tmp_path / package)
@@ -114,7 +128,7 @@ def test_prove_tells_of_a_patch_or_helper_that_breaks_a_right_program(tmp_path, 
         assert source.count(right) == 1
         (tmp_path / name).write_text(source.replace(right, wrong))
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_idempotent", "prove", *ids, "--json"],
+        [sys.executable, "-m", "megatron_idempotent", "prove", *FALSE_ALARMS, "--json"],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -125,5 +139,5 @@ def test_prove_tells_of_a_patch_or_helper_that_breaks_a_right_program(tmp_path, 
     findings = {each["id"]: each for each in json.loads(done.stdout)}
     assert done.returncode == 1
     assert {each["verdict"] for each in findings.values()} == {"false_alarm"}
-    for name in ids:
-        assert FALSE_ALARMS[name][-1] in findings[name]["neighbour"]
+    for name, (*_, said) in FALSE_ALARMS.items():
+        assert said in findings[name]["neighbour"]
