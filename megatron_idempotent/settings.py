@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 
 try:
     import pydantic.dataclasses
-    from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+    from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
     from typing_extensions import dataclass_transform
 except ImportError as missing:
     raise ModuleNotFoundError(
@@ -33,8 +33,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Field and BeforeValidator too: who imports them from here is told which extra brings pydantic.
-__all__ = ["BeforeValidator", "Field", "SettingsReader", "allowed", "schema", "settings"]
+# Field too: who imports it from here is told which extra brings pydantic.
+__all__ = ["Field", "SettingsReader", "allowed", "schema", "settings"]
 
 Record = TypeVar("Record")
 Place = tuple[Any, ...]

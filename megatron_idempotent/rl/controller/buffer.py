@@ -30,9 +30,8 @@ class GroupStateError(ControllerError):
 class ReadyGroups:
     """Shows the groups of a buffer to a sampler; it implements `protocol.Ready`.
 
-    Each order is a scan of what is held, 0.1 ms for 1,000 groups. An iterator is valid until the
-    buffer changes: take what you need of it before.
-    Example: `[held.id for held in buffer.ready.of_version(3)]`.
+    An iterator is valid until the buffer changes: take what you need of it before.
+    Example: `[held.id for held in buffer.ready if held.version == 3]`.
     """
 
     def __init__(
@@ -54,18 +53,6 @@ class ReadyGroups:
             return self._ready.get(group.id) == group
         return isinstance(group, Generating) and self._generating.get(group.id) == group
 
-    def versions(self) -> Sequence[int]:
-        """Return the versions that complete groups have, each once, ascending."""
-        return sorted({held.version for held in self})
-
-    def of_version(self, version: int) -> Iterator[Held]:
-        """Yield a version's groups in order of arrival."""
-        return (held for held in self if held.version == version)
-
-    def by_id(self) -> Iterator[Held]:
-        """Yield groups by id, ascending."""
-        return (self._ready[group_id] for group_id in sorted(self._ready))
-
     @property
     def lowest_unfinished(self) -> int | None:
         """The smallest id that has no result yet; None if there is none."""
@@ -74,11 +61,6 @@ class ReadyGroups:
     def generating(self) -> Iterator[Generating]:
         """Yield the groups that are being generated, in the order in which they were started."""
         return iter(self._generating.values())
-
-    def generating_before(self, version: int) -> Iterator[Generating]:
-        """Yield groups being generated from weights older than `version`, the oldest first."""
-        older = (each for each in self.generating() if each.version < version)
-        return iter(sorted(older, key=lambda each: each.version))
 
 
 class GroupBuffer:
@@ -272,21 +254,18 @@ class GroupBuffer:
             buffer._arrivals = state["arrivals"]
             buffer._ready.update({each["id"]: Held(**each) for each in state["ready"]})
             buffer._owed.update(state["unfinished"])
-            _check_numbers((buffer._gone, buffer._reasons, buffer._arrivals, *state["ready"]))
-            _check_numbers(state["unfinished"])
             written = buffer.state()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _unreadable(f"{type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"no state of a buffer: {type(error).__name__}: {error}; resume from a checkpoint "
+                "that is whole"
+            ) from error
         for part, value in written.items():
             if state[part] != value:  # twice there, or in another order
-                raise _unreadable(f"its {part} is {state[part]}, and would be {value}")
-        if twice := buffer._owed & buffer._ready.keys():
-            raise _unreadable(f"group {min(twice)} is ready and unfinished")
-        arrivals = [held.arrival for held in buffer._ready.values()]
-        if len(set(arrivals)) != len(arrivals) or max(arrivals, default=-1) >= buffer._arrivals:
-            raise _unreadable(
-                f"arrivals of ready groups are {arrivals}, and {buffer._arrivals} next"
-            )
+                raise ValueError(
+                    f"no state of a buffer: its {part} is {state[part]}, and would be {value}; "
+                    "resume from a checkpoint that is whole"
+                )
         left = sum(buffer._gone.values()) - buffer._gone["aborted"]  # which `evicted` counts too
         buffer._submitted = len(buffer._ready) + left
         return buffer
@@ -316,16 +295,3 @@ class GroupBuffer:
         state = self._state(group_id)
         found = f"is {state}" if state else "is not in the buffer (not reserved, or gone already)"
         return GroupStateError(f"group {group_id} {found}, and has to be {needed} to {to}")
-
-
-def _check_numbers(values: Any) -> None:
-    """Raise `ValueError` for what is no number from 0 on, in records and lists of them."""
-    for each in values.values() if isinstance(values, dict) else values:
-        if isinstance(each, dict):
-            _check_numbers(each)
-        elif type(each) is not int or each < 0:
-            raise ValueError(f"{each!r} is not a count, an id or a version from 0 on")
-
-
-def _unreadable(fact: str) -> ValueError:
-    return ValueError(f"no state of a buffer: {fact}; resume from a checkpoint that is whole")

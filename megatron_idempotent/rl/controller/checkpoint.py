@@ -20,7 +20,7 @@ from megatron_idempotent.rl.metrics.names import (
 from megatron_idempotent.rl.workers.protocol import RanksLost
 
 from .buffer import GroupBuffer
-from .protocol import ControllerError, Prompts, Recipe, RolloutGroup, StepOutcome, Store
+from .protocol import ControllerError, RolloutGroup, StepOutcome, Store
 from .state import RunState, StoredGroups
 
 _FORMAT = 1
@@ -52,9 +52,7 @@ async def capture(shared: RunState, stored: StoredGroups) -> dict[str, Any]:
                 shared.lose(group_id)
 
 
-async def put_back(
-    shared: RunState, stored: StoredGroups, prompts: Prompts, state: Mapping[str, Any]
-) -> None:
+async def put_back(shared: RunState, stored: StoredGroups, state: Mapping[str, Any]) -> None:
     """Set the run's versions, buffer and data plane to a captured state.
 
     Engines still serve what they did.
@@ -76,7 +74,7 @@ async def put_back(
             if routes is not None:
                 routes = RoutedExperts(**{**routes, "data": base64.b64decode(routes["data"])})
             samples.append(Sample(**{**each, **lists, "routed_experts": routes}))
-        prompt = prompts.prompt(fields["id"])
+        prompt = shared.prompts.prompt(fields["id"])
         group = {**fields, "samples": tuple(samples), "rewards": tuple(fields["rewards"])}
         await stored.put(RolloutGroup(prompt=prompt, **group))
     shared.buffer = buffer
@@ -114,11 +112,8 @@ class Reporting:
     Example: `reporting.step(groups, outcome, {"evaluation/reward": 0.5})`.
     """
 
-    def __init__(
-        self, shared: RunState, recipe: Recipe, loggers: Sequence[Logger] | Loggers
-    ) -> None:
+    def __init__(self, shared: RunState, loggers: Sequence[Logger] | Loggers) -> None:
         self._shared = shared
-        self._recipe = recipe
         self._given: Sequence[Logger] = () if isinstance(loggers, Loggers) else loggers
         self._loggers = loggers if isinstance(loggers, Loggers) else Loggers([])
         self._since: float | None = None
@@ -155,7 +150,7 @@ class Reporting:
         self._since = now
         phases = shared.measure.take()
         generation = shared.inflight.take(now) if shared.inflight is not None else None
-        learnt = {**self._recipe.metrics(groups, version - 1), **outcome.metrics}
+        learnt = {**shared.recipe.metrics(groups, version - 1), **outcome.metrics}
         lags = [version - 1 - group.oldest_version for group in groups]
         self._loggers.log(
             {
@@ -176,15 +171,14 @@ class Reporting:
         for name, value in (("lag", max(lags, default=0)), ("trainer version", version)):
             shared.measure.count(name, value)
 
-    def before_training(self, metrics: Mapping[str, float]) -> None:
-        """Log the row of version 0 if there are metrics of it, and start the clock of row 1."""
+    def begin(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Start the clock of the next row: its times and averages begin now.
+
+        `metrics`, if there are any, are the row of version 0, which comes before training.
+        """
+        shared = self._shared
         if metrics:
             self._loggers.log(metrics, step=0)
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the clock of the next row: its times and averages begin now."""
-        shared = self._shared
         self._since = now = shared.measure.now()
         shared.measure.take()
         shared.inflight = InflightClock(now)
@@ -209,17 +203,12 @@ class Checkpoints:
         self,
         shared: RunState,
         stored: StoredGroups,
-        prompts: Prompts,
         reporting: Reporting,
         store: Store | None,
         evaluate: Evaluate | None,
     ) -> None:
-        self._shared = shared
-        self._stored = stored
-        self._prompts = prompts
-        self._reporting = reporting
-        self.store = store
-        self._evaluate = evaluate
+        self._shared, self._stored, self._reporting = shared, stored, reporting
+        self.store, self._evaluate = store, evaluate
         self.until = 0
         """The run's last version, which gets a checkpoint if any do."""
         self.unrestored = False
@@ -242,7 +231,7 @@ class Checkpoints:
         if self._evaluate is not None:
             metrics = await self._evaluated(self._evaluate, version)
         if version == 0:
-            self._reporting.before_training(metrics)
+            self._reporting.begin(metrics)
             return {}
         if self._due(version):
             await self.capture()
@@ -312,7 +301,7 @@ class Checkpoints:
             await self._stored.clear([held.id for held in shared.buffer.ready])
             shared.forget()
             if state is not None:
-                await put_back(shared, self._stored, self._prompts, state)
+                await put_back(shared, self._stored, state)
             if not starting:
                 shared.retries["restore"] += 1
             self._reporting.begin()

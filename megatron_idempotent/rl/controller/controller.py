@@ -68,7 +68,7 @@ def where(shared: RunState) -> str:
     )
 
 
-async def look_for_engines(shared: RunState, generator: Generator) -> None:
+async def look_for_engines(shared: RunState) -> None:
     """Ask every `look_again_s` seconds whether an engine answers after all were lost.
 
     It sets `engines_back` when one does; never returns.
@@ -78,7 +78,7 @@ async def look_for_engines(shared: RunState, generator: Generator) -> None:
         if shared.engines_back:
             continue
         try:
-            found = await generator.recover()
+            found = await shared.generator.recover()
         except Exception as error:  # noqa: BLE001 (an engine's; the next look may find it well)
             _log.warning("looking for engines: %r", error)
             continue
@@ -137,17 +137,20 @@ class Controller:
         """
         capacity = settings.checked_capacity(sampler)
         self._shared = shared = RunState(
-            settings, sampler, Measure(timeline), GroupBuffer(capacity)
+            settings=settings,
+            sampler=sampler,
+            prompts=prompts,
+            generator=generator,
+            policy=policy,
+            recipe=recipe,
+            measure=Measure(timeline),
+            buffer=GroupBuffer(capacity),
         )
-        self._prompts = prompts
-        self._generator = generator
-        self._reporting = reporting = Reporting(shared, recipe, loggers)
+        self._reporting = reporting = Reporting(shared, loggers)
         self._stored = stored = StoredGroups(shared, plane if plane is not None else MemoryPlane())
-        self._checkpoints = Checkpoints(shared, stored, prompts, reporting, store, evaluate)
-        self._rollouts = RolloutPump(shared, prompts, generator, recipe, stored)
-        self._training = TrainPump(
-            shared, stored, policy, recipe, generator, reporting, self._checkpoints
-        )
+        self._checkpoints = Checkpoints(shared, stored, reporting, store, evaluate)
+        self._rollouts = RolloutPump(shared, stored)
+        self._training = TrainPump(shared, stored, reporting, self._checkpoints)
         self._train_task: asyncio.Task[None] | None = None
         self._ended: asyncio.Event | None = None
 
@@ -196,7 +199,7 @@ class Controller:
 
     async def ping(self) -> Status:
         """Return the state of the run, without waiting for anything."""
-        return status_of(self._shared, self._prompts)
+        return status_of(self._shared)
 
     async def drain(self) -> None:
         """End the run early, and return when `run` has.
@@ -246,7 +249,7 @@ class Controller:
             train,
             asyncio.ensure_future(self._rollouts.run()),
             asyncio.ensure_future(watchdog(shared)),
-            asyncio.ensure_future(look_for_engines(shared, self._generator)),
+            asyncio.ensure_future(look_for_engines(shared)),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

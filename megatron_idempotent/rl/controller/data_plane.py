@@ -161,8 +161,14 @@ def connect(settings: Mapping[str, Any] | None = None) -> Any:
     It blocks until TransferQueue has started. `settings` are those of TransferQueue's own `init`.
     Errors: `ModuleNotFoundError` without TransferQueue, `RuntimeError` without a Ray cluster.
     """
+    import torch
+
+    # By itself the queue sets another number of threads in every put and get, for all that this
+    # process computes meanwhile, and sums come out in another order.
+    chosen = os.environ.get("TQ_NUM_THREADS")
+    os.environ.setdefault("TQ_NUM_THREADS", str(torch.get_num_threads()))
     try:
-        queue = _import_queue()
+        queue = importlib.import_module("transfer_queue")
     except ModuleNotFoundError as error:
         if error.name not in ("transfer_queue", "ray"):
             raise
@@ -171,27 +177,13 @@ def connect(settings: Mapping[str, Any] | None = None) -> Any:
             "on every node of the cluster",
             name=error.name,
         ) from error
+    finally:
+        if chosen is None:
+            del os.environ["TQ_NUM_THREADS"]
     connected_ray("TransferQueuePlane")
     omegaconf = importlib.import_module("omegaconf")
     queue.init(omegaconf.OmegaConf.create(dict(settings)) if settings else None)
     return queue
-
-
-def _import_queue() -> Any:
-    """Import TransferQueue so that it keeps torch's present number of threads.
-
-    By itself it sets another number in every put and get, for all that this process computes
-    meanwhile, and sums come out in another order.
-    """
-    import torch
-
-    chosen = os.environ.get("TQ_NUM_THREADS")
-    os.environ.setdefault("TQ_NUM_THREADS", str(torch.get_num_threads()))
-    try:
-        return importlib.import_module("transfer_queue")
-    finally:
-        if chosen is None:
-            del os.environ["TQ_NUM_THREADS"]
 
 
 def _fields(group: RolloutGroup) -> Any:

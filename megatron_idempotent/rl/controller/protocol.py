@@ -12,10 +12,6 @@ from typing import Any, Literal, Protocol
 
 from megatron_idempotent.rl.engines.protocol import Sample
 
-Outcome = Literal["trained", "filtered", "evicted"]
-"""Says how a group leaves the buffer: an optimizer step used it; it was of no use, such as with
-equal rewards or a prompt that cannot be answered; or its weights had become too old."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutGroup:
@@ -198,11 +194,9 @@ class Prompts(Protocol):
 
     def prompt(self, index: int) -> Any | None:
         """Return the prompt at an index from 0; None after the last one."""
-        ...
 
     def epoch(self, index: int) -> int:
         """Return how often the data was used up before that index."""
-        ...
 
 
 class Generator(Protocol):
@@ -216,7 +210,6 @@ class Generator(Protocol):
         Errors: `PoisonedPrompt` if no attempt can succeed; `EnginesLost` if no engine is left,
             which does not count as an attempt; anything else counts as a failed attempt.
         """
-        ...
 
     async def publish(self, version: int) -> Mapping[str, float]:
         """Bring the policy's weights to the engines, as the trainer's `version`; return metrics.
@@ -227,11 +220,9 @@ class Generator(Protocol):
         `sync/pause_s`.
         Errors: `EnginesLost` if no engine took the weights.
         """
-        ...
 
     async def recover(self) -> bool:
         """Return whether an engine answers again after all were lost, and needs a `publish`."""
-        ...
 
 
 class Policy(Protocol):
@@ -243,29 +234,24 @@ class Policy(Protocol):
 
     async def begin(self, step_id: str) -> None:
         """Open an optimizer step."""
-        ...
 
     async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
         """Return log-probs of a batch's response tokens, in a form that the recipe knows.
 
         It may be called while a step is open.
         """
-        ...
 
     async def microbatch(self, step_id: str, batch: Any, *, microbatch_id: str, last: bool) -> None:
         """Run forward and backward on one batch; `last` is true for the last one of the step."""
-        ...
 
     async def finish(self, step_id: str) -> StepOutcome:
         """Reduce gradients and update the weights, once; return the outcome.
 
         If it is sent again with the same id, it returns the same outcome and changes nothing.
         """
-        ...
 
     async def abort(self, step_id: str | None = None) -> None:
         """Undo the open step; do nothing if no step is open."""
-        ...
 
 
 class OneShotPolicy(Policy, Protocol):
@@ -277,7 +263,6 @@ class OneShotPolicy(Policy, Protocol):
         If it is sent again with the same id, it returns the same outcome and changes nothing. A
         call that raises may have made the update: send it again to learn its outcome, or abort.
         """
-        ...
 
 
 class Recipe(Protocol):
@@ -288,13 +273,11 @@ class Recipe(Protocol):
 
         Groups are counted by these words.
         """
-        ...
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Any:
         """Return the batch for `Policy.logprobs`, made of the up to `groups_per_call` groups that
         train next.
         """
-        ...
 
     def batch(
         self,
@@ -307,14 +290,12 @@ class Recipe(Protocol):
         `inputs` is what `inputs(groups)` returned, and `logprobs` holds what `Policy.logprobs`
         returned for it, by model: those that `ControllerSettings.logprobs` asks for.
         """
-        ...
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
         """Return metrics of one optimizer step's groups; `version` is that before the step.
 
         Loggers get each with `train/` before its name.
         """
-        ...
 
 
 class DataPlane(Protocol):
@@ -322,54 +303,31 @@ class DataPlane(Protocol):
 
     async def put(self, group: RolloutGroup) -> None:
         """Keep a group under its id, in place of one that has the id already."""
-        ...
 
     async def get(self, group_id: int) -> RolloutGroup:
         """Return the group. Errors: `KeyError` if it is not there."""
-        ...
 
     async def clear(self, group_ids: Sequence[int]) -> None:
         """Forget groups; ids that are not there change nothing."""
-        ...
 
     async def close(self) -> None:
         """Forget all groups, and release what is held for them."""
-        ...
 
 
 class Ready(Protocol):
-    """Shows a sampler the complete groups, in several orders, and those being generated."""
+    """Shows a sampler the complete groups, and those being generated."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Held]:
         """Yield groups in order of arrival."""
-        ...
-
-    def versions(self) -> Sequence[int]:
-        """Return the versions that complete groups have, each once, ascending."""
-        ...
-
-    def of_version(self, version: int) -> Iterator[Held]:
-        """Yield a version's groups in order of arrival."""
-        ...
-
-    def by_id(self) -> Iterator[Held]:
-        """Yield groups by id, ascending."""
-        ...
 
     @property
     def lowest_unfinished(self) -> int | None:
         """The smallest id that has no result yet; None if there is none."""
-        ...
 
     def generating(self) -> Iterator[Generating]:
         """Yield the groups that are being generated, in the order in which they were started."""
-        ...
-
-    def generating_before(self, version: int) -> Iterator[Generating]:
-        """Yield groups being generated from weights older than `version`, the oldest first."""
-        ...
 
 
 class Sampler(Protocol):
@@ -378,33 +336,26 @@ class Sampler(Protocol):
     @property
     def name(self) -> str:
         """The sampler's name in checkpoints and messages, not empty."""
-        ...
 
     @property
     def max_staleness(self) -> int | None:
         """The most versions between a group's weights and those it trains; None for no limit."""
-        ...
 
     @property
     def drains(self) -> bool:
         """True if all running groups have to end before engines get new weights."""
-        ...
 
     def required_capacity(self, groups_per_step: int) -> int:
         """Return the fewest groups for which the buffer must have places, or training stalls."""
-        ...
 
     def room(self, admission: Admission) -> int:
         """Return how many more groups may start now, apart from capacity and concurrency."""
-        ...
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
         """Return up to `count` groups for the step that makes `version` + 1, the best first."""
-        ...
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
         """Return the complete groups that no step from `version` on will take."""
-        ...
 
 
 class AbortingSampler(Sampler, Protocol):
@@ -416,7 +367,6 @@ class AbortingSampler(Sampler, Protocol):
         Their requests are cancelled, they count as evicted, and others take their places: `room`
         must not let any start that would be aborted at once.
         """
-        ...
 
 
 class Store(Protocol):
@@ -427,14 +377,12 @@ class Store(Protocol):
 
         The policy's weights do not change meanwhile. `state` can be written as JSON.
         """
-        ...
 
     async def restore(self) -> Mapping[str, Any] | None:
         """Restart lost ranks, load the newest checkpoint into all, and return its `state`.
 
         It returns None if there is no checkpoint: then ranks have the weights of the beginning.
         """
-        ...
 
 
 class ControllerError(RuntimeError):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from .protocol import EnginesLost, Generator, PoisonedPrompt, Prompts, Recipe, RolloutGroup
+from .protocol import EnginesLost, PoisonedPrompt, RolloutGroup
 from .samplers import chosen
 from .state import RunState, StoredGroups
 
@@ -16,22 +16,11 @@ _log = logging.getLogger(__name__)
 class RolloutPump:
     """Starts groups, tries failed ones again, aborts stale ones, and puts complete ones away.
 
-    Example: `await RolloutPump(shared, prompts, …).run()`, which goes on until it is cancelled.
+    Example: `await RolloutPump(shared, stored).run()`, which goes on until it is cancelled.
     """
 
-    def __init__(
-        self,
-        shared: RunState,
-        prompts: Prompts,
-        generator: Generator,
-        recipe: Recipe,
-        stored: StoredGroups,
-    ) -> None:
-        self._shared = shared
-        self._prompts = prompts
-        self._generator = generator
-        self._recipe = recipe
-        self._stored = stored
+    def __init__(self, shared: RunState, stored: StoredGroups) -> None:
+        self._shared, self._stored = shared, stored
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._error: BaseException | None = None
 
@@ -81,7 +70,7 @@ class RolloutPump:
         shared = self._shared
         owed = shared.buffer.next_owed
         group_id = shared.next_prompt if owed is None else owed
-        prompt = self._prompts.prompt(group_id)
+        prompt = shared.prompts.prompt(group_id)
         if prompt is None:
             shared.exhausted = True
             shared.tell()
@@ -113,7 +102,7 @@ class RolloutPump:
         )
         # Its tokens may be newer than the weights that it was started with.
         shared.buffer.renew(group_id, version=group.oldest_version)
-        reason = self._recipe.rejects(group)
+        reason = shared.recipe.rejects(group)
         if reason:
             shared.buffer.drop(group_id, "filtered", reason)
             shared.tell()
@@ -142,7 +131,7 @@ class RolloutPump:
         while True:
             try:
                 return await asyncio.wait_for(
-                    self._generator.generate(group_id, prompt, attempt=attempt),
+                    self._shared.generator.generate(group_id, prompt, attempt=attempt),
                     settings.group_timeout_s,
                 )
             except EnginesLost:

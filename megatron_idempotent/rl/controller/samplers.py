@@ -5,6 +5,7 @@ The controller calls them through `chosen` and `asked`, because a custom one may
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import inspect
 import itertools
@@ -15,7 +16,6 @@ from typing import Any, Literal, get_args
 from megatron_idempotent.rl.metrics.loggers import SettingsError
 
 from .protocol import (
-    AbortingSampler,
     Admission,
     ControllerError,
     Generating,
@@ -221,7 +221,9 @@ class WindowedSampler(_Windowed):
 
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
         """Return the groups being generated that are older than the window, with `abort_stale`."""
-        return list(ready.generating_before(version - self._window)) if self._abort_stale else ()
+        if not self._abort_stale:
+            return ()
+        return [group for group in ready.generating() if version - group.version > self._window]
 
 
 class StrictSampler(WindowedSampler):
@@ -267,7 +269,7 @@ class InOrderSampler(_Windowed):
         """Return up to `count` groups of the lowest ids, all below the lowest unfinished one."""
         del version
         limit = ready.lowest_unfinished
-        first = itertools.islice(ready.by_id(), count)
+        first = heapq.nsmallest(count, ready, key=lambda held: held.id)
         return list(itertools.takewhile(lambda held: limit is None or held.id < limit, first))
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
@@ -279,7 +281,6 @@ class InOrderSampler(_Windowed):
 _KNOWN: dict[str, type[Sampler]] = {
     each.name: each for each in (WindowedSampler, StrictSampler, FirstReadySampler, InOrderSampler)
 }
-_METHODS = ("required_capacity", "room", "select", "evict")
 
 
 def load_sampler(name_or_path: str, **options: Any) -> Sampler:
@@ -330,29 +331,17 @@ def _imported(path: str) -> Callable[..., Any]:
 
 
 def _wrong_with(sampler: Any) -> str:
-    """Say what a sampler lacks of `protocol.Sampler`, its arguments and types; empty if nothing."""
+    """Say what a sampler lacks of `protocol.Sampler`, types included; empty if nothing."""
     parts = [part for part in vars(Sampler) if not part.startswith("_")]
     missing = [part for part in parts if not hasattr(sampler, part)]
-    missing += [m for m in _METHODS if m not in missing and not callable(getattr(sampler, m))]
+    methods = [part for part in parts if inspect.isfunction(getattr(Sampler, part))]
+    missing += [m for m in methods if m not in missing and not callable(getattr(sampler, m))]
     if missing:
         return (
             f"is no sampler: it has no {', '.join(missing)}; see "
             "megatron_idempotent.rl.controller.protocol.Sampler"
         )
-    window, aborts = sampler.max_staleness, hasattr(sampler, "abort")
-    if aborts and not callable(sampler.abort):
-        return f"has abort {sampler.abort!r}; allowed: a method"
-    for method in (*_METHODS, *(["abort"] if aborts else [])):
-        _, *wanted = inspect.signature(getattr(AbortingSampler, method)).parameters.values()
-        named = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
-        positional = [each.name for each in wanted if each.name not in named]
-        try:
-            inspect.signature(getattr(sampler, method)).bind(*positional, **named)
-        except TypeError as error:
-            return (
-                f"fails: {method} is called with ({', '.join(positional + list(named))}), "
-                f"the last {len(named)} by name, and {error}"
-            )
+    window = sampler.max_staleness
     if not (isinstance(sampler.name, str) and sampler.name):
         return f"has name {sampler.name!r}; allowed: a string"
     if window is not None and (type(window) is not int or window < 0):

@@ -70,7 +70,11 @@ class ControllerSettings:
     when the run is drained."""
 
     def __post_init__(self) -> None:
-        self._fill_in_sizes()
+        groups = self.target_groups or self.train_global_batch_size // self.group_size
+        if not self.train_global_batch_size:
+            groups = groups or _GROUPS
+            object.__setattr__(self, "train_global_batch_size", groups * self.group_size)
+        object.__setattr__(self, "target_groups", groups)
         longest = self.group_attempts * self.group_timeout_s
         if self.stall_s <= longest:
             raise ValueError(
@@ -100,13 +104,6 @@ class ControllerSettings:
                 f"{self.train_global_batch_size} / group_size {self.group_size}); allowed: whole "
                 "optimizer steps in an outer step"
             )
-
-    def _fill_in_sizes(self) -> None:
-        groups = self.target_groups or self.train_global_batch_size // self.group_size
-        if not self.train_global_batch_size:
-            groups = groups or _GROUPS
-            object.__setattr__(self, "train_global_batch_size", groups * self.group_size)
-        object.__setattr__(self, "target_groups", groups)
 
     @property
     def groups_per_step(self) -> int:

@@ -14,7 +14,17 @@ from megatron_idempotent.rl.metrics.names import InflightClock
 from megatron_idempotent.rl.metrics.timeline import Timeline
 
 from .buffer import GroupBuffer
-from .protocol import Admission, DataPlane, Prompts, RolloutGroup, Sampler, Status
+from .protocol import (
+    Admission,
+    DataPlane,
+    Generator,
+    Policy,
+    Prompts,
+    Recipe,
+    RolloutGroup,
+    Sampler,
+    Status,
+)
 from .samplers import checked_room
 from .settings import ControllerSettings
 
@@ -69,13 +79,17 @@ class Measure:
 
 @dataclasses.dataclass(eq=False)
 class RunState:
-    """Holds the state of one run.
+    """Holds the parts and the state of one run.
 
     Only coroutines of one event loop change it, so it stays the same between two of their awaits.
     """
 
     settings: ControllerSettings
     sampler: Sampler
+    prompts: Prompts
+    generator: Generator
+    policy: Policy
+    recipe: Recipe
     measure: Measure
     buffer: GroupBuffer
     state: Literal["starting", "running", "draining", "ended"] = "starting"
@@ -178,7 +192,7 @@ class RunState:
         return max(places, 0)
 
 
-def status_of(shared: RunState, prompts: Prompts) -> Status:
+def status_of(shared: RunState) -> Status:
     """Return the state of a run now. Errors: `SamplerError`."""
     counts = shared.buffer.counts
     fields = {each.name: getattr(counts, each.name) for each in dataclasses.fields(counts)}
@@ -189,7 +203,7 @@ def status_of(shared: RunState, prompts: Prompts) -> Status:
         rollout_version=shared.rollout_version,
         train_steps=shared.train_steps,
         outer_steps=shared.trainer_version // shared.settings.minibatches,
-        epoch=prompts.epoch(shared.next_prompt),
+        epoch=shared.prompts.epoch(shared.next_prompt),
         inflight_rollouts=counts.generating,
         rollouts_permitted=shared.room() > 0,
         ready_groups=counts.ready,

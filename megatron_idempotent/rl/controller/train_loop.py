@@ -14,12 +14,9 @@ from .checkpoint import Checkpoints, Reporting
 from .optimizer_step import finish_despite_cancel, undo, update_once
 from .protocol import (
     EnginesLost,
-    Generator,
     Held,
     LogprobsOf,
-    Policy,
     PublishFailed,
-    Recipe,
     RolloutGroup,
     StepFailed,
     StepOutcome,
@@ -52,19 +49,11 @@ class TrainPump:
         self,
         shared: RunState,
         stored: StoredGroups,
-        policy: Policy,
-        recipe: Recipe,
-        generator: Generator,
         reporting: Reporting,
         checkpoints: Checkpoints,
     ) -> None:
-        self._shared = shared
-        self._stored = stored
-        self._policy = policy
-        self._recipe = recipe
-        self._generator = generator
-        self._reporting = reporting
-        self._checkpoints = checkpoints
+        self._shared, self._stored = shared, stored
+        self._reporting, self._checkpoints = reporting, checkpoints
         self._publishing: asyncio.Task[None] | None = None
         # The groups of the open step. What was taken together stays together: the sum of a gradient
         # depends on it.
@@ -134,7 +123,7 @@ class TrainPump:
                     raise
                 except (Exception, asyncio.CancelledError) as error:
                     shared.doing = "abort"
-                    await undo(self._policy, step_id, limit_s=shared.settings.abort_s)
+                    await undo(shared.policy, step_id, limit_s=shared.settings.abort_s)
                     if not self._may_try_again(step_id, error):
                         raise
                     last = error
@@ -168,7 +157,7 @@ class TrainPump:
         with shared.measure.phase("policy_training", step=step_id, part="finish"):
             shared.doing = "finish"
             outcome, self._interrupted = await update_once(
-                self._policy.finish, step_id, limit_s=shared.settings.abort_s
+                shared.policy.finish, step_id, limit_s=shared.settings.abort_s
             )
         # Before all else, which may fail: the update is made, and its groups are counted.
         shared.buffer.trained(self._ids())
@@ -222,32 +211,31 @@ class TrainPump:
 
         `left` is the number of groups that the step lacked before this call.
         """
-        measure, recipe, held = self._shared.measure, self._recipe, self._held[call]
+        shared, held = self._shared, self._held[call]
+        measure, policy, recipe = shared.measure, shared.policy, shared.recipe
         ids = [each.id for each in held]
+        groups = []
         with measure.phase("prepare_logprobs", groups=ids):
-            self._shared.doing = "log-probs"
-            groups = [await self._get(group_id) for group_id in ids]
+            shared.doing = "log-probs"
+            for group_id in ids:
+                try:
+                    groups.append(await self._stored.plane.get(group_id))
+                except KeyError as error:
+                    raise _Vanished(group_id) from error
             inputs = recipe.inputs(groups)
             logprobs: dict[LogprobsOf, object] = {
-                which: await self._policy.logprobs(inputs, which)
-                for which in self._shared.settings.asked
+                which: await policy.logprobs(inputs, which) for which in shared.settings.asked
             }
         with measure.phase("advantage_pump", groups=ids):
             batch = recipe.batch(groups, inputs, logprobs)
         with measure.phase("policy_training", groups=ids):
-            self._shared.doing = "microbatch"
+            shared.doing = "microbatch"
             if call == 0:
-                await self._policy.begin(step_id)
-            await self._policy.microbatch(
+                await policy.begin(step_id)
+            await policy.microbatch(
                 step_id, batch, microbatch_id=f"{step_id}/{call}", last=len(held) == left
             )
         return groups
-
-    async def _get(self, group_id: int) -> RolloutGroup:
-        try:
-            return await self._stored.plane.get(group_id)
-        except KeyError as error:
-            raise _Vanished(group_id) from error
 
     def _ids(self) -> list[int]:
         return [held.id for together in self._held for held in together]
@@ -323,7 +311,7 @@ class TrainPump:
         with shared.measure.phase("sync_weights", track="weights", version=version):
             while True:
                 try:
-                    shared.sync_metrics = await self._generator.publish(version)
+                    shared.sync_metrics = await shared.generator.publish(version)
                     break
                 except RanksLost:
                     raise

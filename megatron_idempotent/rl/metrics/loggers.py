@@ -24,11 +24,9 @@ class Logger(Protocol):
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record metrics by name, at the version `step`. Training goes on if it raises."""
-        ...
 
     def close(self) -> None:
         """Flush and release what is open."""
-        ...
 
 
 _Record = tuple[dict[str, float], int]

@@ -73,7 +73,8 @@ class SimulatedEngine:
         self._faults = faults or Faults(())
         self._index = index
         self._first_version = version
-        self._serving = SimulatedServing(self.costs, length or some_length, tokens_per_entry)
+        self.serving = SimulatedServing(self.costs, length or some_length, tokens_per_entry)
+        """Its requests, and the tokens and seconds that were spent on them."""
         self._lives = 0
         self._dead = ""
         self._factor = 1.0
@@ -82,30 +83,15 @@ class SimulatedEngine:
 
     def _restart(self) -> None:
         self._paused = False
-        self._serving.stamps = Stamps(self._first_version)
+        self.serving.stamps = Stamps(self._first_version)
         self._weights = _Weights(self._first_version)
-
-    @property
-    def tokens(self) -> float:
-        """The tokens that it has drawn, those of prompts and of lost requests included."""
-        return self._serving.sharing.tokens
-
-    @property
-    def busy_s(self) -> float:
-        """The seconds in which it drew tokens."""
-        return self._serving.sharing.busy_s
-
-    @property
-    def lost_tokens(self) -> float:
-        """The tokens that it drew for requests that were never answered: cancelled, or it died."""
-        return self._serving.lost_tokens
 
     # The contract.
 
     async def generate(self, request: Request) -> Sample:
         """Answer a request in the time that it takes; see `RolloutEngine.generate`."""
         self._check()
-        return await self._serving.answer(request)
+        return await self.serving.answer(request)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop drawing tokens; see `RolloutEngine.pause` for the modes."""
@@ -113,18 +99,18 @@ class SimulatedEngine:
         if self._paused:
             return
         if mode == "wait":
-            life, drained = self._lives, self._serving.sharing.taken == 0
-            await self._serving.drain()
+            life, drained = self._lives, self.serving.sharing.taken == 0
+            await self.serving.drain()
             self._check(life)
-            if not (drained or self._serving.draining):
+            if not (drained or self.serving.draining):
                 raise EngineError(
                     f"engine {self.name} was resumed while it was about to pause; pause it again"
                 )
         self._paused = True
-        self._serving.sharing.speed_up(0.0)
+        self.serving.sharing.speed_up(0.0)
         if mode == "abort":
-            self._serving.give_back()
-        self._serving.undrain()
+            self.serving.give_back()
+        self.serving.undrain()
 
     async def resume(self) -> None:
         """Draw tokens again; see `RolloutEngine.resume`. Errors: `EngineError` if it is DIRTY."""
@@ -132,8 +118,8 @@ class SimulatedEngine:
         if self._weights.dirty:
             raise EngineError(f"engine {self.name} is DIRTY; commit again, or roll back")
         self._paused = False
-        self._serving.undrain()
-        self._serving.sharing.speed_up(self._factor)
+        self.serving.undrain()
+        self.serving.sharing.speed_up(self._factor)
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
         """Count an update's buckets, without reading tensors; see `RolloutEngine.stage`."""
@@ -205,7 +191,7 @@ class SimulatedEngine:
             )
         weights.dirty, weights.staged = False, None
         weights.version, weights.committed = update.version, update_id
-        self._serving.stamps.switch(update.version, at=self._serving.sharing.count)
+        self.serving.stamps.switch(update.version, at=self.serving.sharing.count)
         return update.version
 
     async def rollback(self, update_id: str) -> None:
@@ -220,7 +206,7 @@ class SimulatedEngine:
         """Return the engine's status and version; see `RolloutEngine.health`."""
         if self._dead:
             return EngineHealth(status="DEAD", version=None, detail=self._dead)
-        running = self._serving.taken
+        running = self.serving.taken
         if self._weights.dirty:
             return EngineHealth(
                 status="DIRTY", version=None, detail="half committed", running=running
@@ -234,7 +220,7 @@ class SimulatedEngine:
     async def close(self) -> None:
         """Answer all requests with what they have, and be DEAD from now on."""
         if not self._dead:
-            self._serving.give_back()
+            self.serving.give_back()
             self.die("closed")
 
     # What can happen to it.
@@ -243,21 +229,21 @@ class SimulatedEngine:
         """Fail all requests and calls with `EngineDead` until `come_back`; `why` is its reason."""
         self._dead = f"engine {self.name} does not answer: {why}"
         self._lives += 1
-        self._serving.fail(EngineDead(self._dead))
+        self.serving.fail(EngineDead(self._dead))
 
     def come_back(self) -> None:
         """Restart a dead engine with the weights that it began with; does nothing to a live one."""
         if self._dead:
             self._dead = ""
             self._restart()
-            self._serving.undrain()
-            self._serving.sharing.speed_up(self._factor)
+            self.serving.undrain()
+            self.serving.sharing.speed_up(self._factor)
 
     def run_at(self, factor: float) -> None:
         """Draw tokens `factor` times as fast as usual; with 0 it hangs, which health hides."""
         self._factor = factor
         if not self._paused:
-            self._serving.sharing.speed_up(factor)
+            self.serving.sharing.speed_up(factor)
 
     # Within.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from statistics import NormalDist
 from typing import Annotated, Any, Literal, Protocol
 
-from megatron_idempotent.settings import BeforeValidator, Field, settings
+from megatron_idempotent.settings import Field, settings
 
 _NORMAL = NormalDist()
 _MASK = (1 << 64) - 1
@@ -32,7 +32,6 @@ class Distribution(Protocol):
 
     def quantile(self, share: float) -> float:
         """Return the value below which a share of all draws lies; the share is above 0, below 1."""
-        ...
 
 
 @settings(ValueError)
@@ -70,33 +69,10 @@ class LogNormal:
 
 
 @settings(ValueError)
-class Pareto:
-    """Draws from a Pareto distribution: `least` x u ** (-1 / `alpha`), for a uniform u.
-
-    With an alpha near 1, the few longest draws add up to as much as all others.
-    Example: `Pareto(least=200, alpha=1.5, most=32000)`.
-    """
-
-    least: float = Field(gt=0)
-    """The smallest value, in seconds or tokens."""
-    alpha: float = Field(gt=0)
-    """The exponent; a smaller one makes longer tails."""
-    most: float = Field(default=math.inf, allow_inf_nan=True)
-    """The largest value; longer draws are cut to it."""
-    kind: Literal["pareto"] = "pareto"
-
-    def __post_init__(self) -> None:
-        if not self.most >= self.least:
-            raise ValueError(f"most is {self.most:g}; allowed: the least, {self.least:g}, or more")
-
-    def quantile(self, share: float) -> float:
-        return min(self.least * math.pow(1 - share, -1 / self.alpha), self.most)
-
-
-@settings(ValueError)
 class Empirical:
     """Draws one of several measured values, all equally likely.
 
+    A value that stands there several times is drawn as often.
     Example: `Empirical(values=(310, 800, 4100))`.
     """
 
@@ -111,46 +87,6 @@ class Empirical:
         return self.values[int(share * len(self.values))]
 
 
-def _part(given: Any) -> Any:
-    """Split a table into its share and the distribution; return anything else as it is."""
-    if not isinstance(given, Mapping):
-        return given
-    return given.get("share"), {key: value for key, value in given.items() if key != "share"}
-
-
-@settings(ValueError)
-class Mixture:
-    """Draws from one of several distributions, such as that of a few stragglers.
-
-    Example: `Mixture(parts=((0.98, LogNormal(median=1, p99=3)), (0.02, Constant(value=30))))`.
-    """
-
-    parts: tuple[
-        Annotated[tuple[Annotated[float, Field(gt=0)], AnyDistribution], BeforeValidator(_part)],
-        ...,
-    ] = Field(strict=False)
-    """Pairs of a share and the distribution that this share of all draws comes from; the shares sum
-    to 1."""
-    kind: Literal["mixture"] = "mixture"
-
-    def __post_init__(self) -> None:
-        total = sum(share for share, _ in self.parts)
-        if not math.isclose(total, 1, abs_tol=1e-6):
-            raise ValueError(f"the shares of a mixture sum to {total:g}; allowed: 1")
-
-    def quantile(self, share: float) -> float:
-        """Return a draw for a uniform number, which first selects the part and then its quantile.
-
-        It is no quantile of the whole mixture, but draws have the same distribution.
-        """
-        for weight, part in self.parts[:-1]:
-            if share < weight:
-                return part.quantile(share / weight)
-            share -= weight
-        weight, part = self.parts[-1]
-        return part.quantile(min(max(share / weight, 1e-12), 1 - 1e-12))
-
-
 class _FromTable:
     """Has pydantic read a distribution: a number, a table with its kind, or an object of yours."""
 
@@ -159,9 +95,7 @@ class _FromTable:
         del source
         from pydantic_core import core_schema
 
-        tables = Annotated[
-            Constant | LogNormal | Pareto | Empirical | Mixture, Field(discriminator="kind")
-        ]
+        tables = Annotated[Constant | LogNormal | Empirical, Field(discriminator="kind")]
         return core_schema.no_info_wrap_validator_function(_made, handler.generate_schema(tables))
 
 

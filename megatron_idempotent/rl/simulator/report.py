@@ -88,11 +88,6 @@ class SimulationReport:
         return self.evicted_tokens / self.generated_tokens if self.generated_tokens else 0.0
 
     @property
-    def groups_per_s(self) -> float:
-        """The groups that were trained, per virtual second."""
-        return self.counts["trained"] / self.measured_s
-
-    @property
     def tokens_per_s(self) -> float:
         """The tokens that were trained, per virtual second."""
         return self.trained_tokens / self.measured_s

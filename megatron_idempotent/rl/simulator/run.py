@@ -31,6 +31,7 @@ from .trainer import (
     SimulatedPolicy,
     SimulatedPrompts,
     SimulatedRecipe,
+    SimulatedStep,
     SimulatedWeights,
 )
 
@@ -173,11 +174,10 @@ class Simulation:
         """Return the results of a run that has ended; `cpu_s` are its processor seconds."""
         assert self.status is not None, "run() has not come to its end"
         scenario, per_entry = self.scenario, self.scenario.tokens_per_entry
-        measured_s = self.ended_s
-        tokens = sum(engine.tokens for engine in self.engines)
+        tokens = sum(engine.serving.sharing.tokens for engine in self.engines)
         share = scenario.most_requests() / scenario.engines
         rate = scenario.engines * scenario.engine.tokens_per_s(share)
-        busy_s = sum(engine.busy_s for engine in self.engines)
+        busy_s = sum(engine.serving.sharing.busy_s for engine in self.engines)
         dropped = {
             name: value
             for name, value in self.recorder.last.items()
@@ -186,7 +186,7 @@ class Simulation:
         lags = Counter(lag for update in self.policy.updates for lag in update.lags)
         return SimulationReport(
             steps=self.policy.version,
-            measured_s=measured_s,
+            measured_s=self.ended_s,
             generate_s=tokens / rate,
             train_s=self.policy.busy_s,
             pause_s=self.fleet.pause_s,
@@ -195,28 +195,18 @@ class Simulation:
             trained_tokens=sum(each.entries for each in self.policy.updates) * per_entry,
             evicted_tokens=self.plane.evicted_entries * per_entry,
             filtered_tokens=self.recipe.filtered_entries * per_entry,
-            lost_tokens=sum(engine.lost_tokens for engine in self.engines),
-            engine_idle=1 - busy_s / (scenario.engines * measured_s),
-            trainer_idle=1 - self.policy.busy_s / measured_s,
+            lost_tokens=sum(engine.serving.lost_tokens for engine in self.engines),
+            engine_idle=1 - busy_s / (scenario.engines * self.ended_s),
+            trainer_idle=1 - self.policy.busy_s / self.ended_s,
             staleness=dict(sorted(lags.items())),
             counts=dict(self.status.counts),
-            conserved=self._conserved(self.status.counts),
+            conserved=_conserved(self.status.counts, self.policy.updates),
             left_over=len(self.plane) - self.status.counts["ready"],
             dropped=dropped,
             restores=self.store.restored,
             faults=tuple((at, fault.described()) for at, fault in self.faults.happened),
             step_ends_s=tuple(self.recorder.ends_s),
             cpu_s=cpu_s,
-        )
-
-    def _conserved(self, counts: Mapping[str, int]) -> bool:
-        gone = counts["trained"] + counts["filtered"] + counts["evicted"]
-        running = counts["generating"] + counts["ready"] + counts["leased"]
-        everywhere = Counter(i for update in self.policy.updates for i in update.group_ids)
-        return (
-            counts["submitted"] == gone + running
-            and counts["trained"] == len(everywhere)
-            and max(everywhere.values(), default=1) == 1
         )
 
     def _requests(self, group_id: int, prompt: Any) -> Sequence[Request]:
@@ -267,3 +257,10 @@ class Simulation:
             await asyncio.sleep(fault.for_s)
             engine.come_back()
             engine.run_at(1.0)
+
+
+def _conserved(counts: Mapping[str, int], updates: Sequence[SimulatedStep]) -> bool:
+    gone = counts["trained"] + counts["filtered"] + counts["evicted"]
+    trained = [group_id for update in updates for group_id in update.group_ids]
+    once = len(set(trained)) == len(trained) == counts["trained"]
+    return once and counts["submitted"] == gone + counts["running"]

@@ -35,14 +35,12 @@ class RankGroup(Protocol):
     @property
     def size(self) -> int:
         """The number of ranks."""
-        ...
 
     async def start(self) -> None:
         """Start all ranks and make their workers; after a loss, fresh ranks in place of all.
 
         Errors: `RanksLost` if they cannot be started, `RankFailed` if a factory raises.
         """
-        ...
 
     async def call(
         self,
@@ -64,11 +62,9 @@ class RankGroup(Protocol):
             ranks live on. `RanksLost` if a rank died, its connection broke or the time was up: the
             other ranks are ended, and `start()` is needed.
         """
-        ...
 
     async def close(self) -> None:
         """End all ranks. Twice: no-op."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,12 +43,9 @@ def changed(**parts):
     return type("Changed", (NewestIds,), parts)
 
 
-OtherArguments = changed(select=lambda self, ready, count: ())
 NoName = changed(name="")
 BelowZero = changed(max_staleness=-1)
 Perhaps = changed(drains="no")
-AbortsNothing = changed(abort=True)
-AbortsWithout = changed(abort=lambda self, ready: ())
 
 
 class Answers(FirstReadySampler):

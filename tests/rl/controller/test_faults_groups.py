@@ -116,6 +116,7 @@ def test_a_logger_that_waits_does_not_hold_up_the_event_loop():
         ({"select": lambda *_, **__: 1 / 0}, "select raised ZeroDivisionError('division by zero')"),
         ({"select": lambda *_, **__: None}, "select returned a NoneType"),
         ({"evict": lambda *_, **__: 1 / 0}, "evict raised ZeroDivisionError"),
+        ({"select": lambda ready, count: ()}, "select raised TypeError"),
         ({"abort": lambda *_, **__: 1 / 0}, "abort raised ZeroDivisionError"),
         ({"abort": lambda *_, **__: [7]}, "abort returned 7, which is not being generated"),
         ({"room": lambda _: 1 / 0}, "room raised ZeroDivisionError"),

@@ -167,7 +167,7 @@ class Patient(FirstReadySampler):
         running = list(ready.generating())
         self.seen.append((version, running))
         first = min((each.id for each in running), default=10**6)
-        return [held for held in ready.by_id() if held.id < first][:count]
+        return [held for held in sorted(ready, key=lambda held: held.id) if held.id < first][:count]
 
 
 def test_a_sampler_can_wait_for_a_group_that_was_started_earlier():

@@ -41,8 +41,9 @@ async def test_a_checkpoint_brings_groups_back_as_they_were():
         settings=SimpleNamespace(groups_per_step=1),
         trainer_version=0,
         next_prompt=1,
+        prompts=SimpleNamespace(prompt=lambda _: written.prompt),
     )
     await plane.put(written)
     state = json.loads(json.dumps(await capture(shared, plane)))
-    await put_back(shared, again, SimpleNamespace(prompt=lambda _: written.prompt), state)
+    await put_back(shared, again, state)
     check_same(await again.get(0), written)

@@ -16,8 +16,6 @@ from megatron_idempotent.rl.simulator.latency import (
     Constant,
     Empirical,
     LogNormal,
-    Mixture,
-    Pareto,
     uniform,
 )
 from megatron_idempotent.rl.simulator.scenario import Scenario, ScenarioError, load_scenario
@@ -41,13 +39,7 @@ def test_draws_have_the_shape_that_was_asked_for() -> None:
     tail = draws(LogNormal(median=800, p99=8000))
     assert tail[10000] == pytest.approx(800, rel=0.05)
     assert tail[19800] == pytest.approx(8000, rel=0.15)
-    heavy = draws(Pareto(least=100, alpha=1.5, most=5000))
-    assert heavy[0] == pytest.approx(100, rel=0.01)
-    assert heavy[-1] == 5000
-    assert heavy[10000] == pytest.approx(100 * 2 ** (1 / 1.5), rel=0.05)
     assert set(draws(Empirical(values=(3, 1, 2)))) == {1, 2, 3}
-    mixed = draws(Mixture(parts=((0.9, Constant(value=1)), (0.1, Constant(value=9)))))
-    assert mixed.count(9) == pytest.approx(2000, rel=0.1)
 
 
 def test_a_distribution_is_a_number_a_table_or_your_own() -> None:
@@ -58,14 +50,8 @@ def test_a_distribution_is_a_number_a_table_or_your_own() -> None:
     mine = Mine()
     assert Scenario(length=mine).length is mine
     assert load_scenario(None, ["length=3"]).length == Constant(value=3)
-    parts = (
-        "{share = 0.9, kind = 'lognormal', median = 1, p99 = 3}, "
-        "{share = 0.1, kind = 'empirical', values = [6, 5]}"
-    )
-    mixed = load_scenario(None, [f"length={{kind = 'mixture', parts = [{parts}]}}"])
-    assert mixed.length == Mixture(
-        parts=((0.9, LogNormal(median=1, p99=3)), (0.1, Empirical(values=(5, 6))))
-    )
+    measured = load_scenario(None, ["length={kind = 'empirical', values = [6, 5]}"])
+    assert measured.length == Empirical(values=(5, 6))
 
 
 def test_more_requests_on_an_engine_are_never_slower_together() -> None:
@@ -124,11 +110,7 @@ def test_sections_distributions_and_faults_come_out_of_toml(tmp_path: Path) -> N
         ("length={kind='gauss'}", "allowed: a table with kind = one of constant, "),
         ("length={kind='lognormal', median=5, p99=3}", "length: p99 is 3; allowed: the median"),
         ("length={kind='lognormal', median=5}", "length.p99 is missing; give a number"),
-        ("length={kind='pareto', least=1, alpha=1, mst=2}", "did you mean length.most?"),
-        (
-            "length={kind='mixture', parts=[{share=0.5, kind='constant', value=1}]}",
-            "length: the shares of a mixture sum to 0.5; allowed: 1",
-        ),
+        ("length={kind='empirical', valus=[1]}", "did you mean length.values?"),
     ],
 )
 def test_a_scenario_that_cannot_be_is_refused(override: str, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -71,43 +72,32 @@ async def test_a_response_takes_as_long_as_its_tokens() -> None:
     assert (now(), len(sample.tokens), sample.finish_reason) == (14.0, 4, "length")
 
 
-@scenario
-async def test_requests_that_run_together_slow_each_other_down_exactly() -> None:
-    costs = EngineCosts(slots=8, step_s=1.0, request_s=1.0)
-    lengths = {"short": 3.0, "long": 9.0}
-    one = engine(costs=costs, length=lambda each: lengths[each.id])
-    short, long = await start(one, request("short"), request("long"))
-    await short
-    assert now() == pytest.approx(3 * 3)  # two requests: 3 s a token each
-    await long
-    assert now() == pytest.approx(9 + 6 * 2)  # alone: 2 s a token
-    assert one.tokens == pytest.approx(12)
-    assert one.busy_s == pytest.approx(21)
+#: Seconds that a request adds to a step; of each request when it comes, its length and its end.
+SHARED: list[tuple[float, list[tuple[float, float, float]]]] = [
+    # Two requests take 3 s a token each, and one alone 2 s.
+    (1.0, [(0, 3, 3 * 3), (0, 9, 9 + 6 * 2)]),
+    (1.0, [(0, 10, 10 + 5 * 3), (10, 10, 25 + 5 * 2)]),
+    (0.0, [(0, 50, 50), (10, 2, 12)]),  # which comes later, and ends first
+]
 
 
-@scenario
-async def test_a_request_that_joins_later_slows_the_others_from_then_on() -> None:
-    one = engine(costs=EngineCosts(slots=8, step_s=1.0, request_s=1.0))
-    (first,) = await start(one, request("a"))
-    await asyncio.sleep(10)  # five tokens
-    (second,) = await start(one, request("b"))
-    await first
-    assert now() == pytest.approx(10 + 5 * 3)
-    await second
-    assert now() == pytest.approx(25 + 5 * 2)
+@pytest.mark.parametrize(("request_s", "requests"), SHARED)
+def test_requests_that_run_together_slow_each_other_down_exactly(request_s, requests) -> None:
+    costs = EngineCosts(slots=8, step_s=1.0, request_s=request_s)
+    one = engine(costs=costs, length=lambda each: requests[int(each.id)][1])
 
+    async def ended(number: int) -> float:
+        await asyncio.sleep(requests[number][0])
+        await one.generate(request(str(number)))
+        return now()
 
-@scenario
-async def test_a_short_request_that_joins_a_long_one_ends_first() -> None:
-    lengths = {"short": 2.0, "long": 50.0}
-    one = engine(length=lambda each: lengths[each.id])
-    (long,) = await start(one, request("long"))
-    await asyncio.sleep(10)
-    (short,) = await start(one, request("short"))
-    await short
-    assert now() == pytest.approx(12)
-    await long
-    assert now() == pytest.approx(50)
+    async def test() -> list[float]:
+        found: list[float] = await asyncio.gather(*map(ended, range(2)))
+        return found
+
+    assert run(test()) == pytest.approx([end for _, _, end in requests])
+    assert one.serving.sharing.tokens == pytest.approx(sum(length for _, length, _ in requests))
+    assert one.serving.sharing.busy_s == pytest.approx(max(end for *_, end in requests))
 
 
 @scenario
@@ -277,30 +267,22 @@ async def test_a_lost_bucket_is_noticed_and_nothing_is_staged() -> None:
 
 
 @scenario
-async def test_a_commit_that_ends_half_way_is_dirty_until_it_is_tried_again() -> None:
+async def test_a_half_way_commit_is_dirty_until_it_is_rolled_back() -> None:
     one = engine(faults=Faults([Fault(target="engine", kind="stays dirty", times=2)]))
-    await one.stage(WeightUpdate(id="a", version=1), buckets())
+
     await one.pause()
     for _ in range(2):
+        await one.stage(WeightUpdate(id="a", version=1), buckets())
         with pytest.raises(EngineError, match="half-way"):
             await one.commit("a")
         assert (await one.health()).status == "DIRTY"
         with pytest.raises(EngineError, match="DIRTY"):
             await one.resume()
-    assert await one.commit("a") == 1
-    await one.resume()
-
-
-@scenario
-async def test_a_rollback_of_a_half_committed_update_brings_the_old_weights_back() -> None:
-    one = engine(faults=Faults([Fault(target="engine", kind="stays dirty")]))
+        await one.rollback("a")
+        health = await one.health()
+        assert (health.status, health.version) == ("PAUSED", 0)
     await one.stage(WeightUpdate(id="a", version=1), buckets())
-    await one.pause()
-    with pytest.raises(EngineError, match="half-way"):
-        await one.commit("a")
-    await one.rollback("a")
-    health = await one.health()
-    assert (health.status, health.version) == ("PAUSED", 0)
+    assert await one.commit("a") == 1
     await one.resume()
 
 
@@ -328,29 +310,22 @@ def test_an_engine_that_dies_in_an_update_comes_back_as_it_began(kind: str) -> N
 
 @scenario
 async def test_a_call_that_began_before_the_engine_died_fails_though_it_is_back() -> None:
-    one = engine()
-    staging = asyncio.ensure_future(one.stage(WeightUpdate(id="a", version=1), buckets()))
-    await asyncio.sleep(0.1)
-    one.die()
-    one.come_back()
-    with pytest.raises(EngineDead):
-        await staging
+    one, update = engine(), WeightUpdate(id="a", version=1)
+
+    async def begun(call: Any) -> None:
+        calling = asyncio.ensure_future(call)
+        await asyncio.sleep(0.1)
+        one.die()
+        one.come_back()
+        with pytest.raises(EngineDead):
+            await calling
+
+    await begun(one.stage(update, buckets()))
     await one.pause()
     with pytest.raises(EngineError, match="not staged"):
         await one.commit("a")
-
-
-@scenario
-async def test_a_commit_that_began_before_the_engine_died_fails_though_it_is_back() -> None:
-    one = engine()
-    await one.stage(WeightUpdate(id="a", version=1), buckets())
-    await one.pause()
-    committing = asyncio.ensure_future(one.commit("a"))
-    await asyncio.sleep(0.1)
-    one.die()
-    one.come_back()
-    with pytest.raises(EngineDead, match="started again"):
-        await committing
+    await one.stage(update, buckets())
+    await begun(one.commit("a"))
     health = await one.health()
     assert (health.status, health.version) == ("SERVING", 0)
 
@@ -374,7 +349,7 @@ async def test_what_an_engine_had_drawn_when_it_died_is_counted_as_lost() -> Non
     for task in tasks:
         with pytest.raises(EngineDead, match="e does not answer"):
             await task
-    assert one.lost_tokens == 12.0  # of four: the fifth had no slot
+    assert one.serving.lost_tokens == 12.0  # of four: the fifth had no slot
 
 
 @scenario
@@ -386,7 +361,7 @@ async def test_a_cancelled_request_frees_its_slot() -> None:
     first.cancel()
     await third
     assert now() == 12.0
-    assert one.lost_tokens == 2.0
+    assert one.serving.lost_tokens == 2.0
     assert (await one.health()).running == 0
 
 

@@ -24,14 +24,9 @@ COSTS = TrainCosts(
 )
 
 
-def group(group_id: int, version: int = 0, tokens: int = 2) -> RolloutGroup:
-    sample = Sample(
-        request_id=str(group_id),
-        tokens=(7,) * tokens,
-        logprobs=(-1.0,) * tokens,
-        versions=(version,) * tokens,
-        finish_reason="stop",
-    )
+def group(group_id: int) -> RolloutGroup:
+    each = {"tokens": (7, 7), "logprobs": (-1.0, -1.0), "versions": (0, 0)}
+    sample = Sample(request_id=str(group_id), finish_reason="stop", **each)  # type: ignore[arg-type]
     return RolloutGroup(id=group_id, prompt=group_id, samples=(sample,), rewards=(1.0,))
 
 
@@ -39,77 +34,54 @@ def policy(*faults: Fault) -> SimulatedPolicy:
     return SimulatedPolicy(COSTS, faults=Faults(faults))
 
 
-async def step(on: SimulatedPolicy, name: str, groups: Sequence[RolloutGroup]) -> None:
+async def step(on: SimulatedPolicy, name: str, groups: Sequence[int]) -> None:
     await on.begin(name)
     for each in groups:
-        await on.microbatch(name, [each], microbatch_id=f"{name}/{each.id}", last=False)
+        await on.microbatch(name, [group(each)], microbatch_id=f"{name}/{each}", last=False)
     await on.finish(name)
 
 
-def test_a_step_takes_its_time_and_is_counted_once() -> None:
+def test_a_step_takes_its_time_is_counted_once_and_an_aborted_one_is_forgotten() -> None:
     async def scenario() -> None:
         one = policy()
-        await step(one, "a", [group(1), group(2, version=0)])
+        await step(one, "a", [1, 2])
         assert asyncio.get_running_loop().time() == one.busy_s == 2 * (2 + 2) + 3
         outcome = await one.finish("a")
-        assert outcome is await one.finish("a")
         assert (outcome.tokens, outcome.updated, one.version) == (4, True, 1)
         assert asyncio.get_running_loop().time() == 11
-        await step(one, "b", [group(3, version=0)])
+        await one.begin("b")
+        await one.microbatch("b", [group(3)], microbatch_id="m", last=False)
+        for name in ("other", "b", "b", None):
+            await one.abort(name)
+        assert one.aborted == 1
+        await step(one, "c", [3])
+        assert [update.group_ids for update in one.updates] == [(1, 2), (3,)]
         assert one.updates[-1].lags == (1,)
         assert (one.has(3), one.has(4)) == (True, False)
 
     run(scenario())
 
 
-def test_a_group_that_is_in_the_weights_is_refused() -> None:
+def test_a_group_that_is_in_the_weights_and_calls_out_of_order_are_refused() -> None:
     async def scenario() -> None:
         one = policy()
-        await step(one, "a", [group(1)])
+        for call in (one.microbatch("a", [], microbatch_id="m", last=True), one.finish("a")):
+            with pytest.raises(BrokenRule, match="no step is open"):
+                await call
+        await step(one, "a", [1])
+        with pytest.raises(BrokenRule, match="after its finish"):
+            await one.begin("a")
         await one.begin("b")
+        with pytest.raises(BrokenRule, match="while step b is open"):
+            await one.begin("c")
         with pytest.raises(BrokenRule, match="group 1 is in the weights already"):
             await one.microbatch("b", [group(1)], microbatch_id="b/1", last=True)
-        await one.microbatch("b", [group(2)], microbatch_id="b/2", last=False)
-        await one.microbatch("b", [group(2)], microbatch_id="b/2", last=False)  # sent again
+        for _ in range(2):  # sent again
+            await one.microbatch("b", [group(2)], microbatch_id="b/2", last=False)
         with pytest.raises(BrokenRule, match="twice"):
             await one.microbatch("b", [group(2)], microbatch_id="b/3", last=False)
         await one.finish("b")
         assert one.updates[-1].group_ids == (2,)
-
-    run(scenario())
-
-
-def test_calls_out_of_order_are_refused() -> None:
-    async def scenario() -> None:
-        one = policy()
-        with pytest.raises(BrokenRule, match="no step is open"):
-            await one.microbatch("a", [group(1)], microbatch_id="m", last=True)
-        with pytest.raises(BrokenRule, match="no step is open"):
-            await one.finish("a")
-        await one.begin("a")
-        with pytest.raises(BrokenRule, match="while step a is open"):
-            await one.begin("b")
-        await one.finish("a")
-        with pytest.raises(BrokenRule, match="after its finish"):
-            await one.begin("a")
-
-    run(scenario())
-
-
-def test_an_abort_forgets_the_groups_of_the_open_step_alone() -> None:
-    async def scenario() -> None:
-        one = policy()
-        await step(one, "a", [group(1)])
-        await one.begin("b")
-        await one.microbatch("b", [group(2)], microbatch_id="m", last=False)
-        await one.abort("other")
-        assert one.aborted == 0
-        await one.abort("b")
-        await one.abort("b")
-        await one.abort()
-        assert one.aborted == 1
-        await step(one, "c", [group(2)])
-        assert [update.group_ids for update in one.updates] == [(1,), (2,)]
 
     run(scenario())
 
@@ -136,31 +108,21 @@ def test_lost_ranks_answer_nothing_until_the_newest_checkpoint_is_in_fresh_ones(
     async def scenario() -> None:
         one = policy(Fault(target="policy", call="finish", kind="ranks lost", at_s=20))
         store = MemoryStore(one)
-        await step(one, "a", [group(1)])
+        await step(one, "a", [1])
         await store.save(1, {"buffer": [1, 2]})
-        await step(one, "b", [group(2)])
+        await step(one, "b", [2])
         await asyncio.sleep(20)
         await one.begin("c")
-        with pytest.raises(RanksLost):
-            await one.finish("c")
-        for call in (one.begin("d"), one.finish("c"), one.abort(), one.logprobs([], "policy")):
+        for call in (one.finish("c"), one.begin("d"), one.abort(), one.logprobs([], "policy")):
             with pytest.raises(RanksLost):
                 await call
         assert await store.restore() == {"buffer": [1, 2]}
         assert [update.group_ids for update in one.updates] == [(1,)]
-        await step(one, "e", [group(2)])  # it is not in these weights
-
-    run(scenario())
-
-
-def test_without_a_checkpoint_ranks_begin_at_the_beginning() -> None:
-    async def scenario() -> None:
-        one = policy()
-        await step(one, "a", [group(1)])
+        await step(one, "e", [2])  # it is not in these weights
         one.lose()
-        assert await MemoryStore(one).restore() is None
+        assert await MemoryStore(one).restore() is None  # without a checkpoint
         assert one.version == 0
         with pytest.raises(AssertionError, match="version 5 is saved"):
-            await MemoryStore(one).save(5, {})
+            await store.save(5, {})
 
     run(scenario())

@@ -7,9 +7,8 @@ import dataclasses
 from typing import Any
 
 import pytest
-from small_run import SMALL, check, run
+from small_run import SMALL, run
 
-from megatron_idempotent.rl.metrics.loggers import SettingsError
 from megatron_idempotent.rl.simulator.latency import Constant, LogNormal
 from megatron_idempotent.rl.simulator.run import Simulation, simulate
 from megatron_idempotent.rl.simulator.scenario import SyncCosts
@@ -71,29 +70,6 @@ def test_evicted_tokens_are_those_of_groups_that_came_too_late() -> None:
     assert simulation.plane.clears == report.counts["trained"] + report.counts["evicted"]
 
 
-def test_groups_that_are_aborted_give_their_slots_back_to_those_that_can_train() -> None:
-    tail = {"staleness": 1, "length": LogNormal(median=200, p99=3000)}
-    kept, _ = run(**tail)
-    report, simulation = run(**tail, abort_stale=True)
-    assert report.counts["aborted"] > 0 == kept.counts["aborted"]
-    assert report.counts["evicted"] >= report.counts["aborted"]
-    # Their tokens are not drawn to the end, and what is not drawn leaves time to others.
-    assert report.generated_tokens < kept.generated_tokens
-    assert report.measured_s < kept.measured_s
-    assert max(report.staleness) <= 1
-    assert simulation.recorder.last["rollouts/aborted"] == report.counts["aborted"]
-
-
-def test_without_a_gate_engines_are_never_short_of_work() -> None:
-    slow = {"train": TrainCosts(token_s=5e-3, finish_s=0.5), "capacity": 48}
-    gated, _ = run(**slow)
-    report, _ = run(**slow, gated=False)
-    assert report.counts["submitted"] > gated.counts["submitted"]
-    assert report.engine_idle < gated.engine_idle
-    assert report.wasted > gated.wasted
-    assert max(report.staleness) <= 2
-
-
 def test_a_trainer_that_is_the_bottleneck_is_never_idle_once_it_runs() -> None:
     train = TrainCosts(token_s=0.01, finish_s=0.5)
     report, _ = run(staleness=4, train=train)
@@ -136,20 +112,6 @@ def test_an_abort_pause_keeps_the_tokens_that_were_drawn() -> None:
     assert abort.generated_tokens < 1.4 * keep.generated_tokens
 
 
-def test_ping_answers_while_it_trains() -> None:
-    versions = []
-
-    async def ping(simulation: Simulation) -> None:
-        while True:
-            status = await simulation.controller.ping()
-            versions.append(status.trainer_version)
-            await asyncio.sleep(1)
-
-    check(simulate(SMALL, beside=ping), SMALL)
-    assert versions == sorted(versions)
-    assert set(versions) >= set(range(15))
-
-
 def test_an_error_of_what_runs_beside_ends_the_simulation() -> None:
     async def fails(simulation: Simulation) -> None:
         await asyncio.sleep(5)
@@ -157,28 +119,3 @@ def test_an_error_of_what_runs_beside_ends_the_simulation() -> None:
 
     with pytest.raises(ZeroDivisionError):
         simulate(SMALL, beside=fails)
-
-
-def test_a_run_without_prompts_enough_ends_early_and_loses_nothing() -> None:
-    report = simulate(dataclasses.replace(SMALL, prompts=30))
-    assert report.conserved
-    assert 5 <= report.steps <= 7
-    assert report.counts["submitted"] == 30
-
-
-def test_settings_that_would_deadlock_are_refused_before_anything_runs() -> None:
-    with pytest.raises(SettingsError, match="capacity is 5"):
-        simulate(dataclasses.replace(SMALL, capacity=5))
-
-
-def test_two_hundred_engines_train_five_hundred_groups() -> None:
-    report, _ = run(
-        engines=200,
-        groups_per_step=250,
-        steps=2,
-        group_size=2,
-        tokens_per_entry=256,
-        engine=EngineCosts(slots=4),
-        train=TrainCosts(token_s=1e-5),
-    )
-    assert report.counts["trained"] == 500

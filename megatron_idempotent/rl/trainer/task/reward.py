@@ -22,7 +22,6 @@ class Reward(Protocol):
 
         `fields` are those of the row's other fields that the function has parameters for.
         """
-        ...
 
 
 class FieldsOf:
