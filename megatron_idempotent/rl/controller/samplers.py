@@ -313,6 +313,22 @@ def load_sampler(name_or_path: str, **options: Any) -> Sampler:
     return sampler
 
 
+def configured_sampler(
+    name_or_path: str, *, window: int, order: str, gated: bool, abort_stale: bool
+) -> Sampler:
+    """Make a sampler as a configuration names it, which has the options of all; see `load_sampler`.
+
+    `window` is the `max_staleness` of `windowed` and the `lookahead` of `in_order`.
+    """
+    admission = {"gated": gated, "abort_stale": abort_stale}
+    options: dict[str, dict[str, Any]] = {
+        "strict": admission,
+        "windowed": {"max_staleness": window, "order": order, **admission},
+        "in_order": {"lookahead": window},
+    }
+    return load_sampler(name_or_path, **options.get(name_or_path, {}))
+
+
 def _imported(path: str) -> Callable[..., Any]:
     module_name, _, attribute = path.partition(":")
     if not (module_name and attribute):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_idempotent.rl.controller.protocol import Sampler
-from megatron_idempotent.rl.controller.samplers import load_sampler
+from megatron_idempotent.rl.controller.samplers import configured_sampler
 from megatron_idempotent.rl.controller.settings import ControllerSettings, LogprobsAsked
 from megatron_idempotent.rl.engines.protocol import PauseMode
 from megatron_idempotent.settings import Field, SettingsReader, settings
@@ -156,13 +156,13 @@ class Scenario:
 
     def make_sampler(self) -> Sampler:
         """Return a new sampler with its options. Errors: `SettingsError`; see `load_sampler`."""
-        admission: dict[str, object] = {"gated": self.gated, "abort_stale": self.abort_stale}
-        options: dict[str, dict[str, object]] = {
-            "strict": admission,
-            "windowed": {"max_staleness": self.staleness, "order": self.order, **admission},
-            "in_order": {"lookahead": self.staleness},
-        }
-        return load_sampler(self.sampler, **options.get(self.sampler, {}))
+        return configured_sampler(
+            self.sampler,
+            window=self.staleness,
+            order=self.order,
+            gated=self.gated,
+            abort_stale=self.abort_stale,
+        )
 
     def most_requests(self) -> int:
         """Return the most requests that engines have at once, given capacity and concurrency."""

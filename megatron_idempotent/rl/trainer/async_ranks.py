@@ -109,7 +109,7 @@ class PolicyWorker(Exports):
 
     def __init__(self, job: Job) -> None:
         """Build the model and the optimizer of the run that the job describes."""
-        self._policy = start_policy(job).policy
+        self._policy, *_ = start_policy(job)
         super().__init__(self._policy.source())
 
     def begin(self, step_id: str) -> None:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,9 +28,8 @@ from megatron_idempotent.rl.controller import (
     MemoryPlane,
     Sampler,
     SettingsError,
-    load_sampler,
 )
-from megatron_idempotent.rl.controller.samplers import SamplerError
+from megatron_idempotent.rl.controller.samplers import SamplerError, configured_sampler
 from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
 from megatron_idempotent.rl.metrics.console import StatusLines, keep_showing, make_table
 from megatron_idempotent.rl.metrics.timeline import Timeline
@@ -49,22 +47,21 @@ from .engines import make_async_engines, sync_settings
 from .output import INITIAL, TRAINED, Job
 from .policy import training_positions
 from .report import make_loggers
-from .rewards import Evaluation, GrpoRecipe, PromptStream, RequestMaker, Scorer
+from .rewards import Evaluation, GrpoRecipe, PromptStream, Scorer, make_requests
 
 
 def make_sampler(config: Config) -> Sampler:
     """Make the sampler that the configuration names. Errors: `ConfigError`."""
     controller = config.controller
-    admission = {"gated": controller.gated, "abort_stale": controller.abort_stale}
-    window = {"max_staleness": controller.max_staleness, "order": controller.order}
-    options: dict[str, dict[str, Any]] = {
-        "strict": admission,
-        "windowed": {**window, **admission},
-        "in_order": {"lookahead": controller.max_staleness},
-    }
     import_from_here()
     try:
-        return load_sampler(controller.sampler, **options.get(controller.sampler, {}))
+        return configured_sampler(
+            controller.sampler,
+            window=controller.max_staleness,
+            order=controller.order,
+            gated=controller.gated,
+            abort_stale=controller.abort_stale,
+        )
     except SettingsError as error:
         raise ConfigError(f"controller.sampler: {error}") from error
 
@@ -198,7 +195,6 @@ async def _controller(
 ) -> Controller:
     config = job.config
     tokenizer = make_tokenizer(config, prompts)
-    requests = RequestMaker(config, tokenizer)
     scorer = Scorer(load_reward(config.task.reward), tokenizer)
     checkpoint = Path(config.model.path) if config.model.path else job.out / INITIAL
     engines = await make_async_engines(config, checkpoint, job.out)
@@ -209,8 +205,8 @@ async def _controller(
             asyncio.get_running_loop(),
             timeout_s=config.controller.call_timeout_s,
         ),
-        requests=lambda group_id, prompt: requests.make(
-            prompt, stream=group_id, samples=config.rollout.group_size
+        requests=lambda group_id, prompt: make_requests(
+            config, tokenizer, prompt, stream=group_id, samples=config.rollout.group_size
         ),
         score=scorer,
         settings=sync_settings(config),
@@ -242,7 +238,7 @@ async def _controller(
         store=CheckpointStore(job, ranks),
         loggers=loggers,
         timeline=timeline,
-        evaluate=Evaluation(config, fleet, requests, scorer, prompts.held_out),
+        evaluate=Evaluation(config, fleet, tokenizer, scorer, prompts.held_out),
     )
 
 

@@ -24,23 +24,24 @@ from megatron_idempotent.rl.controller import RolloutGroup
 from megatron_idempotent.rl.engines import Sample
 from megatron_idempotent.rl.metrics.loggers import Loggers
 from megatron_idempotent.rl.metrics.names import RESPONSE_TOKENS, TOKENS_PER_S, TOTAL_S
-from megatron_idempotent.rl.trainer.task.prompts import Prompt, rollout_prompts
+from megatron_idempotent.rl.trainer.task.prompts import Prompt, PromptSet, rollout_prompts
 from megatron_idempotent.rl.trainer.task.reward import load_reward
+from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
 from .checkpoint import load_weights, save_checkpoint
 from .engines import Engines, make_engines
 from .output import TRAINED, Job, output_to
-from .policy import Started, start_policy
+from .policy import MegatronPolicy, start_policy
 from .report import RolloutProgress, make_loggers
 from .rewards import (
     EVALUATION_STREAM,
     GrpoRecipe,
-    RequestMaker,
     Scorer,
     due,
     evaluation_means,
     group_means,
     group_sums,
+    make_requests,
 )
 
 _GIB = 1 << 30
@@ -52,10 +53,10 @@ def work(job: Job) -> None:
     with output_to(job.out / "logs" / f"rank-{rank}.log") as terminal, ExitStack() as stack:
         if rank == 0:
             job.say("building the model", terminal)
-        started = start_policy(job)
-        stock, first = started.policy.stock, 0
+        policy, prompts, tokenizer = start_policy(job)
+        first = 0
         if job.resume_from:
-            first = load_weights(stock, job.resume_from / "megatron") // steps
+            first = load_weights(policy.stock, job.resume_from / "megatron") // steps
         shown = []
         if rank == 0 and not job.quiet:
             job.say("evaluating, and then the first rollout", terminal)
@@ -64,23 +65,38 @@ def work(job: Job) -> None:
         # would take a core from the ranks.
         loggers = make_loggers(job, *shown, threaded=False) if rank == 0 else Loggers([])
         stack.callback(loggers.close)
-        engines = make_engines(job.config, started.policy, started.checkpoint, job.out)
+        engines = make_engines(job.config, policy, policy.checkpoint, job.out)
         stack.enter_context(contextlib.closing(engines))
-        Loop(job, started, engines, loggers).run(first)
-        started.policy.save_hf(job.out / TRAINED)
+        Loop(job, policy, prompts, tokenizer, engines, loggers).run(first)
+        policy.save_hf(job.out / TRAINED)
         # Rank 0 may not leave first: it hosts the store that the others still talk to.
         barrier()
 
 
 class Loop:
-    """Holds the algorithm, on one rank. Example: `Loop(job, started, engines, loggers).run(0)`."""
+    """Holds the algorithm, on one rank.
 
-    def __init__(self, job: Job, started: Started, engines: Engines, loggers: Loggers) -> None:
-        self._job, self._config, self._prompts = job, job.config, started.prompts
-        self._policy, self._engines, self._loggers = started.policy, engines, loggers
-        self._requests = RequestMaker(job.config, started.tokenizer)
-        self._scorer = Scorer(load_reward(job.config.task.reward), started.tokenizer)
-        self._recipe = GrpoRecipe(job.config, started.tokenizer, positions=started.positions)
+    Example: `Loop(job, policy, prompts, tokenizer, engines, loggers).run(0)`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        policy: MegatronPolicy,
+        prompts: PromptSet,
+        tokenizer: TextTokenizer,
+        engines: Engines,
+        loggers: Loggers,
+    ) -> None:
+        self._job, self._config, self._prompts, self._tokenizer = (
+            job,
+            job.config,
+            prompts,
+            tokenizer,
+        )
+        self._policy, self._engines, self._loggers = policy, engines, loggers
+        self._scorer = Scorer(load_reward(job.config.task.reward), tokenizer)
+        self._recipe = GrpoRecipe(job.config, tokenizer, positions=policy.positions)
 
     def run(self, first_rollout: int) -> None:
         """Run all rollouts from an index on: sample, score, train, publish. Collective.
@@ -149,7 +165,9 @@ class Loop:
         requests = [
             request
             for prompt in prompts
-            for request in self._requests.make(prompt, stream=stream, samples=samples)
+            for request in make_requests(
+                self._config, self._tokenizer, prompt, stream=stream, samples=samples
+            )
         ]
         found = iter(self._engines.generate(requests))
         return [(prompt, tuple(itertools.islice(found, samples))) for prompt in prompts]

@@ -170,12 +170,25 @@ def importance_correction(
     weights_BT = torch.ones_like(ratio_BT) if mode == "none" else ratio_BT
     truncated_BT = kept_BT & (weights_BT > high) & (mode == "truncate")
     weights_BT = torch.where(truncated_BT, high, weights_BT)
+    own_ratio_BT = torch.where(measured_BT, own_BT.exp(), 0.0)
+    k3_BT = torch.where(measured_BT, own_ratio_BT - own_BT - 1.0, 0.0)
+    values = {
+        "tokens": response_BT.sum(),
+        "ratio": own_ratio_BT.sum(),
+        "kl": k3_BT.sum(),
+        "rejected": (response_BT & ~kept_BT).sum(),
+        "truncated": truncated_BT.sum(),
+        "not_finite": (response_BT & ~measured_BT).sum(),
+        "largest_ratio": own_ratio_BT.amax() if own_ratio_BT.numel() else own_ratio_BT.sum(),
+    }
+    # One copy from the device, not seven.
+    numbers = torch.stack([value.double() for value in values.values()]).tolist()
     return Correction(
         weights_BT=torch.where(kept_BT, weights_BT, 0.0).to(
             torch.promote_types(proximal_BT.dtype, torch.float32)
         ),
         loss_mask_BT=torch.where(kept_BT, loss_mask_BT, torch.zeros_like(loss_mask_BT)),
-        metrics=_measured(response_BT, measured_BT, kept_BT, truncated_BT, own_BT),
+        metrics=dict(zip(values, numbers, strict=True)),
     )
 
 
@@ -206,37 +219,6 @@ def corrected(
     return new, found.metrics
 
 
-def _measured(
-    response_BT: torch.Tensor,
-    measured_BT: torch.Tensor,
-    kept_BT: torch.Tensor,
-    truncated_BT: torch.Tensor,
-    log_ratio_BT: torch.Tensor,
-) -> Mapping[str, float]:
-    log_ratio_BT = torch.where(measured_BT, log_ratio_BT, 0.0)
-    ratio_BT = torch.where(measured_BT, log_ratio_BT.exp(), 0.0)
-    k3_BT = torch.where(measured_BT, ratio_BT - log_ratio_BT - 1.0, 0.0)
-    largest = ratio_BT.amax() if ratio_BT.numel() else ratio_BT.sum()
-    values = {
-        "tokens": response_BT.sum(),
-        "ratio": ratio_BT.sum(),
-        "kl": k3_BT.sum(),
-        "rejected": (response_BT & ~kept_BT).sum(),
-        "truncated": truncated_BT.sum(),
-        "not_finite": (response_BT & ~measured_BT).sum(),
-        "largest_ratio": largest,
-    }
-    # One copy from the device, not seven.
-    numbers = torch.stack([value.double() for value in values.values()]).tolist()
-    return dict(zip(values, numbers, strict=True))
-
-
-def causal_mask(positions: int) -> torch.Tensor:
-    """Return a bool mask [1, 1, T, T] on the device, True for pairs that attention must skip."""
-    everywhere = torch.ones(1, 1, positions, positions, dtype=torch.bool, device="cuda")
-    return everywhere.triu(diagonal=1)
-
-
 def decoder_logits(module: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Compute logits [B, T, V] of right-padded sequences, with causal attention.
 
@@ -248,7 +230,9 @@ def decoder_logits(module: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
     position_ids_BT = torch.arange(positions, device="cuda").expand_as(tokens_BT)
     mine_BT = megatron_idempotent.step.own_positions(tokens_BT)
     places_BT = megatron_idempotent.step.own_positions(position_ids_BT)
-    logits_BTV: torch.Tensor = module(mine_BT, places_BT, causal_mask(positions))
+    # True for pairs that attention must skip.
+    skipped = torch.ones(1, 1, positions, positions, dtype=torch.bool, device="cuda").triu(1)
+    logits_BTV: torch.Tensor = module(mine_BT, places_BT, skipped)
     return logits_BTV
 
 

@@ -57,8 +57,7 @@ class MegatronPolicy:
         """
         from megatron.core import parallel_state
 
-        self.config = config
-        self._checkpoint = checkpoint
+        self.config, self.checkpoint, self.positions = config, checkpoint, positions
         self.architecture = Architecture.read(checkpoint)
         self.stock: MegatronModel = build_megatron_model(
             megatron_arguments(config, self.architecture, positions=positions),
@@ -127,7 +126,7 @@ class MegatronPolicy:
         replaces an older one in `directory` once it is complete.
         """
         with self.weights():
-            save_hf(self.source(), directory, like=self._checkpoint, replace=True)
+            save_hf(self.source(), directory, like=self.checkpoint, replace=True)
         if get_rank() == 0:
             write_sums(directory)
 
@@ -343,22 +342,6 @@ def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> dict[
     }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Started:
-    """Holds what a rank needs to begin. Example: `start_policy(job).policy`."""
-
-    policy: MegatronPolicy
-    """The model and its optimizer."""
-    prompts: PromptSet
-    """All prompts of the task."""
-    tokenizer: TextTokenizer
-    """The tokenizer of the checkpoint, or of the task's words."""
-    positions: int
-    """Length T of the training sequences."""
-    checkpoint: Path
-    """Folder of the Hugging Face checkpoint that the weights are from."""
-
-
 def training_positions(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> int:
     """Return the length T of training sequences: the least that holds all and ranks can cut."""
     least = sequence_positions(
@@ -383,10 +366,11 @@ def check_budget(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -
         )
 
 
-def start_policy(job: Job) -> Started:
+def start_policy(job: Job) -> tuple[MegatronPolicy, PromptSet, TextTokenizer]:
     """Apply the patches, read the data, and build the model and its optimizer. Collective.
 
-    Without `model.path`, rank 0 writes a random checkpoint first.
+    Without `model.path`, rank 0 writes a random checkpoint first. The tokenizer is that of the
+    checkpoint, or of the task's words.
     """
     megatron_idempotent.apply()
     config = job.config
@@ -403,10 +387,4 @@ def start_policy(job: Job) -> Started:
             seed=config.run.seed,
             positions=positions + 1,
         )
-    return Started(
-        policy=MegatronPolicy(config, checkpoint, positions=positions),
-        prompts=prompts,
-        tokenizer=tokenizer,
-        positions=positions,
-        checkpoint=checkpoint,
-    )
+    return MegatronPolicy(config, checkpoint, positions=positions), prompts, tokenizer

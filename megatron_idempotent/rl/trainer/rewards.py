@@ -42,36 +42,27 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool) -> tuple[
     return tuple(value / (std + _SMALLEST_STD) for value in centred)
 
 
-class RequestMaker:
-    """Makes requests, each with a seed of its own.
+def make_requests(
+    config: Config, tokenizer: TextTokenizer, prompt: Prompt, *, stream: int, samples: int
+) -> list[Request]:
+    """Make a request for each of `samples` samples of a prompt, each with a seed of its own.
 
     A request's seed is a hash of the run's seed, the stream, the prompt's row and the sample's
-    index. Example: `RequestMaker(config, tokenizer).make(prompt, stream=0, samples=16)`.
+    index. Another `stream`, such as another rollout's index, gives other seeds.
     """
-
-    def __init__(self, config: Config, tokenizer: TextTokenizer) -> None:
-        self._config, self._tokenizer = config, tokenizer
-
-    def make(self, prompt: Prompt, *, stream: int, samples: int) -> list[Request]:
-        """Make a request for each of `samples` samples of a prompt.
-
-        Another `stream`, such as another rollout's index, gives other seeds.
-        """
-        tokens, rollout = self._tokenizer.encode_prompt(prompt.text), self._config.rollout
-        requests = []
-        for name in (f"{stream}/{prompt.row}/{sample}" for sample in range(samples)):
-            seeded = f"{self._config.run.seed}/{name}".encode()
-            digest = hashlib.blake2b(seeded, digest_size=8).digest()
-            request = Request(
-                id=name,
-                prompt=tokens,
-                max_tokens=rollout.max_response_tokens,
-                stop_tokens=self._tokenizer.end_ids,
-                temperature=rollout.temperature,
-                seed=int.from_bytes(digest, "big") >> 1,  # engines take what fits into int64
-            )
-            requests.append(request)
-        return requests
+    tokens, requests = tokenizer.encode_prompt(prompt.text), []
+    for name in (f"{stream}/{prompt.row}/{sample}" for sample in range(samples)):
+        digest = hashlib.blake2b(f"{config.run.seed}/{name}".encode(), digest_size=8).digest()
+        request = Request(
+            id=name,
+            prompt=tokens,
+            max_tokens=config.rollout.max_response_tokens,
+            stop_tokens=tokenizer.end_ids,
+            temperature=config.rollout.temperature,
+            seed=int.from_bytes(digest, "big") >> 1,  # engines take what fits into int64
+        )
+        requests.append(request)
+    return requests
 
 
 #: The first stream of evaluations; rollouts and groups use lower ones.
@@ -157,12 +148,12 @@ class Evaluation:
         self,
         config: Config,
         fleet: Fleet,
-        requests: RequestMaker,
+        tokenizer: TextTokenizer,
         scorer: Scorer,
         held_out: Sequence[Prompt],
     ) -> None:
         """Take what samples and scores, and the held-out prompts, of which it takes the first."""
-        self._config, self._fleet, self._requests, self._scorer = config, fleet, requests, scorer
+        self._config, self._fleet, self._tokenizer, self._scorer = config, fleet, tokenizer, scorer
         self._prompts = held_out[: config.evaluation.prompts]
 
     async def __call__(self, version: int) -> Mapping[str, float]:
@@ -179,7 +170,7 @@ class Evaluation:
 
     async def _one(self, prompt: Prompt, version: int) -> RolloutGroup:
         stream = EVALUATION_STREAM + version
-        (request,) = self._requests.make(prompt, stream=stream, samples=1)
+        (request,) = make_requests(self._config, self._tokenizer, prompt, stream=stream, samples=1)
         sample = await self._fleet.sample(request)
         rewards = await self._scorer(prompt.row, prompt, [sample])
         return RolloutGroup(id=prompt.row, prompt=prompt, samples=(sample,), rewards=tuple(rewards))
@@ -242,9 +233,15 @@ class GrpoRecipe:
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
         """Return means over the samples or groups of one optimizer step."""
         sums = group_sums(groups)
-        samples = sums["samples"]
+        samples, means = sums["samples"], {}
+        # Of corrections over response tokens; none if no log-probs were recomputed.
+        parts = [part for each in groups if (part := self._corrections.pop(each.id, {}))]
+        if tokens := sum(part["tokens"] for part in parts):
+            for name in ("ratio", "kl", "rejected", "truncated", "not_finite"):
+                means[f"correction/{name}"] = sum(part[name] for part in parts) / tokens
+            means["correction/largest_ratio"] = max(part["largest_ratio"] for part in parts)
         return {
-            **_correction_metrics([self._corrections.pop(each.id, {}) for each in groups]),
+            **means,
             **group_means(sums),
             "response_length": sum(group.tokens for group in groups) / samples,
             "failed_samples": float(sum(group.failed for group in groups)),
@@ -253,17 +250,6 @@ class GrpoRecipe:
             )
             / samples,
         }
-
-
-def _correction_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return means of corrections over response tokens; nothing if no log-probs were recomputed."""
-    parts = [part for part in parts if part]
-    tokens = sum(part["tokens"] for part in parts)
-    if not tokens:
-        return {}
-    names = ("ratio", "kl", "rejected", "truncated", "not_finite")
-    means = {f"correction/{name}": sum(part[name] for part in parts) / tokens for name in names}
-    return means | {"correction/largest_ratio": max(part["largest_ratio"] for part in parts)}
 
 
 class PromptStream:

@@ -30,7 +30,7 @@ def compare_sampling_with_training(job, make=None):
     from megatron_idempotent.rl.trainer.checkpoint import weights_digest
     from megatron_idempotent.rl.trainer.engines import make_engines
     from megatron_idempotent.rl.trainer.loss import decoder_logits
-    from megatron_idempotent.rl.trainer.rewards import RequestMaker
+    from megatron_idempotent.rl.trainer.rewards import make_requests
 
     prompts = [
         Prompt(row=row, text=text, answer=text, split="train") for row, text in enumerate(TEXTS)
@@ -38,10 +38,11 @@ def compare_sampling_with_training(job, make=None):
     config, positions, temperature = job.config, 9, job.config.rollout.temperature
     policy, tokenizer, checkpoint = start(job, prompts, positions)
     engines = (make or make_engines)(config, policy, checkpoint, job.out)
-    maker = RequestMaker(config, tokenizer)
 
     def drawn(prompts, stream):
-        requests = [maker.make(each, stream=stream, samples=4) for each in prompts]
+        requests = [
+            make_requests(config, tokenizer, each, stream=stream, samples=4) for each in prompts
+        ]
         found = iter(engines.generate([request for each in requests for request in each]))
         return [[next(found) for _ in each] for each in requests]
 

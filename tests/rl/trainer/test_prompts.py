@@ -7,11 +7,9 @@ import pytest
 
 from megatron_idempotent.rl.trainer import DataError
 from megatron_idempotent.rl.trainer.task.prompts import (
-    OPERATIONS,
     SHIPPED_FILE,
     read_prompts,
     rollout_prompts,
-    shipped_rows,
 )
 
 ROW = {"prompt": "copy a b", "answer": "a b", "split": "train"}
@@ -24,14 +22,13 @@ def write(path, rows):
     return path
 
 
-def test_the_shipped_file_is_what_the_script_makes_and_its_splits_hold_every_operation(tmp_path):
-    assert SHIPPED_FILE.read_text() == write(tmp_path / "again", shipped_rows()).read_text()
+def test_the_splits_of_the_shipped_file_hold_every_operation():
     prompts = read_prompts(SHIPPED_FILE)
     assert not {p.text for p in prompts.train} & {p.text for p in prompts.held_out}
     assert len(prompts.train) > 2000
     for split in (prompts.train, prompts.held_out):
         operations = Counter(prompt.text.split()[0] for prompt in split)
-        assert set(operations) == set(OPERATIONS)
+        assert set(operations) == {"copy", "reverse", "successor"}
         assert min(operations.values()) * 4 > len(split)
 
 

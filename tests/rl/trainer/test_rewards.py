@@ -22,9 +22,9 @@ from megatron_idempotent.rl.trainer.rewards import (
     Evaluation,
     GrpoRecipe,
     PromptStream,
-    RequestMaker,
     Scorer,
     group_advantages,
+    make_requests,
 )
 from megatron_idempotent.rl.trainer.task.prompts import Prompt, PromptSet, rollout_prompts
 from megatron_idempotent.rl.trainer.task.reward import FieldsOf, position_reward
@@ -75,8 +75,8 @@ def test_advantages_are_rewards_standardised_within_the_group():
 
 def test_every_request_has_a_seed_of_its_own_by_the_runs_seed():
     def seeds(seed, stream):
-        maker = RequestMaker(load_config(None, [f"run.seed={seed}"]), TOKENIZER)
-        made = [each for p in PROMPTS for each in maker.make(p, stream=stream, samples=4)]
+        config, options = load_config(None, [f"run.seed={seed}"]), {"stream": stream, "samples": 4}
+        made = [each for p in PROMPTS for each in make_requests(config, TOKENIZER, p, **options)]
         assert [each.id for each in made[:2]] == [f"{stream}/0/0", f"{stream}/0/1"]
         return [each.seed for each in made]
 

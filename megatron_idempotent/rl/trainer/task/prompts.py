@@ -1,17 +1,17 @@
-"""Reads prompts from a JSONL file, chooses those of a rollout, and makes those that ship.
+"""Reads prompts from a JSONL file, and chooses those of a rollout.
 
-`python -m megatron_idempotent.rl.trainer.task.prompts` writes the shipped file again.
+A prompt that ships asks for one of three operations on three letters: copy them, reverse them, or
+replace each by its successor among the ten. There are 3 x 10^3 of them, in the order of a hash, so
+that the first ones are a fair sample of all; another hash holds out one in eight.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -208,43 +208,3 @@ def _split(prompts: Sequence[Prompt], split: Split, path: Path) -> tuple[Prompt,
     if not rows:
         raise DataError(f"{path}: {len(prompts)} rows, none with split {split!r}; add some")
     return rows
-
-
-LETTERS = "abcdefghij"
-
-
-def _successor(letters: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in letters)
-
-
-OPERATIONS: dict[str, Callable[[tuple[str, ...]], tuple[str, ...]]] = {
-    "copy": lambda letters: letters,
-    "reverse": lambda letters: letters[::-1],
-    "successor": _successor,
-}
-
-
-def shipped_rows() -> Iterator[dict[str, str]]:
-    """Yield the rows that ship, in the order of a hash: the first ones are a fair sample of all.
-
-    A prompt asks for one of three operations on three letters: copy them, reverse them, or replace
-    each by its successor among the ten. There are 3 x 10^3 prompts. A hash of the prompt decides
-    its split, so that the split does not depend on the order of prompts, and no prompt is in both.
-    """
-
-    def digest(item: tuple[str, tuple[str, ...]]) -> bytes:
-        return hashlib.sha256(" ".join((item[0], *item[1])).encode()).digest()
-
-    strings = itertools.product(LETTERS, repeat=3)
-    for operation, letters in sorted(itertools.product(OPERATIONS, strings), key=digest):
-        held_out = digest((operation, letters))[-1] % 8 == 0
-        yield {
-            "prompt": " ".join((operation, *letters)),
-            "answer": " ".join(OPERATIONS[operation](letters)),
-            "split": "held_out" if held_out else "train",
-        }
-
-
-if __name__ == "__main__":
-    text = "".join(json.dumps(row) + "\n" for row in shipped_rows())
-    SHIPPED_FILE.write_text(text, encoding="utf-8")

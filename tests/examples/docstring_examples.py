@@ -1,7 +1,8 @@
-"""The examples of one line in docstrings, held against the code: syntax, calls, attributes, values.
+"""The examples in docstrings, held against the code: syntax, calls, attributes, values of one line.
 
 What an example names is looked up in its module, and else among the methods and attributes of the
-class that it documents, then of the classes that its module knows.
+class that it documents, then of the classes that its module knows. Those of several lines may name
+what is the reader's own, too.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import importlib.util
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import megatron_idempotent
 from megatron_idempotent import fp8, logprobs, step, window
@@ -43,8 +46,22 @@ NOT_MADE = {
     "VllmEngine(": "it would need a server",
     "WandbLogger(": "it would need an account",
 }
+FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+_BLOCK = re.compile(r"^( *)Example:\n((?:\1 +\S.*(?:\n|\Z)|\s*\n)+)", re.MULTILINE)
+NEEDS_VLLM = "rl/engines/vllm_worker.py"
+#: Names that examples of several lines take for the reader's own.
+YOURS = {"forward_backward", "get_gpt_decoder_block_spec", "hf_weights", "loss_of", "model", "pack"}
+YOURS |= {"get_forward_backward_func", "ray", "run", "send", "train"}
 #: Names that examples take for something that is no class of this package.
-TAKEN = {"loop": asyncio.AbstractEventLoop}
+TAKEN = {
+    "loop": asyncio.AbstractEventLoop,
+    "tensor": torch.Tensor,
+    "module": torch.nn.Module,
+}
+
+
+#: The value of an example of several lines.
+BLOCK = "block"
 
 
 class Short(NamedTuple):
@@ -65,14 +82,19 @@ class Short(NamedTuple):
 
 def read(path: Path) -> Iterator[Short]:
     """The examples of one line in a file's docstrings."""
-    text = path.read_text(encoding="utf-8")
+    text, file = path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix()
     for constant, owner in _docstrings(ast.parse(text), None):
+
+        def short(found: re.Match[str], code: str | None, value: str | None = None) -> Short:
+            line = constant.lineno + constant.value[: found.start()].count("\n")  # noqa: B023
+            return Short(file, line, code, value, owner)  # noqa: B023
+
         for found in _EXAMPLE.finditer(constant.value):
-            before = constant.value[: found.start()].count("\n")
-            file, line = path.relative_to(PACKAGE).as_posix(), constant.lineno + before
-            yield Short(file, line, found["code"], found["value"], owner)
+            yield short(found, found["code"], found["value"])
             if found["more"] is not None:
-                yield Short(file, line, found["more"], None, owner)
+                yield short(found, found["more"])
+        for found in _BLOCK.finditer(constant.value):
+            yield short(found, textwrap.dedent(found[2]), BLOCK)
 
 
 def _docstrings(node: ast.AST, owner: str | None) -> Iterator[tuple[ast.Constant, str | None]]:
@@ -93,8 +115,7 @@ def tree_of(code: str) -> ast.Module:
         code += " ..."
     if code.startswith("@"):
         code += "\nclass Decorated: ..."
-    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    tree = compile(code, "example", "exec", flags)
+    tree = compile(code, "example", "exec", FLAGS)
     assert isinstance(tree, ast.Module)
     return tree
 
@@ -145,14 +166,35 @@ def check(example: Short) -> Checked:
         raise ValueError("no code in backticks follows")
     if example.code.startswith(tuple(OTHER)):
         return Checked(0, 0, 0)
+    if "\n" in example.code and example.value is BLOCK:
+        return Checked(*hold(example, compile(example.code, "example", "exec", FLAGS)), 0)
     tree = tree_of(example.code)
+    return Checked(*hold(example, tree), _make(example, tree, seen_by(example.file, tree)))
+
+
+def hold(example: Short, tree: ast.Module) -> tuple[int, int]:
+    """Hold calls against signatures and attributes against classes; how many there were of each."""
     names = seen_by(example.file, tree)
     owner = names.get(example.owner or "")
+    own: set[str] = set()
+    if example.value is BLOCK:
+        own |= YOURS
+        for node in ast.walk(tree):
+            match node:
+                case ast.Import() | ast.ImportFrom():
+                    exec(compile(ast.Module([node], []), "example", "exec"), names)
+                case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                    own.add(name)
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                    own.add(name)
+        names = {name: each for name, each in names.items() if name not in own}
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     bound = attributes = 0
     for call in called.values():
         function = resolved(call.func, names)
         if function is None and isinstance(call.func, ast.Name):
+            if call.func.id in own:
+                continue
             function = getattr(owner, "__call__", None)  # noqa: B004 - its signature is looked at
             if not inspect.isfunction(function):
                 raise NameError(f"{call.func.id} is not there")
@@ -163,16 +205,21 @@ def check(example: Short) -> Checked:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or resolved(node, names) is not None:
             continue
+        if isinstance(node.value, ast.Name) and node.value.id in YOURS:
+            continue
         owners = [kind for kind in kinds if node.attr in _attributes(kind)]
-        if owner in owners:
+        if owner in owners and not own:
             owners = [owner]
+        if own:
+            places = _written().get(node.attr, ())
+            owners += [names_of(file)[name] for file, name in places if file != NEEDS_VLLM]
         if not owners:
             owners = [names_of(file)[name] for file, name in _written()[node.attr]]
         attributes += 1
         if id(node) in called and owners:
             methods = [getattr(kind, node.attr, None) for kind in owners]
             bound += _binds_one_of(methods, called[id(node)])
-    return Checked(bound, attributes, _make(example, tree, names))
+    return bound, attributes
 
 
 def seen_by(file: str, tree: ast.Module) -> dict[str, Any]:
