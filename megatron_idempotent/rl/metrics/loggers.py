@@ -327,21 +327,21 @@ def logger_factories(
     yet. Errors: `SettingsError` for a name that is unknown, or whose package is missing.
     Example: `Loggers(logger_factories(["jsonl", "wandb"], out), threaded=True)`.
     """
-    return [_factory(name, directory, first_step) for name in names]
-
-
-def _factory(name: str, directory: Path, first_step: int) -> Callable[[], Logger]:
     known: Mapping[str, tuple[Callable[..., Logger], Path]] = {
         "jsonl": (JsonlLogger, directory / METRICS_FILE),
         "tensorboard": (TensorBoardLogger, directory / TENSORBOARD_DIRECTORY),
         "wandb": (WandbLogger, directory),
     }
-    if name in ("tensorboard", "wandb") and importlib.util.find_spec(name) is None:
-        raise SettingsError(
-            f"loggers has {name!r}, and {name} is not installed; pip install {name}, or take it out"
-        )
-    make, place = known[name] if name in known else (_imported(name), directory)
-    return functools.partial(make, place, first_step=first_step)
+    found: list[Callable[[], Logger]] = []
+    for name in names:
+        if name in ("tensorboard", "wandb") and importlib.util.find_spec(name) is None:
+            raise SettingsError(
+                f"loggers has {name!r}, and {name} is not installed; pip install {name}, or take "
+                "it out"
+            )
+        make, place = known[name] if name in known else (_imported(name), directory)
+        found.append(functools.partial(make, place, first_step=first_step))
+    return found
 
 
 def _imported(path: str) -> Callable[..., Logger]:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .loggers import write_whole
+
 
 class _Span(NamedTuple):
     track: str
@@ -95,21 +97,11 @@ class Timeline:
         events take about a second: call it from a thread while an event loop runs.
         Errors: `OSError`.
         """
-        dropped, events = self.dropped, list(self._events.copy())
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                file.write('{"displayTimeUnit": "ms",\n"otherData": ')
-                file.write(json.dumps({"dropped_events": dropped}))
-                file.write(',\n"traceEvents": [')
-                separator = "\n"
-                for event in _trace(events, self._first_tracks):
-                    file.write(separator + json.dumps(event, allow_nan=False))
-                    separator = ",\n"
-                file.write("\n]}\n")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        dropped = json.dumps({"dropped_events": self.dropped})
+        trace = _trace(list(self._events.copy()), self._first_tracks)
+        events = ",\n".join(json.dumps(each, allow_nan=False) for each in trace)
+        head = f'{{"displayTimeUnit": "ms",\n"otherData": {dropped},\n"traceEvents": ['
+        write_whole(path, f"{head}\n{events}\n]}}\n")
 
 
 _PROCESS = 1

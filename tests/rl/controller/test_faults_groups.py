@@ -7,54 +7,12 @@ import threading
 
 import pytest
 from toy import Toy, ToyLogger, ToyStore
-from toy_faults import BAD, FaultyPlane, clean_steps, fails, loses, once, stored
+from toy_faults import FaultyPlane, clean_steps, fails, loses, once, stored
 
-from megatron_idempotent.rl.controller import InOrderSampler, PoisonedPrompt
+from megatron_idempotent.rl.controller import InOrderSampler
 from megatron_idempotent.rl.controller.samplers import SamplerError
 from megatron_idempotent.rl.metrics.loggers import Loggers
 from megatron_idempotent.rl.workers import RanksLost
-
-
-def test_a_poisoned_prompt_is_dropped_and_reported_and_never_trained():
-    toy = Toy(sampler=InOrderSampler(1), generating={(1, 0): PoisonedPrompt("too long")}).run(5)
-    once(toy)
-    assert 1 not in toy.trained()
-    assert toy.kinds("generate").count(("generate", 1)) == 1
-    assert toy.status.counts["filtered"] == 1
-    assert toy.logger.rows[-1][1]["rollouts/dropped/poisoned"] == 1
-
-
-def test_a_group_that_fails_is_tried_again_and_dropped_behind_its_last_attempt():
-    faults = {(2, 0): BAD, **{(4, attempt): BAD for attempt in range(3)}}
-    toy = Toy(sampler=InOrderSampler(1), generating=faults, group_attempts=3).run(5)
-    once(toy)
-    assert toy.kinds("generate").count(("generate", 2)) == 2
-    assert toy.kinds("generate").count(("generate", 4)) == 3
-    assert 2 in toy.trained()
-    assert 4 not in toy.trained()
-    assert toy.logger.rows[-1][1]["rollouts/dropped/failed"] == 1
-
-
-def test_a_hung_rollout_is_given_up_behind_its_limit_and_started_again():
-    toy = Toy(sampler=InOrderSampler(0), generating={(3, 0): None}, group_timeout_s=20.0).run(4)
-    once(toy, steps=4)
-    assert 3 in toy.trained()
-    waits = [row["timing/train/exposed_generation_s"] for step, row in toy.logger.rows if step]
-    assert sum(wait > 20 for wait in waits) == 1
-
-
-def test_a_group_that_was_put_before_the_put_raised_is_there_once():
-    toy = Toy(plane=FaultyPlane(put=fails(3, after=True))).run(5)
-    once(toy)
-    assert toy.logger.rows[-1][1]["rollouts/retries/put"] == 3
-
-
-def test_a_clearing_that_fails_behind_an_update_is_caught_up_on_and_fails_no_step():
-    plane = FaultyPlane(clear=fails(2))
-    toy = Toy(sampler=InOrderSampler(0), plane=plane).run(5)
-    once(toy)
-    assert len(toy.kinds("abort")) == 0
-    assert len(plane) == 0
 
 
 @pytest.mark.parametrize(("lost", "groups"), [((3,), 2), (range(6, 12), 6)])

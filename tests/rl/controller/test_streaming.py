@@ -100,12 +100,6 @@ def test_staleness_stays_within_the_window():
     )
 
 
-def test_samples_carry_the_version_that_was_published_before_they_were_started():
-    toy = Toy(sampler=StrictSampler(), groups=2).run(4)
-    order = toy.kinds("generate", "publish")
-    assert [event[0] for event in order] == (["publish"] + ["generate"] * 2) * 4 + ["publish"]
-
-
 def test_the_next_step_trains_while_weights_are_published_and_updates_behind_it():
     toy = Toy(sampler=WindowedSampler(4), groups=3, seconds=0.1)
     toy.generator.publish_seconds = 5.0

@@ -110,7 +110,7 @@ def test_sections_distributions_and_faults_come_out_of_toml(tmp_path: Path) -> N
         ("length={kind='gauss'}", "allowed: a table with kind = one of constant, "),
         ("length={kind='lognormal', median=5, p99=3}", "length: p99 is 3; allowed: the median"),
         ("length={kind='lognormal', median=5}", "length.p99 is missing; give a number"),
-        ("length={kind='empirical', valus=[1]}", "did you mean length.values?"),
+        ("length={kind='empirical', value=[1]}", "did you mean length.values?"),
     ],
 )
 def test_a_scenario_that_cannot_be_is_refused(override: str, message: str) -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import io
-import itertools
 import sys
 
 import pytest
@@ -72,43 +71,13 @@ def test_the_table_sums_time_and_finds_first_last_and_best_and_curves_are_drawn(
     print_summary(summary, tmp_path)
     assert "0.800" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
-    draw_curves(ROWS, tmp_path / "curves.png", step="rollout")
+    figure = draw_curves(ROWS, tmp_path / "curves.png", step="rollout")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def rewards(values):
-    """The rows of a run whose rewards, sampled and held-out, are these."""
-    rows = [{"step": at, **row(value, **{HELD_OUT: value})} for at, value in enumerate(values)]
-    return [{"step": 0, HELD_OUT: values[0]}, *rows[1:]]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [0.02] * 40,
-        [0.99] * 40,
-        [1.0, 0.0] * 20,
-        [at / 39 for at in range(40)],
-        [1 - at / 39 for at in range(40)],
-        [0.4, 0.5],
-    ],
-    ids=["low", "high", "everywhere", "rising", "falling", "short"],
-)
-def test_the_legend_lies_on_no_line_and_no_number(values, tmp_path):
-    pytest.importorskip("matplotlib")
-    figure = draw_curves(rewards(values), tmp_path / "curves.png", step="rollout")
     axes, _ = figure.axes
     legend = axes.get_legend().get_window_extent()
+    assert legend.y0 >= axes.bbox.y1, "above the axes, it lies on no line"
+    assert figure.bbox.contains(legend.x1, legend.y1)
     assert figure.bbox.containsx(legend.x0)
-    assert figure.bbox.containsx(legend.x1)
-    assert figure.bbox.containsy(legend.y1)
-    for line in axes.lines:
-        points = axes.transData.transform(line.get_xydata())
-        steps = itertools.pairwise(points)  # a line is drawn between its points, too
-        between = [a + (b - a) * part / 50 for a, b in steps for part in range(51)]
-        assert not any(legend.padded(2).contains(x, y) for x, y in (*points, *between))
-    for number in axes.texts:
-        assert not legend.overlaps(number.get_window_extent())
 
 
 @pytest.mark.parametrize("threaded", [False, True])

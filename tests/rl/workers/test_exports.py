@@ -1,4 +1,4 @@
-"""Weights from ranks to the controller's process, and through a weight sync to an engine."""
+"""Weights from ranks to the controller's process; tests/rl/trainer has them in a weight sync."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ pytest.importorskip("torch")
 import torch
 from export_worker import FACTORY, weights
 
-from megatron_idempotent.rl.engines import EngineHealth, PauseMode
-from megatron_idempotent.rl.sync import SyncSettings, WeightSync
-from megatron_idempotent.rl.weights import Bucket, Staging, WeightUpdate, checksum
+from megatron_idempotent.rl.weights import Bucket, checksum
 from megatron_idempotent.rl.workers import (
     EmbeddedRanks,
     RankFailed,
@@ -44,38 +42,6 @@ async def exporting(pool, *, timeout_s: float = 30.0, **argument: Any):
 
 def collect(buckets: Iterator[Bucket]) -> list[Bucket]:
     return list(buckets)
-
-
-class Engine:
-    """Serves what was committed; enough of a `RolloutEngine` for a sync."""
-
-    name = "memory"
-
-    def __init__(self) -> None:
-        self.version, self.paused = 0, False
-        self.weights: dict[str, Any] = {}
-
-    async def stage(self, update: WeightUpdate, buckets: Any) -> None:
-        staging = Staging(update, expected=tuple(infos()))
-        async for bucket in buckets:
-            staging.add(bucket)
-        self.weights = dict(staging.complete())
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        self.paused = True
-
-    async def commit(self, update_id: str) -> int:
-        self.version += 1
-        return self.version
-
-    async def rollback(self, update_id: str) -> None:
-        self.weights = {}
-
-    async def resume(self) -> None:
-        self.paused = False
-
-    async def health(self) -> EngineHealth:
-        return EngineHealth(status="PAUSED" if self.paused else "SERVING", version=self.version)
 
 
 def infos() -> list[Any]:
@@ -155,29 +121,3 @@ async def test_a_trainer_that_falls_silent_in_mid_export_is_given_up(megatron_ra
     async with exporting(megatron_rank_pool, fault="silent", rank=1, timeout_s=1.0) as (_, source):
         with pytest.raises(RanksLost, match=r"export_next\(\) was not answered in 1.0 s"):
             await asyncio.to_thread(collect, source.buckets(bucket_bytes=ONE))
-
-
-async def test_a_sync_brings_the_ranks_weights_to_an_engine_and_calls_pass_meanwhile(
-    megatron_rank_pool,
-) -> None:
-    async with exporting(megatron_rank_pool) as (ranks, source):
-        engine = Engine()
-        sync = WeightSync([engine], settings=SyncSettings(bucket_bytes=ONE))
-        updating = asyncio.ensure_future(sync.update(source, 1))
-        while not updating.done():
-            assert len(await ranks.call("fetched")) == 2
-        report = updating.result()
-        assert (report.tensors_sent, engine.version, engine.paused) == (4, 1, False)
-        for name, tensor in weights(3).items():
-            assert torch.equal(engine.weights[name], tensor)
-
-
-async def test_a_sync_whose_ranks_are_lost_raises_that_and_leaves_the_engine_serving(
-    megatron_rank_pool,
-) -> None:
-    async with exporting(megatron_rank_pool, fault="killed") as (_, source):
-        engine = Engine()
-        sync = WeightSync([engine], settings=SyncSettings(bucket_bytes=ONE))
-        with pytest.raises(RanksLost, match="rank 0"):
-            await sync.update(source, 1)
-        assert (engine.version, engine.paused) == (0, False)
