@@ -50,9 +50,6 @@ What fails, and why, in Megatron 0.19.2:
 
 - *`fully_sharded_model_space` cannot be saved any more*, though it is what
   `DistributedOptimizer.sharded_state_dict` takes where its caller names no format.
-- *A save that one rank cannot write hangs with `--ckpt-format torch`*: the others wait for it.
-- *In `megatron.training` a rank that cannot open the tracker file leaves the others waiting*:
-  `read_metadata` has a collective after it has read.
 - *A rank may crash after a save that it could not write, on Python 3.12.0 and 3.12.1*: torch's
   writer leaves a view of an `io.BytesIO` in a reference cycle, and these end in the collector there
   ([CPython 111049](https://github.com/python/cpython/issues/111049)). Take a later one.
@@ -61,8 +58,9 @@ What fails, and why, in Megatron 0.19.2:
 
 Without the patches a load that fails leaves a mixture, and other ranks waiting
 ([`failed-load-half-done`](../HAZARDS.md#failed-load-half-done),
-[`spoilt-checkpoint-ends-well`](../HAZARDS.md#spoilt-checkpoint-ends-well)). Expert-parallel ranks
-go on with the random states of one of them
+[`spoilt-checkpoint-ends-well`](../HAZARDS.md#spoilt-checkpoint-ends-well)). So does a save
+([`failed-save-unknown-to-others`](../HAZARDS.md#failed-save-unknown-to-others)). Expert-parallel
+ranks go on with the random states of one of them
 ([`expert-random-states-shared`](../HAZARDS.md#expert-random-states-shared)). What fails after a
 file's length was found right (wrong bytes, a disk that breaks off) may still leave a part. The
 error says so: load a whole checkpoint before a step.

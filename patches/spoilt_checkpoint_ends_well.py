@@ -2,19 +2,22 @@
 
 Symptom:
     A file of `--ckpt-format torch` is cut. One rank prints "could not load the checkpoint" and
-    exits with status 0, so that a launcher takes the job for done; the others wait for it. Or the
-    file of the optimizer's state is missing: weights are those of the checkpoint by then, moments
-    and main parameters those of the run.
+    exits with status 0, so that a launcher takes the job for done; the others wait for it. So they
+    do where one rank cannot read the tracker file, `latest_checkpointed_iteration.txt`. Or the file
+    of the optimizer's state is missing: weights are those of the checkpoint by then, moments and
+    main parameters those of the run.
 
 Cause:
     `_load_base_checkpoint` and `load_checkpoint` end in `sys.exit()`, which has no status, wherever
-    something cannot be read. The optimizer's file is opened after weights are loaded.
+    something cannot be read, and so does `read_metadata`, which has a collective after it has read
+    the tracker file. The optimizer's file is opened after weights are loaded.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: such an exit is a `RuntimeError` with the reason, on all ranks. Before a rank
+    the patch does: such an exit is a `RuntimeError` with the reason, on all ranks. Ranks tell each
+    other whether they can read the tracker file before they compare what it says. Before a rank
     loads weights it looks whether the optimizer's file is whole. `--exit-on-missing-checkpoint`
-    ends with status 0 as before.
+    ends with status 0 as before. A rank that sees no tracker file still starts afresh.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,
@@ -29,6 +32,8 @@ from __future__ import annotations
 from typing import Any
 
 from ._case import Fault, Original, Patch, arguments, program, target
+
+_UNCHANGED = "Nothing was loaded on any rank."
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -48,6 +53,28 @@ def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(f"the checkpoint cannot be loaded: {said}") from why
 
 
+def read_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Read the tracker file, if all ranks can."""
+    from megatron.training import checkpointing
+
+    from megatron_idempotent.window import agreement
+
+    name = arguments(original, args, kwargs)["tracker_filename"]
+    error = None
+    # Each reads in a cloud, too, with `--enable-msc`.
+    opened = getattr(checkpointing, "open_file", None) or checkpointing.maybe_msc.open
+    with agreement.as_one(_UNCHANGED):
+        try:
+            with opened(name, "r") as file:
+                said = file.read().strip()
+            if said != "release" and not said.isdecimal():
+                raise ValueError(f"{name} has {said!r}: write the iteration to load into it")
+        except (OSError, ValueError) as unreadable:
+            error = unreadable
+        agreement.meet(_UNCHANGED, error)
+        return original(*args, **kwargs)
+
+
 def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Read the checkpoint, and look at the optimizer's file before anything is loaded."""
     from megatron.training import checkpointing
@@ -63,7 +90,7 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
                 _look_at_optimizer(call["args"], found[1])
         except (OSError, ValueError) as unreadable:
             error = unreadable
-        agreement.meet("Nothing was loaded on any rank.", error)
+        agreement.meet(_UNCHANGED, error)
     return found
 
 
@@ -89,12 +116,17 @@ def _look_at_optimizer(options: Any, name: str) -> None:
             raise ValueError(f"{path} is cut: the end of its archive is missing")
 
 
-def _save_and_move(running: Any, folder: str) -> list[Any]:
+def _save_and_move(running: Any) -> list[Any]:
     """Train, save, and move all weights; return what a load takes."""
+    import tempfile
+
+    import torch
     from megatron.training import checkpointing
 
     whole = [running.chunks, running.optimizer, running.scheduler]
-    running.args.save = running.args.load = folder
+    folder = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    (running.args.save,) = (running.args.load,) = folder
     running.train(1)
     checkpointing.save_checkpoint(1, *whole, 0)
     for chunk in running.chunks:
@@ -105,39 +137,42 @@ def _save_and_move(running: Any, folder: str) -> list[Any]:
 
 
 def reproduce() -> None:
-    """Cut the file of the optimizer, then that of the weights, and load."""
+    """Cut the optimizer's file, that of the weights, and one rank's tracker file; load each."""
     import os
+    import shutil
     import tempfile
     from pathlib import Path
 
+    import torch
     from megatron.training import checkpointing
 
     running = program(["--bf16", "--ckpt-format", "torch"])
-    with tempfile.TemporaryDirectory() as folder:
-        whole = _save_and_move(running, folder)
-        before = running.parameters()
-        for name in ("distrib_optim.pt", "model_optim_rng.pt"):
-            (path,) = Path(folder).glob(f"iter_*/*/{name}")
+    whole, rank = _save_and_move(running), torch.distributed.get_rank()
+    before = running.parameters()
+    for name in ("distrib_optim.pt", "model_optim_rng.pt", "latest*.txt"):
+        if name == "latest*.txt" and rank == 1:  # that of its own machine
+            running.args.load = shutil.copytree(running.args.load, tempfile.mkdtemp() + "/own")
+        torch.distributed.barrier()
+        if rank == (name == "latest*.txt"):
+            (path,) = Path(running.args.load).rglob(name)
             os.truncate(path, path.stat().st_size // 2)
-            try:
-                checkpointing.load_checkpoint(*whole)
-            except RuntimeError as error:
-                raised = str(error)
-            except SystemExit as left:
-                raise Fault(f"{name} is cut, and the program ends with {left.code}") from left
-            if not running.parameters().equal(before):
-                raise Fault(f"{name} is cut, and weights are loaded; said was {raised}")
+        torch.distributed.barrier()
+        try:
+            checkpointing.load_checkpoint(*whole)
+        except RuntimeError as error:
+            raised = str(error)
+        except SystemExit as left:
+            raise Fault(f"{name} is cut, and the program ends with {left.code}") from left
+        if not running.parameters().equal(before):
+            raise Fault(f"{name} is cut, and weights are loaded; said was {raised}")
 
 
 def neighbour() -> object:
     """Load whole weights over others that have moved."""
-    import tempfile
-
     from megatron.training import checkpointing
 
     running = program(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
-    with tempfile.TemporaryDirectory() as folder:
-        checkpointing.load_checkpoint(*_save_and_move(running, folder))
+    checkpointing.load_checkpoint(*_save_and_move(running))
     return running.parameters().numpy().tobytes()
 
 
@@ -145,6 +180,6 @@ PATCH = Patch(
     "a checkpoint that cannot be read ends the program with status 0",
     target("checkpointing.load_checkpoint", load_checkpoint, "sys.exit()"),
     target("checkpointing._load_base_checkpoint", load_base_checkpoint, "sys.exit()"),
-    ranks=1,
+    target("checkpointing.read_metadata", read_metadata, "torch.distributed.all_reduce"),
     given=("reshardable-load-wants-step",),
 )

@@ -199,12 +199,6 @@ class OnHost(DPReshardable):
 class Training(DistCheckpoint):
     """Saves and loads with `megatron.training.checkpointing`, as `pretrain` does."""
 
-    cannot = MappingProxyType(
-        {
-            **DistCheckpoint.cannot,
-            "failed-load-rank-cannot-read": "others wait in read_metadata",
-        }
-    )
     given: tuple[str, ...] = ("--ckpt-format", "torch_dist")
 
     def build(self, subject: Subject) -> None:
@@ -314,9 +308,6 @@ class Legacy(Training):
     """Does so with `--ckpt-format torch`, a file of each model-parallel rank."""
 
     reshards = ()
-    cannot = MappingProxyType(
-        {**Training.cannot, "failed-save": "the others wait for the rank that could not write"}
-    )
     given = ("--ckpt-format", "torch")
     save_async: Any = None
     saved: Any = None

@@ -1,0 +1,97 @@
+"""A save that one rank cannot write leaves the others waiting.
+
+Symptom:
+    With `--ckpt-format torch` the disk is full, or a folder cannot be made. The rank that writes
+    raises `OSError`, and the others wait for it until their collective's timeout. So they do with
+    any format where rank 0 cannot write the tracker file, `latest_checkpointed_iteration.txt`.
+
+Cause:
+    `save_checkpoint` writes on one rank of each model-parallel group, and then has a barrier, which
+    a rank that has failed never enters. Rank 0 writes the tracker file between that and another.
+
+Affects:
+    Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
+    the patch does: at these barriers, and at the end, ranks tell each other whether they have
+    failed, and all raise. The tracker file names the checkpoint of before. A save must be called on
+    all ranks, as upstream's own barrier wants it.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,
+    `save_checkpoint`, at "Wait so everyone is done (necessary)"; no thread found.
+
+Remove when:
+    `save_checkpoint` raises on all ranks where one cannot write.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._case import Fault, Original, Patch, program, target
+
+_NOT_SAVED = "Take the run for not saved: the checkpoint before is the last one."
+
+
+def save_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Save on all ranks, or raise on all of them."""
+    import torch
+
+    from megatron_idempotent.window import agreement
+
+    barrier = torch.distributed.barrier
+
+    def meet(*args: Any, **kwargs: Any) -> Any:
+        """Wait for all ranks, as upstream does, and hear of those that failed."""
+        return barrier(*args, **kwargs) if args or kwargs else agreement.meet(_NOT_SAVED)
+
+    torch.distributed.barrier = meet
+    try:
+        with agreement.as_one(_NOT_SAVED):
+            return original(*args, **kwargs)
+    finally:
+        torch.distributed.barrier = barrier
+
+
+def reproduce() -> None:
+    """Save where rank 0 finds a file in the place of a folder."""
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from megatron.training import checkpointing
+
+    from megatron_idempotent.window.agreement import WindowAborted
+
+    running = program(["--ckpt-format", "torch", "--no-save-optim"])
+    rank, folder = torch.distributed.get_rank(), [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    running.args.save = folder[0]
+    Path(folder[0], "iter_0000001").touch()
+    try:
+        checkpointing.save_checkpoint(1, running.chunks, None, None, 0)
+    except (OSError, WindowAborted):
+        for _ in range(2):  # stock, the other rank waits in two of its own
+            torch.distributed.barrier()
+    else:
+        raise Fault(f"rank 0 could not write, and rank {rank} waited for it")
+
+
+def neighbour() -> object:
+    """Save what can be written; return what a load gives."""
+    import tempfile
+
+    import torch
+    from megatron.training import checkpointing
+
+    running = program(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
+    folder = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    running.args.save = running.args.load = folder[0]
+    checkpointing.save_checkpoint(3, running.chunks, None, None, 0)
+    return checkpointing.load_checkpoint(running.chunks, None, None)[0]
+
+
+PATCH = Patch(
+    "a save that one rank cannot write leaves the others waiting",
+    target("checkpointing.save_checkpoint", save_checkpoint, "torch.distributed.barrier()"),
+)
