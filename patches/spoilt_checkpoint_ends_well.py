@@ -61,8 +61,9 @@ def read_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
 
     name = arguments(original, args, kwargs)["tracker_filename"]
     error = None
-    # Each reads in a cloud, too, with `--enable-msc`.
-    opened = getattr(checkpointing, "open_file", None) or checkpointing.maybe_msc.open
+    # Both of upstream's read in a cloud, too.
+    has = vars(checkpointing)
+    opened = has.get("open_file") or has["maybe_msc"].open
     with agreement.as_one(_UNCHANGED):
         try:
             with opened(name, "r") as file:
