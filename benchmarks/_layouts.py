@@ -88,7 +88,7 @@ def page(found: Found) -> str:
         if runs:
             table = _bits(runs) if adapter == "OrderStable" else _table(runs)
             parts += [f"## {title}", "", *table, ""]
-            told = [f"- {'; '.join(places)}: {fault}" for fault, places in _faults(runs).items()]
+            told = faults(runs, "failed")
             parts += [*told, ""] if told else []
     return "\n".join([*parts, *_others(found), ""])
 
@@ -132,14 +132,20 @@ def _bits(runs: Mapping[str, Verdicts]) -> list[str]:
     return lines
 
 
-def _faults(runs: Mapping[str, Verdicts]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def faults(runs: Mapping[str, Verdicts], *counted: str) -> list[str]:
+    """Return a line for each fault of these verdicts: the Megatrons, layouts and checks."""
+    found: dict[str, dict[str, list[str]]] = {}
     for name, layouts in runs.items():
         for layout, checks in layouts.items():
             for check, (verdict, _, fault) in checks.items():
-                if verdict == "failed":
-                    found.setdefault(fault, []).append(f"{name}, `{layout}`, `{check}`")
-    return found
+                if verdict in counted:
+                    at = found.setdefault(fault, {}).setdefault(f"{name}, `{layout}`,", [])
+                    at.append(f"`{check}`")
+    lines = []
+    for fault, where in found.items():
+        places = "; ".join(f"{at} {', '.join(checks)}" for at, checks in where.items())
+        lines.append(f"- {places}: {fault}")
+    return lines
 
 
 def _others(found: Found) -> list[str]:

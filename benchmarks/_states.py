@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_idempotent.proof.certify import STATE_CHECKS
 
-from ._layouts import Found, Verdicts, line, read, write
+from ._layouts import Found, Verdicts, faults, line, read, write
 
 FOUND = Path("docs", "state.json")
 PAGE = Path("docs", "state.md")
@@ -99,10 +99,7 @@ def page(found: Found) -> str:
             if {*cells} & {"ok", "**no**"} or "–" not in cells:
                 shown.add(name)
                 parts.append(line(f"`{name}`", *cells))
-        told = []
-        for fault, where in _faults(runs).items():
-            places = "; ".join(f"{at} {', '.join(checks)}" for at, checks in where.items())
-            told.append(f"- {places}: {fault}")
+        told = faults(runs, "failed", "declared")
         parts += ["", *told, ""] if told else [""]
     demands = [
         line(f"`{name}`", check.summary) for name, check in STATE_CHECKS.items() if name in shown
@@ -118,18 +115,6 @@ def _cell(check: str, run: Verdicts) -> str:
     if verdicts & {"failed", "declared"}:
         return "**no**"
     return "ok" if "passed" in verdicts else "–"
-
-
-def _faults(runs: Mapping[str, Verdicts]) -> dict[str, dict[str, list[str]]]:
-    """Map each fault to where it is found: a Megatron and a layout, and the checks there."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for name, layouts in runs.items():
-        for layout, checks in layouts.items():
-            for check, (verdict, _, fault) in checks.items():
-                if verdict in ("failed", "declared"):
-                    at = found.setdefault(fault, {}).setdefault(f"{name}, `{layout}`,", [])
-                    at.append(f"`{check}`")
-    return found
 
 
 def main(argv: Sequence[str], root: Path) -> int:

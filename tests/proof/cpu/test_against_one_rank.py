@@ -8,6 +8,7 @@ import math
 import sys
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,8 +33,9 @@ def gradients(dispatcher="alltoall", adapted=None, **layout):
     of `lora.Lora`, only adapters are trained.
     """
     import torch
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state as ps
 
+    from megatron_idempotent.proof.certify.parameters import parts
     from megatron_idempotent.proof.cpu import tiny
 
     torch.set_default_dtype(torch.float64)  # the norms' too
@@ -54,46 +56,28 @@ def gradients(dispatcher="alltoall", adapted=None, **layout):
         ddp_overrides={"grad_reduce_in_fp32": False},
         **layout,
     )
-    found = {}
-    for chunk in bench.chunks:
-        for name, parameter in chunk.module.named_parameters():
-            whole, rank, size = _place(name, chunk.module)
-            dimension = None
-            shape = list(parameter.shape)
-            if getattr(parameter, "tensor_model_parallel", False):
-                dimension = parameter.partition_dim
-                shape[dimension] *= size
-            generator = torch.Generator().manual_seed(zlib.crc32(whole.encode()))
-            weight = torch.randn(shape, generator=generator) * 0.1
-            with torch.no_grad():
-                parameter.copy_(_part(weight, dimension, rank, size))
-            found[whole] = (dimension, rank, size, parameter)
-    share = parallel_state.get_data_parallel_world_size()
-    losses = bench.forward_backward(MICROBATCHES // share, data_seed=0)
-    index = parallel_state.get_data_parallel_rank()
-    return (index, share, losses), {
-        name: (*where, parameter.main_grad.clone())
-        for name, (*where, parameter) in found.items()
-        if parameter.requires_grad
+    sizes = {
+        "tp": ps.get_tensor_model_parallel_world_size(),
+        "ep": ps.get_expert_model_parallel_world_size(),
+        "etp": ps.get_expert_tensor_parallel_world_size(),
     }
-
-
-def _place(name, model):
-    """(the parameter's name in a model of one rank, its tensor-parallel rank, and of how many)."""
-    from megatron.core import parallel_state as ps
-
-    parts = name.split(".")
-    rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
-    for index, part in enumerate(parts[:-1]):
-        following = int(parts[index + 1]) if parts[index + 1].isdigit() else None
-        if part == "layers":
-            parts[index + 1] = str(model.decoder.layers[following].layer_number - 1)
-        if part == "local_experts":
-            local = EXPERTS // ps.get_expert_model_parallel_world_size()
-            parts[index + 1] = str(following + local * ps.get_expert_model_parallel_rank())
-            rank = ps.get_expert_tensor_parallel_rank()
-            size = ps.get_expert_tensor_parallel_world_size()
-    return ".".join(parts), rank, size
+    names = SimpleNamespace(sizes=sizes, experts="experts" in layout, flags=())
+    found = [part for chunk in bench.chunks for part in parts(chunk, names)]
+    for part in found:
+        shape = list(part.value.shape)
+        if part.dimension is not None:
+            shape[part.dimension] *= part.size
+        generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
+        weight = torch.randn(shape, generator=generator) * 0.1
+        with torch.no_grad():
+            part.value.copy_(_part(weight, part.dimension, part.rank, part.size))
+    share = ps.get_data_parallel_world_size()
+    losses = bench.forward_backward(MICROBATCHES // share, data_seed=0)
+    return (ps.get_data_parallel_rank(), share, losses), {
+        part.name: (part.dimension, part.rank, part.size, part.value.main_grad.clone())
+        for part in found
+        if part.value.requires_grad
+    }
 
 
 def _part(tensor, dimension, rank, size):
