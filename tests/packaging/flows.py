@@ -135,8 +135,8 @@ def sampled(folder: str) -> list[str]:
         )
         fleet._versions[0] = 0
         controller = Toy(seconds=0.0).controller
-        controller._rollouts._generator = fleet
         shared = controller._shared
+        shared.generator = fleet
         shared.permitted, shared.state = True, "running"
         with traced() as found:
             run = asyncio.ensure_future(controller._rollouts.run())
