@@ -131,7 +131,6 @@ def sampled(folder: str) -> list[str]:
             source=Nothing(),  # type: ignore[arg-type]  # nothing is published
             requests=requests,
             score=score,
-            fewest_samples=1,
         )
         fleet._versions[0] = 0
         controller = Toy(seconds=0.0).controller

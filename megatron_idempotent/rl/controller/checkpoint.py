@@ -134,10 +134,7 @@ class Reporting:
             self._given = self._loggers.working
 
     def step(
-        self,
-        groups: Sequence[RolloutGroup],
-        outcome: StepOutcome,
-        extra: Mapping[str, float],
+        self, groups: Sequence[RolloutGroup], outcome: StepOutcome, extra: Mapping[str, float]
     ) -> None:
         """Log the row of the version that a step has just made, from `groups`.
 
@@ -227,29 +224,26 @@ class Checkpoints:
         It also captures the controller's state if the version gets a checkpoint.
         Errors: `RanksLost`; those of the data plane.
         """
+        shared = self._shared
         metrics: Mapping[str, float] = {}
         if self._evaluate is not None:
-            metrics = await self._evaluated(self._evaluate, version)
+            with shared.measure.phase("evaluation", version=version):
+                shared.doing = "evaluation"
+                try:
+                    metrics = await self._evaluate(version)
+                except RanksLost:
+                    raise
+                except Exception as error:  # noqa: BLE001 (numbers to look at; training needs none)
+                    _log.error("version %d is not evaluated: %r", version, error)
+                    metrics = {"evaluation/failed": 1.0}
+                finally:
+                    shared.progressed()
         if version == 0:
             self._reporting.begin(metrics)
             return {}
         if self._due(version):
             await self.capture()
         return metrics
-
-    async def _evaluated(self, evaluate: Evaluate, version: int) -> Mapping[str, float]:
-        shared = self._shared
-        with shared.measure.phase("evaluation", version=version):
-            shared.doing = "evaluation"
-            try:
-                return await evaluate(version)
-            except RanksLost:
-                raise
-            except Exception as error:  # noqa: BLE001 (numbers to look at; the training needs none)
-                _log.error("version %d is not evaluated: %r", version, error)
-                return {"evaluation/failed": 1.0}
-            finally:
-                shared.progressed()
 
     def _due(self, version: int) -> bool:
         settings = self._shared.settings

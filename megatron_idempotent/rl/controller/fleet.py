@@ -8,13 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_idempotent.rl.engines import EngineError, EnginePool, Request, RolloutEngine, Sample
-from megatron_idempotent.rl.sync import (
-    PhaseTimer,
-    SyncFailed,
-    SyncReport,
-    SyncSettings,
-    WeightSync,
-)
+from megatron_idempotent.rl.sync import PhaseTimer, SyncFailed, SyncReport, SyncSettings, WeightSync
 from megatron_idempotent.rl.sync.weight_sync import ask
 from megatron_idempotent.rl.weights import WeightSource
 
@@ -34,6 +28,11 @@ It is called while the policy has that version's weights, and returns None to ke
 engines have."""
 
 
+#: Attempts at a sample before it is left out of its group, and the fewest samples of a group: one
+#: with fewer is tried again as a whole.
+_SAMPLE_ATTEMPTS, _FEWEST_SAMPLES = 2, 2
+
+
 class Fleet:
     """Implements `Generator` with engines: draws and scores groups, and publishes weights.
 
@@ -51,8 +50,6 @@ class Fleet:
         score: Score,
         settings: SyncSettings | None = None,
         deltas: bool = False,
-        sample_attempts: int = 2,
-        fewest_samples: int = 2,
         kv_scales: KvScales | None = None,
         timer: PhaseTimer | None = None,
     ) -> None:
@@ -64,8 +61,6 @@ class Fleet:
             score: gives each sample its reward; if it raises, the group is tried again.
             settings: limits of a publish, such as its timeouts.
             deltas: True to send only the elements that changed since the last publish.
-            sample_attempts: attempts at a sample before it is left out of its group.
-            fewest_samples: a group with fewer samples is tried again as a whole.
             kv_scales: makes a version's scales, for engines whose cache is in FP8.
             timer: is told of each phase of a publish; NeMo-RL's `Timer` is one.
         """
@@ -74,8 +69,6 @@ class Fleet:
         self._requests = requests
         self._score = score
         self._deltas = deltas
-        self._sample_attempts = sample_attempts
-        self._fewest_samples = fewest_samples
         self._kv_scales = kv_scales
         self._timer = timer
         self._settings = settings or SyncSettings()
@@ -99,7 +92,7 @@ class Fleet:
                 task.cancel()
         samples = [each for each in found if isinstance(each, Sample)]
         failures = [each for each in found if not isinstance(each, Sample)]
-        if len(samples) < min(self._fewest_samples, len(requests)):
+        if len(samples) < min(_FEWEST_SAMPLES, len(requests)):
             raise failures[0]
         return RolloutGroup(
             id=group_id,
@@ -214,12 +207,12 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def _sample(self, request: Request) -> Sample | Exception:
-        """Draw a sample in up to `sample_attempts`; return it, or the last attempt's error.
+        """Draw a sample in up to `_SAMPLE_ATTEMPTS`; return it, or the last attempt's error.
 
         Errors: `EnginesLost` and `PoisonedPrompt`, which concern the whole group.
         """
         failure: Exception | None = None
-        for _ in range(self._sample_attempts):
+        for _ in range(_SAMPLE_ATTEMPTS):
             try:
                 return await self.sample(request)
             except EnginesLost:

@@ -95,12 +95,7 @@ async def undo(policy: Policy, step_id: str, *, limit_s: float) -> None:
 
 
 async def train(
-    policy: Policy,
-    batch: Any,
-    *,
-    step_id: str,
-    attempts: int = 3,
-    abort_s: float = 300.0,
+    policy: Policy, batch: Any, *, step_id: str, attempts: int = 3, abort_s: float = 300.0
 ) -> StepOutcome:
     """Take one optimizer step over one batch: `begin`, `microbatch` and `finish` in one call.
 

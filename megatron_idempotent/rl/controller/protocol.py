@@ -280,10 +280,7 @@ class Recipe(Protocol):
         """
 
     def batch(
-        self,
-        groups: Sequence[RolloutGroup],
-        inputs: Any,
-        logprobs: Mapping[LogprobsOf, Any],
+        self, groups: Sequence[RolloutGroup], inputs: Any, logprobs: Mapping[LogprobsOf, Any]
     ) -> Any:
         """Return the batch for `Policy.microbatch`, with advantages and the off-policy correction.
 

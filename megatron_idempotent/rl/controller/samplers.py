@@ -15,14 +15,7 @@ from typing import Any, Literal, get_args
 
 from megatron_idempotent.rl.metrics.loggers import SettingsError
 
-from .protocol import (
-    Admission,
-    ControllerError,
-    Generating,
-    Held,
-    Ready,
-    Sampler,
-)
+from .protocol import Admission, ControllerError, Generating, Held, Ready, Sampler
 
 
 class SamplerError(ControllerError):
@@ -30,10 +23,7 @@ class SamplerError(ControllerError):
 
 
 def chosen(
-    sampler: Sampler,
-    method: Literal["select", "evict", "abort"],
-    ready: Ready,
-    **named: int,
+    sampler: Sampler, method: Literal["select", "evict", "abort"], ready: Ready, **named: int
 ) -> tuple[Any, ...]:
     """Return the groups that a sampler selects, evicts or aborts, each there and named once.
 

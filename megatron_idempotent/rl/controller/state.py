@@ -263,10 +263,7 @@ class StoredGroups:
         self._owed.add(group_id)
 
     async def _retry(
-        self,
-        what: str,
-        call: Callable[[], Awaitable[_T]],
-        final: type[Exception] | tuple[()] = (),
+        self, what: str, call: Callable[[], Awaitable[_T]], final: type[Exception] | tuple[()] = ()
     ) -> _T:
         settings, attempt = self._shared.settings, 0
         while True:

@@ -91,10 +91,10 @@ class StatusFile:
         await asyncio.to_thread(write_whole, self._path, f"{json.dumps(content)}\n")
 
 
-def read_status(path: Path, *, old_s: float = 5.0) -> dict[str, Any]:
-    """Return the fields of `Status` from a file that is not older than its interval plus `old_s`.
+def read_status(path: Path) -> dict[str, Any]:
+    """Return the fields of `Status` from a file that is not older than its interval plus 5 s.
 
-    `old_s` are seconds. The last status of a run that has ended may be of any age.
+    The last status of a run that has ended may be of any age.
 
     Errors: `StatusError` if there is no file, it is too old, or no status file.
     """
@@ -102,7 +102,7 @@ def read_status(path: Path, *, old_s: float = 5.0) -> dict[str, Any]:
         text, written = path.read_text(encoding="utf-8"), path.stat().st_mtime
         content = json.loads(text)
         status: dict[str, Any] = content["status"]
-        allowed_s = old_s + float(content["every_s"])
+        allowed_s = 5.0 + float(content["every_s"])
         state, where = status["state"], f"{content['host']}, process {content['pid']}"
     except FileNotFoundError as error:
         raise StatusError(

@@ -46,11 +46,7 @@ class TrainPump:
     """
 
     def __init__(
-        self,
-        shared: RunState,
-        stored: StoredGroups,
-        reporting: Reporting,
-        checkpoints: Checkpoints,
+        self, shared: RunState, stored: StoredGroups, reporting: Reporting, checkpoints: Checkpoints
     ) -> None:
         self._shared, self._stored = shared, stored
         self._reporting, self._checkpoints = reporting, checkpoints

@@ -250,13 +250,12 @@ class Architecture:
         """Read a configuration such as `transformers`' `config.to_dict()`. Errors: as `read`."""
         return cls(**architecture_fields(config, "the configuration"))
 
-    def padded_vocab_size(self, tensor_parallel: int, *, divisible_by: int = 1) -> int:
-        """Return the vocabulary padded to a multiple of `divisible_by` × `tensor_parallel`.
+    def padded_vocab_size(self, tensor_parallel: int) -> int:
+        """Return the vocabulary padded to a multiple of the tensor-parallel ranks.
 
         Megatron's embedding has that many rows over all ranks.
         """
-        step = divisible_by * tensor_parallel
-        return -(-self.vocab_size // step) * step
+        return -(-self.vocab_size // tensor_parallel) * tensor_parallel
 
     def transformer_config(self, **overrides: Any) -> Any:
         """Return a `TransformerConfig` of this model, with Megatron's defaults for all else.

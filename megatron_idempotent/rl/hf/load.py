@@ -262,7 +262,6 @@ def build_gpt(
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
-    vocab_divisible_by: int = 1,
     max_positions: int | None = None,
     change_spec: Callable[[Any], Any] | None = None,
     **model: Any,
@@ -276,7 +275,6 @@ def build_gpt(
         post_process: True if the stage has the last norm and the output layer.
         vp_stage: the virtual stage in an interleaved schedule. Before 0.13 the caller sets it as a
             global of Megatron's.
-        vocab_divisible_by: the vocabulary is padded to a multiple of this x tensor parallel ranks.
         max_positions: the length of the longest sequence; None for the checkpoint's.
         change_spec: returns the spec of a layer to use, given that of Transformer Engine if it is
             installed, else Megatron's own.
@@ -292,9 +290,7 @@ def build_gpt(
         vp_stage=vp_stage,
         change_spec=change_spec,
         fused=importlib.util.find_spec("transformer_engine") is not None,
-        vocab_size=arch.padded_vocab_size(
-            config.tensor_model_parallel_size, divisible_by=vocab_divisible_by
-        ),
+        vocab_size=arch.padded_vocab_size(config.tensor_model_parallel_size),
         max_sequence_length=max_positions or arch.max_positions,
         pre_process=pre_process,
         post_process=post_process,

@@ -27,12 +27,7 @@ from megatron_idempotent.rl.weights.safetensors_io import (
 from megatron_idempotent.window.agreement import DEADLINE_S
 
 from .buckets import split
-from .config import (
-    Architecture,
-    CheckpointMismatch,
-    UnsupportedArchitecture,
-    agree_on,
-)
+from .config import Architecture, CheckpointMismatch, UnsupportedArchitecture, agree_on
 from .names import hf_shapes
 
 

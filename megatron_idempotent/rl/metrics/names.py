@@ -58,11 +58,7 @@ def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
         / len(lags)
         for lag in range(_LAST_LAG + 1)
     }
-    return {
-        STALENESS_MEAN: sum(lags) / len(lags),
-        STALENESS_MAX: float(max(lags)),
-        **named,
-    }
+    return {STALENESS_MEAN: sum(lags) / len(lags), STALENESS_MAX: float(max(lags)), **named}
 
 
 def idle_metrics(

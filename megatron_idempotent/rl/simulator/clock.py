@@ -198,25 +198,16 @@ def run(main: Coroutine[Any, Any, Result], *, limit_s: float = math.inf) -> Resu
     finally:
         try:
             loop._limit_s = math.inf
-            _cancel_all(loop)
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            if left:
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            for task in left:
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    told = {"message": "unhandled exception while the loop was ended"}
+                    loop.call_exception_handler({**told, "exception": error, "task": task})
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
             asyncio.set_event_loop(None)
             loop.close()
-
-
-def _cancel_all(loop: VirtualLoop) -> None:
-    left = asyncio.all_tasks(loop)
-    for task in left:
-        task.cancel()
-    if left:
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-    for task in left:
-        if not task.cancelled() and task.exception() is not None:
-            loop.call_exception_handler(
-                {
-                    "message": "unhandled exception while the loop was ended",
-                    "exception": task.exception(),
-                    "task": task,
-                }
-            )

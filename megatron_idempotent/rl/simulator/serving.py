@@ -243,20 +243,6 @@ Length = Callable[[Request], float]
 """Returns the tokens of the whole response to a request, including the part that it continues."""
 
 
-def sample_of(request: Request, versions: tuple[int, ...], reason: FinishReason) -> Sample:
-    """Make a simulated sample with an entry for each of `versions`.
-
-    Samples of the same length share their tokens and log-probs.
-    """
-    return Sample(
-        request_id=request.id,
-        tokens=_tokens(len(versions)),
-        logprobs=_logprobs(len(versions)),
-        versions=versions,
-        finish_reason=reason,
-    )
-
-
 def some_length(request: Request) -> float:
     """Return a length around 500 tokens with a long tail, drawn by the request's seed or its id."""
     seed = request.seed if request.seed is not None else zlib.crc32(request.id.encode())
@@ -436,7 +422,15 @@ class SimulatedServing:
         versions = self.stamps.versions(
             begun=job.begun, prompt=self._prompt, entries=entries, per_entry=self._per_entry
         )
-        job.answer.set_result(sample_of(request, versions, reason))
+        sample = Sample(
+            request_id=request.id,
+            # Samples of the same length share them.
+            tokens=_tokens(entries),
+            logprobs=_logprobs(entries),
+            versions=versions,
+            finish_reason=reason,
+        )
+        job.answer.set_result(sample)
 
     def _look_whether_quiet(self) -> None:
         if self._held is not None and not self.sharing.taken:

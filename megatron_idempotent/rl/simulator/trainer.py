@@ -146,10 +146,7 @@ class SimulatedPolicy:
             lags=tuple(self.version - group.oldest_version for group in groups),
             entries=sum(group.tokens for group in groups),
         )
-        outcome = StepOutcome(
-            updated=bool(groups),
-            tokens=update.entries * self._tokens_per_entry,
-        )
+        outcome = StepOutcome(updated=bool(groups), tokens=update.entries * self._tokens_per_entry)
         self.updates.append(update)
         self._trained.update(update.group_ids)
         self._finished = {step_id: outcome}
@@ -257,10 +254,7 @@ class SimulatedRecipe:
         return groups
 
     def batch(
-        self,
-        groups: Sequence[RolloutGroup],
-        inputs: Any,
-        logprobs: Mapping[LogprobsOf, Any],
+        self, groups: Sequence[RolloutGroup], inputs: Any, logprobs: Mapping[LogprobsOf, Any]
     ) -> Sequence[RolloutGroup]:
         """Return the groups themselves."""
         del inputs, logprobs

@@ -201,9 +201,7 @@ async def _controller(
     fleet = Fleet(
         engines,
         source=RemoteWeights(
-            ranks,
-            asyncio.get_running_loop(),
-            timeout_s=config.controller.call_timeout_s,
+            ranks, asyncio.get_running_loop(), timeout_s=config.controller.call_timeout_s
         ),
         requests=lambda group_id, prompt: make_requests(
             config, tokenizer, prompt, stream=group_id, samples=config.rollout.group_size

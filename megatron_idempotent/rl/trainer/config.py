@@ -401,24 +401,7 @@ class Config:
                 f"rollout.router_replay is {self.rollout.router_replay!r} and model.num_experts is "
                 "0; allowed: off for a model without experts"
             )
-        self._check_layout()
-        if self.rollout.prompts % self.replicas:
-            replicas = (
-                "run.ranks" if self.replicas == self.run.ranks else "run.ranks / (tp x cp x pp)"
-            )
-            raise ValueError(
-                f"rollout.prompts is {self.rollout.prompts}; allowed: a multiple of {replicas}, "
-                f"which is {self.replicas}, because every replica takes whole groups"
-            )
-        pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
-        if self.samples_per_replica % pieces:
-            raise ValueError(
-                f"optimizer.steps_per_rollout x microbatches_per_step is {pieces}; allowed: a "
-                f"divisor of the {self.samples_per_replica} samples each rank holds per rollout"
-            )
-
-    def _check_layout(self) -> None:
-        """Check that ranks, model and microbatches can be divided, but no checkpoint's model."""
+        # Ranks, model and microbatches can be divided; no checkpoint's model is known yet.
         parallel, model, ranks = self.parallel, self.model, self.run.ranks
         if ranks % parallel.members:
             raise ValueError(
@@ -442,6 +425,20 @@ class Config:
             raise ValueError(
                 f"optimizer.microbatches_per_step / chunks_per_step is {together} and parallel.pp "
                 f"is {parallel.pp}; allowed: a multiple of it, which an interleaved schedule takes"
+            )
+        if self.rollout.prompts % self.replicas:
+            replicas = (
+                "run.ranks" if self.replicas == self.run.ranks else "run.ranks / (tp x cp x pp)"
+            )
+            raise ValueError(
+                f"rollout.prompts is {self.rollout.prompts}; allowed: a multiple of {replicas}, "
+                f"which is {self.replicas}, because every replica takes whole groups"
+            )
+        pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
+        if self.samples_per_replica % pieces:
+            raise ValueError(
+                f"optimizer.steps_per_rollout x microbatches_per_step is {pieces}; allowed: a "
+                f"divisor of the {self.samples_per_replica} samples each rank holds per rollout"
             )
 
     @property

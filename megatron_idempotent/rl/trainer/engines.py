@@ -195,32 +195,20 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
 
     `checkpoint` is the Hugging Face one that the weights are from; `out` the output directory.
     """
-    shared = config.rollout.engine != "transformers"
-    engines: Sequence[RolloutEngine] = ()
-    if not shared:
-        # The CPU runtime, where it is on, puts "cuda" on the CPU.
-        device = None if config.run.device == "cpu" else "cuda"
-        engines = [_transformers(config, checkpoint, name=f"rank-{get_rank()}", device=device)]
-    elif get_rank() == 0:
-        engines = server_engines(config, checkpoint, out)
-    return Engines(
-        engines,
-        policy.source(deltas=config.sync.deltas) if shared else _own_weights(policy),
-        config,
-        shared=shared,
-    )
-
-
-def _own_weights(policy: MegatronPolicy) -> WeightSource:
-    """Return a source of all tensors on every rank.
-
-    They come from the ranks of its replica or, if experts are spread over replicas, from all ranks.
-    """
-    group = None if policy.config.parallel.ep > 1 else policy.replica.group
-    # Where tensors are spread, each rank finds what has changed in those that it gets.
+    if config.rollout.engine != "transformers":
+        servers = server_engines(config, checkpoint, out) if get_rank() == 0 else ()
+        source = policy.source(deltas=config.sync.deltas)
+        return Engines(servers, source, config, shared=True)
+    # The CPU runtime, where it is on, puts "cuda" on the CPU.
+    device = None if config.run.device == "cpu" else "cuda"
+    engine = _transformers(config, checkpoint, name=f"rank-{get_rank()}", device=device)
+    # All tensors, on every rank: they come from the ranks of its replica or, if experts are spread
+    # over replicas, from all ranks. Where they are spread, each rank finds what has changed.
+    group = None if config.parallel.ep > 1 else policy.replica.group
     alone = get_world_size(group) == 1
-    weights = policy.source(group, deltas=alone and policy.config.sync.deltas)
-    return weights if alone else SpreadWeights(weights, group)
+    weights = policy.source(group, deltas=alone and config.sync.deltas)
+    source = weights if alone else SpreadWeights(weights, group)
+    return Engines([engine], source, config, shared=False)
 
 
 def _transformers(

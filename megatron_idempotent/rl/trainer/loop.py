@@ -125,7 +125,10 @@ class Loop:
             done = index + 1
             with watch.phase("sync_weights"):
                 self._publish(done)
-            metrics = {**rollout_metrics(groups, step), **step}
+            # Means over the samples or groups of all ranks.
+            total = summed(group_sums(groups))
+            metrics = {f"train/{name}": value for name, value in group_means(total).items()} | step
+            metrics["train/response_length"] = step[RESPONSE_TOKENS] / total["samples"]
             if due(done, config.evaluation.every, last):
                 with watch.phase("evaluation"):
                     metrics |= self._evaluate(done)
@@ -183,16 +186,6 @@ class Loop:
             )
             for prompt, samples in drawn
         ]
-
-
-def rollout_metrics(groups: Sequence[RolloutGroup], step: Mapping[str, float]) -> dict[str, float]:
-    """Return means over the samples or groups of all ranks. Collective.
-
-    `groups` are those that this rank sampled, and `step` has the measurements of training.
-    """
-    total = summed(group_sums(groups))
-    means = {f"train/{name}": value for name, value in group_means(total).items()}
-    return {**means, "train/response_length": step[RESPONSE_TOKENS] / total["samples"]}
 
 
 def summed(values: Mapping[str, float]) -> dict[str, float]:

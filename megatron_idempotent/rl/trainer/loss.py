@@ -90,12 +90,7 @@ def grpo_loss(
         kl = (gap_BT.exp() - gap_BT - 1.0).sum()
         loss = loss + kl_coefficient * kl
     held_BT = (clipped_BT * gain_BT < ratio_BT * gain_BT) & response_BT
-    return LossParts(
-        loss=loss,
-        kl=kl.detach(),
-        clipped=held_BT.sum(),
-        tokens=response_BT.sum(),
-    )
+    return LossParts(loss=loss, kl=kl.detach(), clipped=held_BT.sum(), tokens=response_BT.sum())
 
 
 Mode = Literal["none", "truncate", "mask"]

@@ -137,11 +137,14 @@ class MegatronPolicy:
         same size. Return measurements over all ranks. An error on any rank is raised on all of
         them, after the step in which it happened is undone.
         """
-        optimizer = self.config.optimizer
-        batch = dataclasses.replace(batch, reference_logprobs_BT=self._reference_logprobs(batch))
-        if self.config.loss.old_logprobs == "recomputed":
+        optimizer, loss = self.config.optimizer, self.config.loss
+        if loss.kl_coefficient:
+            old = loss.kl_reference == "old"
+            reference_BT = batch.old_logprobs_BT if old else self.logprobs(batch, "reference")
+            batch = dataclasses.replace(batch, reference_logprobs_BT=reference_BT)
+        if loss.old_logprobs == "recomputed":
             proximal_BT = self.logprobs(batch, "policy")
-            batch, _ = corrected(batch, proximal_BT, self.config.loss)
+            batch, _ = corrected(batch, proximal_BT, loss)
         stream = chunks(batch, size=self.config.chunk_size, seed=self.config.run.seed, index=index)
         results = [
             self._optimizer_step(itertools.islice(stream, self.config.chunks))
@@ -286,14 +289,6 @@ class MegatronPolicy:
             # All ranks come here: the others hear of a failure where they would wait for this one.
             self.step.abort(step_id)
             raise
-
-    def _reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        """Return log-probs [B, T] under the reference of the KL penalty; None without a penalty."""
-        if not self.config.loss.kl_coefficient:
-            return None
-        if self.config.loss.kl_reference == "old":
-            return batch.old_logprobs_BT
-        return self.logprobs(batch, "reference")
 
 
 def _starting_nothing(stack: ExitStack, modules: Sequence[torch.nn.Module]) -> None:

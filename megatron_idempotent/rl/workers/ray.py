@@ -26,6 +26,8 @@ _END_S = 10.0
 #: Seconds that a look for a placement group blocks its thread; a cancelled start waits for it.
 _SLICE_S = 0.5
 _SHORT = 400
+#: Seconds for the meeting of ranks, and for each collective of theirs.
+_COLLECTIVE_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +171,6 @@ class RayRanks(SocketRanks):
         runtime_env: Mapping[str, Any] | None = None,
         call_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
-        collective_timeout_s: float = 600.0,
     ) -> None:
         """
         Args:
@@ -185,7 +186,6 @@ class RayRanks(SocketRanks):
             call_timeout_s: seconds for calls that give no `timeout_s`; None for no limit.
             start_timeout_s: seconds for a placement group, for the actors, and for their workers,
                 each.
-            collective_timeout_s: seconds for each collective of the process group.
         """
         super().__init__(size, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         if ":" not in spec.factory:
@@ -203,7 +203,6 @@ class RayRanks(SocketRanks):
         self._backend = backend or ("nccl" if num_gpus else "gloo")
         self._environment = dict(environment or {})
         self._runtime_env = dict(runtime_env or {})
-        self._collective_timeout_s = collective_timeout_s
         self._ray: Any = None
         self._place: Any = None
         self._actors: _Actors | None = None
@@ -267,7 +266,7 @@ class RayRanks(SocketRanks):
         meeting = Meeting(
             at=placements[ranks[0][0]],
             backend=self._backend,
-            timeout_s=self._collective_timeout_s,
+            timeout_s=_COLLECTIVE_S,
             controller=controller,
             token=token,
         )

@@ -269,9 +269,7 @@ class _Session:
     """Keeps the ranks of one start together: if one is lost, all are ended."""
 
     def __init__(
-        self,
-        connections: Sequence[Connection],
-        ended: Callable[[int | None], Awaitable[str]],
+        self, connections: Sequence[Connection], ended: Callable[[int | None], Awaitable[str]]
     ) -> None:
         """Take connections by rank, and what ends all ranks and tells what is known of one's end.
 

@@ -164,7 +164,6 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path):
 
 def test_the_vocabulary_is_padded_to_a_multiple():
     assert [of().padded_vocab_size(ranks) for ranks in (1, 2, 4)] == [51, 52, 52]
-    assert of().padded_vocab_size(2, divisible_by=64) == 128
 
 
 def test_a_rotary_base_that_the_command_line_does_not_take_is_an_error():

@@ -101,10 +101,7 @@ def read_prompts(path: Path, *, words: bool = True) -> PromptSet:
 
 
 def check_answers_fit(
-    prompts: PromptSet,
-    encode_answer: Callable[[str], Sequence[int]],
-    *,
-    max_response_tokens: int,
+    prompts: PromptSet, encode_answer: Callable[[str], Sequence[int]], *, max_response_tokens: int
 ) -> None:
     """Check that every answer fits into a response, with the end token.
 

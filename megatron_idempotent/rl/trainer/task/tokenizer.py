@@ -120,7 +120,16 @@ class TextTokenizer:
         """
         if isinstance(text, str):
             return tuple(self._tokenizer.encode(text).ids)
-        rendered = self._render(text)
+        import jinja2
+
+        try:
+            rendered = self._chat.apply_chat_template(
+                [dict(each) for each in text], tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(
+                f"the chat template of {self._checkpoint} refuses {list(text)}: {error}"
+            ) from error
         return tuple(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
 
     @functools.cached_property
@@ -135,19 +144,6 @@ class TextTokenizer:
                 "a string"
             )
         return chat
-
-    def _render(self, messages: Messages) -> str:
-        import jinja2
-
-        try:
-            text: str = self._chat.apply_chat_template(
-                [dict(each) for each in messages], tokenize=False, add_generation_prompt=True
-            )
-        except jinja2.TemplateError as error:
-            raise DataError(
-                f"the chat template of {self._checkpoint} refuses {list(messages)}: {error}"
-            ) from error
-        return text
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a whole response that says `text`, with an end token."""
