@@ -36,10 +36,7 @@ _EXAMPLE = re.compile(
     r"(?:,? and(?: then)? `(?P<more>[^`]+)`)?)?"
 )
 #: What is no Python, by how it begins, and what it is.
-OTHER = {
-    "tensorboard --logdir": "a command",
-    "  3 tasks, such as": "what the function returns",
-}
+OTHER = {"tensorboard --logdir": "a command", "  3 tasks, such as": "what the function returns"}
 #: What is bound, and not evaluated, by how it begins, and why.
 NOT_MADE = {
     "TextTokenizer.load(": "it would need a checkpoint",
@@ -53,11 +50,7 @@ NEEDS_VLLM = "rl/engines/vllm_worker.py"
 YOURS = {"forward_backward", "get_gpt_decoder_block_spec", "hf_weights", "loss_of", "model", "pack"}
 YOURS |= {"get_forward_backward_func", "ray", "run", "send", "train"}
 #: Names that examples take for something that is no class of this package.
-TAKEN = {
-    "loop": asyncio.AbstractEventLoop,
-    "tensor": torch.Tensor,
-    "module": torch.nn.Module,
-}
+TAKEN = {"loop": asyncio.AbstractEventLoop, "tensor": torch.Tensor, "module": torch.nn.Module}
 
 
 #: The value of an example of several lines.

@@ -6,16 +6,7 @@ import asyncio
 
 import pytest
 from toy import Toy, ToyStore, run_virtually
-from toy_faults import (
-    BAD,
-    FaultyPlane,
-    clean_steps,
-    fails,
-    once,
-    publish_raises,
-    stored,
-    when,
-)
+from toy_faults import BAD, FaultyPlane, clean_steps, fails, once, publish_raises, stored, when
 
 from megatron_idempotent.rl.controller import InOrderSampler, StrictSampler
 from megatron_idempotent.rl.workers import RanksLost

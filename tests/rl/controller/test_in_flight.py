@@ -10,11 +10,7 @@ from custom_samplers import NewestIds
 from toy import Toy, ToyGenerator, ToyStore, conserved, run_virtually
 from toy_faults import FaultyPlane
 
-from megatron_idempotent.rl.controller import (
-    FirstReadySampler,
-    StrictSampler,
-    WindowedSampler,
-)
+from megatron_idempotent.rl.controller import FirstReadySampler, StrictSampler, WindowedSampler
 from megatron_idempotent.rl.controller.data_plane import MemoryPlane
 
 

@@ -119,11 +119,7 @@ def test_samplers_are_loaded_by_name_or_by_path():
         ("nowhere:Sampler", {}, "sampler 'nowhere:Sampler' cannot be imported: No module named"),
         ("custom_samplers:Nobody", {}, "cannot be imported: .*Nobody"),
         ("custom_samplers:not_a_class", {}, "is a int; give a class"),
-        (
-            "windowed",
-            {"max_staleness": 2, "size": 1},
-            "'size'; its options: max_staleness: ",
-        ),
+        ("windowed", {"max_staleness": 2, "size": 1}, "'size'; its options: max_staleness: "),
         ("windowed", {}, "missing a required argument: 'max_staleness'; its options: max_stal"),
         ("strict", {"max_staleness": 1}, "sampler strict: .* its options: gated: "),
         ("windowed", {"max_staleness": -1}, "max_staleness is -1; allowed: 0 or more versions"),

@@ -77,10 +77,7 @@ def test_experts_in_one_weight_are_those_that_the_old_grouped_mlp_multiplies_by(
     weights = {}
     for number, shape in (("1", (24, 4 * 40)), ("2", (4 * 20, 24))):
         slots = names.slots(
-            f"decoder.layers.0.mlp.experts.weight{number}",
-            shape[0],
-            layers=[3],
-            experts=range(4),
+            f"decoder.layers.0.mlp.experts.weight{number}", shape[0], layers=[3], experts=range(4)
         )
         assert len(slots) == 4
         weights[number] = filled(slots, torch.zeros(shape), tensors)

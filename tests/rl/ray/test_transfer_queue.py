@@ -57,10 +57,7 @@ class TestTransferQueuePlane(PlaneContract):
                 await plane.put(group(number))
             listed = await queue.async_kv_list(partition_id=plane.partition)
             tags = listed[plane.partition]["1"]
-            assert (tags["version"], tags["tokens"]) == (
-                group(1).oldest_version,
-                group(1).tokens,
-            )
+            assert (tags["version"], tags["tokens"]) == (group(1).oldest_version, group(1).tokens)
             await plane.close()
             listed = await queue.async_kv_list(partition_id=plane.partition)
             assert not listed.get(plane.partition)

@@ -113,11 +113,7 @@ def some_story(chance: random.Random) -> Story:
         min_groups_per_call=chance.randint(1, scenario.groups_per_call),
     )
     return Story(
-        scenario=scenario,
-        legs=tuple(legs),
-        evaluate=evaluate,
-        drain_s=drain_s,
-        lost_in_export=lost,
+        scenario=scenario, legs=tuple(legs), evaluate=evaluate, drain_s=drain_s, lost_in_export=lost
     )
 
 

@@ -12,12 +12,7 @@ import pytest
 
 from megatron_idempotent.rl.simulator.__main__ import SHIPPED, main
 from megatron_idempotent.rl.simulator.faults import Fault
-from megatron_idempotent.rl.simulator.latency import (
-    Constant,
-    Empirical,
-    LogNormal,
-    uniform,
-)
+from megatron_idempotent.rl.simulator.latency import Constant, Empirical, LogNormal, uniform
 from megatron_idempotent.rl.simulator.scenario import Scenario, ScenarioError, load_scenario
 from megatron_idempotent.rl.simulator.serving import EngineCosts
 

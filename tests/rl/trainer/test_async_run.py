@@ -7,10 +7,6 @@ import asyncio
 import math
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -20,14 +16,13 @@ pytest.importorskip("transformers")  # comes with the extra `trainer`
 from faulty_worker import PLAN
 from trainer_cases import ASYNC, LAST, digest, job_for, needs_megatron_training, rows
 
-from megatron_idempotent.rl.controller import StepFailed, train
+from megatron_idempotent.rl.controller import train
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
 from megatron_idempotent.rl.trainer import CheckpointError, async_ranks, output
 from megatron_idempotent.rl.trainer.async_run import run_controller
 from megatron_idempotent.rl.trainer.batch import Batch
-from megatron_idempotent.rl.trainer.config import load_config
 from megatron_idempotent.rl.trainer.main import main
-from megatron_idempotent.rl.trainer.output import Job, data_path
+from megatron_idempotent.rl.trainer.output import data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
 
 pytestmark = needs_megatron_training
@@ -171,12 +166,6 @@ def test_ranks_that_get_no_row_of_a_group_take_part(megatron_rank_pool, tmp_path
     assert last["train/grad_norm"] > 0
 
 
-def test_a_step_that_fails_every_time_ends_the_run_with_an_error(megatron_rank_pool, faulty):
-    job = faulty("run", "microbatch 2 raise", settings=("controller.step_attempts=1",))
-    with pytest.raises(StepFailed, match="microbatch fails on rank 1"):
-        run(job, megatron_rank_pool)
-
-
 def continues_as_if_it_had_not_stopped(out, whole, pool):
     done = output.rollouts_of(output.complete_checkpoints(out / "checkpoints")[-1])
     assert 2 <= done < LAST, "the run was not stopped half-way"
@@ -207,56 +196,6 @@ def test_a_controller_that_is_told_to_stop_is_continued_bit_for_bit(
         assert len(re.findall(rf"^ *[\d.]+ s  .*{phase}", said, re.MULTILINE)) == 1
     monkeypatch.undo()
     continues_as_if_it_had_not_stopped(out, whole, megatron_rank_pool)
-
-
-# The same in a process of its own, which imports torch and Megatron twice.
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("sent", "code"), [("SIGTERM", 143), ("SIGKILL", -9)])
-def test_a_command_that_is_stopped_is_continued_bit_for_bit(
-    sent, code, whole, megatron_rank_pool, tmp_path
-):
-    out = tmp_path / "run"
-    command = [sys.executable, "-m", "megatron_idempotent", "train", *OPTIONS]
-    process = subprocess.Popen(
-        [*command, "--out", str(out), "--set", "controller.drain_s=60"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while len(read_metrics(out / METRICS_FILE)) < 4:
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(getattr(signal, sent))
-        told = process.communicate(timeout=120)[1]
-    finally:
-        process.kill()
-    assert process.returncode == code, told
-    if sent == "SIGTERM":
-        assert f"continue with --resume --out {out}" in told
-    continues_as_if_it_had_not_stopped(out, whole, megatron_rank_pool)
-
-
-# What is torchrun's own is in tests/rl/workers/test_torchrun.py.
-@pytest.mark.exhaustive
-def test_ranks_of_torchrun_give_the_same_weights(whole, tmp_path):
-    out = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--max-restarts=1", "-m", "megatron_idempotent", "train", *OPTIONS]
-    done = subprocess.run(
-        [*command, "--out", str(out)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    config = load_config(out / "config.toml")
-    assert (config.controller.cluster, config.run.ranks) == ("torchrun", 2)
-    assert digest(Job(config=config, out=out)) == digest(whole)
 
 
 @pytest.mark.parametrize(

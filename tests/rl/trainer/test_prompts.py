@@ -6,11 +6,7 @@ from collections import Counter
 import pytest
 
 from megatron_idempotent.rl.trainer import DataError
-from megatron_idempotent.rl.trainer.task.prompts import (
-    SHIPPED_FILE,
-    read_prompts,
-    rollout_prompts,
-)
+from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE, read_prompts, rollout_prompts
 
 ROW = {"prompt": "copy a b", "answer": "a b", "split": "train"}
 

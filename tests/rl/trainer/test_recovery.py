@@ -18,10 +18,7 @@ from recovery_cases import PHASES, TURNS, planned
 from megatron_idempotent.rl.workers.torchrun import EXIT_FILE
 
 pytestmark = recovery_cases.MARKS
-STARTS = {
-    "embedded": recovery_command.train,
-    "torchrun": recovery_command.train_under_torchrun,
-}
+STARTS = {"embedded": recovery_command.train, "torchrun": recovery_command.train_under_torchrun}
 
 
 @pytest.fixture(scope="session")

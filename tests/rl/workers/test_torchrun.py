@@ -25,11 +25,7 @@ from contract_ranks import MakeRanks, RankContract, path_for_ranks
 from contract_worker import FACTORY
 
 from megatron_idempotent.rl.workers import RanksLost, TorchrunRanks, WorkerSpec, torchrun
-from megatron_idempotent.rl.workers.torchrun import (
-    ControllerAddress,
-    RendezvousError,
-    TorchrunRank,
-)
+from megatron_idempotent.rl.workers.torchrun import ControllerAddress, RendezvousError, TorchrunRank
 
 HERE = Path(__file__).parent
 
