@@ -55,8 +55,9 @@ def process(original: Original, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     from megatron.core.transformer import multi_token_prediction as module
 
-    shift = _shift(original, args, kwargs)
-    mask = _mask(shift, call["loss_mask"], call["labels"], _tokens(original, args, kwargs))
+    later = _later(original, args, kwargs)
+    shift = _shift(group, call["packed_seq_params"], later)
+    mask = _mask(shift, call["loss_mask"], call["labels"], later.get("input_ids"))
     if mask is None:  # nor does upstream compute a loss then
         return original(*args, **kwargs)
     factors = _factors(shift, mask, config, group)
@@ -72,28 +73,24 @@ def process(original: Original, *args: Any, **kwargs: Any) -> Any:
         module.MTPLossAutoScaler, module.MTPLossLoggingHelper = theirs
 
 
-def _tokens(original: Original, args: Any, kwargs: Any) -> Any:
-    return arguments(original, args, kwargs).get("input_ids")  # from 0.19 on
+def _later(original: Original, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments that came with 0.19 or after it."""
+    call = arguments(original, args, kwargs)
+    return {name: call[name] for name in ("input_ids", "sequence_roll_context") if name in call}
 
 
 def _called(original: Original, args: Any, kwargs: Any, **other: Any) -> Any:
     return original(**{**arguments(original, args, kwargs), **other})
 
 
-def _shift(original: Original, args: Any, kwargs: Any) -> Callable[[Any], Any]:
+def _shift(group: Any, packed: Any, later: dict[str, Any]) -> Callable[[Any], Any]:
     """Return what shifts a mask as upstream does, once more at each call, and counts it."""
     from megatron.core.transformer import multi_token_prediction as module
 
-    call = arguments(original, args, kwargs)
-    same = {
-        "shifts": -1,
-        "dims": -1,
-        "cp_group": call["cp_group"],
-        "packed_seq_params": call["packed_seq_params"],
-    }
-    if "sequence_roll_context" not in call:
+    same = {"shifts": -1, "dims": -1, "cp_group": group, "packed_seq_params": packed}
+    if "sequence_roll_context" not in later:
         return partial(module.roll_tensor, **same)
-    same |= {"roll_context": call["sequence_roll_context"], "sequence_fields": ["loss_mask"]}
+    same |= {"roll_context": later["sequence_roll_context"], "sequence_fields": ["loss_mask"]}
     depth = itertools.count()
 
     def shift(mask: Any) -> Any:
