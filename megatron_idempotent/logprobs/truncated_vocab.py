@@ -235,24 +235,6 @@ _BESIDES = 3
 _MORE = 8
 
 
-class _Rows(NamedTuple):
-    """Holds, for some tokens, what all ranks have sent and which candidates are this rank's."""
-
-    token_n: Tensor
-    local_n: Tensor
-    temperature: Tensor | float
-    logits_nW: Tensor
-    target_n: Tensor
-    mass_n: Tensor
-    """Σ exp((logit - max) / temperature) over all columns; 0 with top-k, which does not need it."""
-    beyond_n: Tensor | None
-    """A logit that no column exceeds which was not sent; None if all columns were sent."""
-    here_nC: Tensor
-    """The logits of this rank's candidates."""
-    column_nC: Tensor
-    """The columns of this rank's candidates."""
-
-
 def choose(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
     """Return this rank's columns among those that top-k and top-p leave, and statistics over all.
 
@@ -262,64 +244,72 @@ def choose(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
     """
     sampling, columns = asked.sampling, asked.columns
     assert sampling is not None
-    width = min(sampling.width(), columns.per_rank)
-    targets_N = asked.targets
     dtype = accumulated(source.dtype)
-    like_N = torch.zeros(len(targets_N), dtype=dtype, device=targets_N.device)
+    everyone_N = torch.arange(len(asked.targets), device=asked.targets.device)
+    like_N = torch.zeros(len(everyone_N), dtype=dtype, device=everyone_N.device)
     whole = Whole(*(like_N.clone() for _ in Whole._fields))
     kept: list[Kept] = []
-    everyone_N = torch.arange(len(targets_N), device=targets_N.device)
-    short: list[Tensor] = []
 
-    def settle(sent: Iterator[_Rows]) -> None:
-        for rows in sent:
-            threshold_n, enough_n = sampling.thresholds(
-                rows.logits_nW, rows.mass_n, rows.beyond_n, rows.temperature
-            )
-            also_n = rows.target_n < threshold_n
+    def settle(token_s: Tensor, parts: Iterator[tuple[slice, Tensor]], width: int) -> Tensor:
+        """Send `width` candidates of these tokens; return the tokens for which they are too few."""
+        sent_sX, column_sC = _candidates(asked, token_s, parts, width, dtype)
+        sent_RsX = all_gathered(sent_sX, columns.group)
+        unsent = [columns.real_of(rank) > width for rank in range(columns.ranks)]
+        step, short = _fit(columns, width), [token_s[:0]]
+        for start in range(0, len(token_s), step):
+            rows = slice(start, start + step)
+            token_n, local_n = token_s[rows], asked.local[token_s[rows]]
+            temperature = temperature_of(asked.temperature, token_n)
+            maximum_Rn, mass_Rn, target_Rn = sent_RsX[:, rows, :_BESIDES].double().unbind(-1)
+            z_Rn = (maximum_Rn - maximum_Rn.amax(0).clamp(min=FINITE)) / temperature
+            logits_nW = sent_RsX[:, rows, _BESIDES:].transpose(0, 1).flatten(1)
+            target_n = target_Rn.gather(0, asked.owner[token_n][None]).squeeze(0)
+            mass_n = torch.where(mass_Rn == 0, 0.0, mass_Rn * z_Rn.exp()).sum(0)
+            beyond_n = sent_RsX[unsent][:, rows, -1].amax(0) if any(unsent) else None
+            threshold_n, enough_n = sampling.thresholds(logits_nW, mass_n, beyond_n, temperature)
+            also_n = target_n < threshold_n
             if sampling.target != "keep":
                 also_n.zero_()
-            found = _statistics(rows, threshold_n, also_n)
+            found = _statistics(logits_nW, target_n, threshold_n, also_n, temperature, dtype)
             for into, found_n in zip(whole, found, strict=True):
-                into[rows.token_n] = found_n
-            here_nC = rows.here_nC
+                into[token_n] = found_n
+            here_nC = sent_sX[rows, _BESIDES : _BESIDES + column_sC.shape[1]]
             kept_nC = (here_nC >= threshold_n[:, None]) & (here_nC > -torch.inf)
             row_e, slot_e = (kept_nC & enough_n[:, None]).nonzero().unbind(1)
-            column_e = rows.column_nC[row_e, slot_e]
-            kept.append(Kept(rows.token_n[row_e], column_e, here_nC[row_e, slot_e]))
-            ours_n = is_ours(rows.local_n, columns.real)
-            row_e = (ours_n & also_n & enough_n).nonzero().squeeze(1)
-            of_target_e = rows.target_n[row_e].to(here_nC.dtype)
-            kept.append(Kept(rows.token_n[row_e], rows.local_n[row_e], of_target_e))
-            short.append(rows.token_n[~enough_n])
+            column_e = column_sC[rows][row_e, slot_e]
+            kept.append(Kept(token_n[row_e], column_e, here_nC[row_e, slot_e]))
+            row_e = (is_ours(local_n, columns.real) & also_n & enough_n).nonzero().squeeze(1)
+            kept.append(Kept(token_n[row_e], local_n[row_e], target_n[row_e].to(dtype)))
+            short.append(token_n[~enough_n])
+        return torch.cat(short)
 
-    settle(_sent(source, asked, everyone_N, source.parts(), width))
-    while len(token_s := torch.cat([everyone_N[:0], *short])):
-        short.clear()
+    width = min(sampling.width(), columns.per_rank)
+    token_s = settle(everyone_N, source.parts(), width)
+    while len(token_s):
         width = min(width * _MORE, columns.per_rank)
-        for token_b in torch.split(token_s, _fit(columns, width)):
-            logits_bV = source.of(token_b)
-            settle(_sent(source, asked, token_b, iter([(slice(None), logits_bV)]), width))
+        parts_of = torch.split(token_s, _fit(columns, width))
+        every = slice(None)
+        token_s = torch.cat(
+            [settle(each, iter([(every, source.of(each))]), width) for each in parts_of]
+        )
     return Kept.joined(kept, like_N), whole
 
 
-def _sent(
-    source: Source,
+def _candidates(
     asked: TokenBatch,
     token_s: Tensor,
     parts: Iterator[tuple[slice, Tensor]],
     width: int,
-) -> Iterator[_Rows]:
-    """Send `width` candidates of these tokens, and yield what all ranks have sent.
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return what this rank sends of some tokens, [s, 3 + width], and its candidates' columns.
 
-    The logits come in parts. The group's ranks take part in one all-gather.
+    The logits of the tokens come in parts. The mass counts without top-k only, and is 0 with it.
     """
     columns, sampling = asked.columns, asked.sampling
     assert sampling is not None
-    dtype = accumulated(source.dtype)
     here = min(width, columns.real)
-    local_s, owner_s = asked.local[token_s], asked.owner[token_s]
-    temperature = temperature_of(asked.temperature, token_s)
+    local_s, temperature = asked.local[token_s], temperature_of(asked.temperature, token_s)
     sent_sX = local_s.new_full((len(token_s), _BESIDES + width), -torch.inf, dtype=dtype)
     sent_sX[:, 1] = 0
     column_sC = local_s.new_zeros(len(token_s), here)
@@ -338,25 +328,7 @@ def _sent(
             of_target_n = torch.where(ours_n1.squeeze(1), found.target.exp(), 0.0)
             behind_n = (found.origin.double() - sent_nX[:, 0].clamp(min=FINITE)) / of_part
             sent_nX[:, 1] = (found.exponentials + of_target_n) * behind_n.exp()
-    sent_RsX = all_gathered(sent_sX, columns.group)
-    unsent = [columns.real_of(rank) > width for rank in range(columns.ranks)]
-    step = _fit(columns, width)
-    for start in range(0, len(token_s), step):
-        rows = slice(start, start + step)
-        of_rows = temperature_of(temperature, rows)
-        maximum_Rn, mass_Rn, target_Rn = sent_RsX[:, rows, :_BESIDES].double().unbind(-1)
-        z_Rn = (maximum_Rn - maximum_Rn.amax(0).clamp(min=FINITE)) / of_rows
-        yield _Rows(
-            token_n=token_s[rows],
-            local_n=local_s[rows],
-            temperature=of_rows,
-            logits_nW=sent_RsX[:, rows, _BESIDES:].transpose(0, 1).flatten(1),
-            target_n=target_Rn.gather(0, owner_s[None, rows]).squeeze(0),
-            mass_n=torch.where(mass_Rn == 0, 0.0, mass_Rn * z_Rn.exp()).sum(0),
-            beyond_n=sent_RsX[unsent][:, rows, -1].amax(0) if any(unsent) else None,
-            here_nC=sent_sX[rows, _BESIDES : _BESIDES + here],
-            column_nC=column_sC[rows],
-        )
+    return sent_sX, column_sC
 
 
 def _fit(columns: Columns, width: int) -> int:
@@ -364,17 +336,23 @@ def _fit(columns: Columns, width: int) -> int:
     return rows_of_a_block(columns.ranks * width, _CHUNK_BYTES, _AT_A_TIME, torch.float64)
 
 
-def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
+def _statistics(
+    logits_nW: Tensor,
+    target_n: Tensor,
+    threshold_n: Tensor,
+    also_n: Tensor,
+    temperature: Tensor | float,
+    dtype: torch.dtype,
+) -> Whole:
     """Compute statistics over the kept tokens, the same bits on all ranks.
 
     It computes in float64, from values that are equal on all ranks.
     """
-    logits_nW, target_n = rows.logits_nW, rows.target_n
     maximum_n = logits_nW.amax(-1).clamp(min=FINITE).double()
-    z_nW = (logits_nW - maximum_n[:, None]) / per_row(rows.temperature)
+    z_nW = (logits_nW - maximum_n[:, None]) / per_row(temperature)
     kept_nW = (logits_nW >= threshold_n[:, None]) & (logits_nW > -torch.inf)
     mass_nW = torch.where(kept_nW, z_nW.exp(), 0.0)
-    target_z_n = (target_n - maximum_n) / rows.temperature
+    target_z_n = (target_n - maximum_n) / temperature
     inside_n = target_n >= threshold_n
     # In float64 the target can be taken out again.
     target_mass_n = torch.where(inside_n, target_z_n.exp(), 0.0)
@@ -382,4 +360,4 @@ def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
     moment_n = torch.where(kept_nW, mass_nW * z_nW, 0.0).sum(-1)
     moment_n -= torch.where(target_mass_n > 0, target_mass_n * target_z_n, 0.0)
     z_n = torch.where(inside_n | also_n, target_z_n, -torch.inf)
-    return with_target(maximum_n, others_n, moment_n, z_n, rows.here_nC.dtype)
+    return with_target(maximum_n, others_n, moment_n, z_n, dtype)
