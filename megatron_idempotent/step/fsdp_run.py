@@ -412,9 +412,9 @@ def _send(zeros: Zeros) -> None:
 
 
 def check_internals(model: Any) -> None:
-    """Raise `RuntimeError` unless this torch's FSDP2 has what a step uses; it names what lacks.
+    """Raise `RuntimeError` if this torch lacks a part of FSDP2 that a step uses; it names each.
 
-    `reset` uses more where torch has no reset of its own, which no later torch will come to.
+    `reset` uses more, up to torch 2.12 alone, which has no reset of its own and will not change.
     """
     lacking: list[str] = []
 
