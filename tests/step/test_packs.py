@@ -109,18 +109,18 @@ def test_packs_have_the_gradient_of_their_sequences_as_rows(megatron_ranks, boun
     assert max(found.values()) < bound(kind), found
 
 
-def routed(config: dict[str, Any]) -> list[dict[str, float]]:
-    """Runs on a rank: losses of routers too, each with calculate_per_token_loss and without."""
+@on_ranks(1)
+def test_losses_that_are_means_over_tokens_do_not_depend_on_packing() -> None:
+    """Losses of routers too, each with calculate_per_token_loss and without."""
     found = []
     for per_token in (True, False):
-        overrides = {"moe_aux_loss_coeff": 0.0, "calculate_per_token_loss": per_token, **config}
+        overrides = {
+            "moe_aux_loss_coeff": 0.0,
+            "moe_z_loss_coeff": 1.0,
+            "calculate_per_token_loss": per_token,
+        }
         options = {"experts": 4, "config_overrides": overrides}
         found.append(compared("token", options, ["one by one", "rows", *WAYS[1:4]]))
-    return found
-
-
-def test_losses_that_are_means_over_tokens_do_not_depend_on_packing(megatron_ranks):
-    (found,) = megatron_ranks(1, routed, {"moe_z_loss_coeff": 1.0})
     if BEFORE_PADDING_MASKS:
         # Routers cannot be told of padding there, and count it, as docs/train-step/packs.md says.
         for way in ("rows", "padded packs of 64"):
@@ -128,8 +128,9 @@ def test_losses_that_are_means_over_tokens_do_not_depend_on_packing(megatron_ran
     assert max(max(each.values()) for each in found) < SOFTMAX_IN_FP32, found
 
 
-def counted() -> list[list[float]]:
-    """Runs on a rank: what a router with an expert bias counts of sequences, also if padded."""
+@on_ranks(1)
+def test_an_expert_bias_counts_no_padding() -> None:
+    """A router with an expert bias counts the same tokens of sequences that are padded."""
     from packs import PackLoss, double, rows
 
     from megatron_idempotent import TrainStep
@@ -148,11 +149,7 @@ def counted() -> list[list[float]]:
         step.microbatch(step_id, rows(dtype=torch.float64))
         found.append(router.local_tokens_per_expert.tolist())
         step.abort(step_id)
-    return found
-
-
-def test_an_expert_bias_counts_no_padding(megatron_ranks):
-    ((without, *padded),) = megatron_ranks(1, counted)
+    without, *padded = found
     # Routers cannot be told of padding before 0.16.
     assert all((each == without) != BEFORE_PADDING_MASKS for each in padded)
 
@@ -434,8 +431,10 @@ class Nothing:
         return (output * 0.0).sum(), {}
 
 
-def weighed() -> list[float]:
-    """Runs on a rank: MTP losses with calculate_per_token_loss against those without."""
+@pytest.mark.skipif(MTP_SUMS, reason="before 0.17 an MTP loss per token is another one")
+@on_ranks(1)
+def test_an_mtp_loss_weighs_as_many_tokens_however_gradients_are_divided() -> None:
+    """MTP losses with calculate_per_token_loss against those without."""
     from packs import double, exact_gradients, rows
 
     from megatron_idempotent import TrainStep
@@ -457,10 +456,4 @@ def weighed() -> list[float]:
     for cut in ({"micro_batch_size": 5}, {"max_tokens_per_microbatch": 64}):
         one, other = (gradient(cut, per_token=each) for each in (True, False))
         found.append(float(torch.dist(one, other) / one.norm()))
-    return found
-
-
-@pytest.mark.skipif(MTP_SUMS, reason="before 0.17 an MTP loss per token is another one")
-def test_an_mtp_loss_weighs_as_many_tokens_however_gradients_are_divided(megatron_ranks):
-    (found,) = megatron_ranks(1, weighed)
     assert max(found) < SOFTMAX_IN_FP32, found
