@@ -12,9 +12,16 @@ import torch.distributed as dist
 
 from megatron_idempotent.fp8.blockwise import BLOCK, E4M3
 from megatron_idempotent.fp8.export import Fp8Export
-from megatron_idempotent.rl.weights.deltas import EncodedDelta, Part, merged
+from megatron_idempotent.rl.weights.deltas import EncodedDelta, merged
 from megatron_idempotent.rl.weights.last_sent import LastSent
-from megatron_idempotent.rl.weights.records import DELTA, TensorInfo, checksum, listed
+from megatron_idempotent.rl.weights.records import (
+    DELTA,
+    Part,
+    TensorInfo,
+    checksum,
+    checksum_share,
+    listed,
+)
 from megatron_idempotent.window.params import finish_gathers
 
 from .buckets import BucketStream, Fetch
@@ -229,22 +236,32 @@ class Shipping:
         self,
         parts: Sequence[tuple[int, TensorPart]],
         found: Mapping[tuple[int, TensorPart], EncodedDelta],
-    ) -> Sequence[EncodedDelta | None]:
-        """Bring the parts' deltas to rank 0, in order; None for parts that have not changed.
+    ) -> Sequence[tuple[int, EncodedDelta | None]]:
+        """Bring `after` and the parts' deltas to rank 0, in order; None if nothing has changed.
 
         All ranks enter, with the same parts; others than rank 0 get None alone.
         """
         sent = [
             found[each].data if each in found and found[each].changed else None for each in parts
         ]
-        sizes = torch.tensor([0 if each is None else each.numel() for each in sent])
+        # Signed: torch has no sums of uint64, and those of int64 wrap around the same way.
+        told = torch.tensor(
+            [
+                [0 if each is None else each.numel() for each in sent],
+                [
+                    (found[each].after + 2**63) % 2**64 - 2**63 if each in found else 0
+                    for each in parts
+                ],
+            ]
+        )
         if dist.is_initialized() and dist.get_world_size(self._group) > 1:
-            on_device = sizes.to(self._device)
+            on_device = told.to(self._device)
             dist.all_reduce(on_device, group=self._group)
-            sizes = on_device.cpu()
+            told = on_device.cpu()
+        sizes, shares = told.tolist()
         flight = _Flight(0, self._group)
         came: list[torch.Tensor | None] = []
-        for (_, part), size, data in zip(parts, sizes.tolist(), sent, strict=True):
+        for (_, part), size, data in zip(parts, sizes, sent, strict=True):
             if self.keeps and size and part.rank != self._rank:
                 data = torch.empty(size, dtype=torch.uint8, device=self._device)
                 flight.add(dist.irecv, data, part.rank)
@@ -253,7 +270,8 @@ class Shipping:
             came.append(data)
         flight.land()
         return [
-            None if each is None or not self.keeps else EncodedDelta(each.cpu()) for each in came
+            (share, None if data is None or not self.keeps else EncodedDelta(data.cpu()))
+            for share, data in zip(shares, came, strict=True)
         ]
 
     def _held(self, info: TensorInfo, part: TensorPart) -> OwnedSlice:
@@ -294,30 +312,35 @@ class Changes:
             if not self._split[member]
             for part in self._plan.parts[member]
         ]
-        found = {
-            (member, part): self._last.delta(
-                (member, part), rows, before=0, part=Part(self._infos[member].shape, *part[:3])
-            )
-            for member in members
-            if not self._split[member]
-            for part, rows in self._whole.mine(member)
-        }
-        deltas: dict[int, list[EncodedDelta]] = {}
-        for (member, _), delta in zip(parts, self._whole.bring(parts, found), strict=True):
+        found = {}
+        for member in members:
+            for part, rows in () if self._split[member] else self._whole.mine(member):
+                rows = rows.detach().cpu()
+                share = checksum_share(rows, Part(self._infos[member].shape, *part[:3]))
+                delta = self._last.delta((member, part), rows, before=0, after=share)
+                found[member, part] = delta
+        deltas: dict[int, list[tuple[Part, EncodedDelta]]] = {}
+        sums = dict.fromkeys(members, 0)
+        for (member, part), (share, delta) in zip(
+            parts, self._whole.bring(parts, found), strict=True
+        ):
+            sums[member] += share
             if delta is not None:
-                deltas.setdefault(member, []).append(delta)
+                place = Part(self._infos[member].shape, *part[:3])
+                deltas.setdefault(member, []).append((place, delta))
         tensors: dict[str, torch.Tensor] = {}
         for member in members:
-            name = self._infos[member].name
+            info = self._infos[member]
             if self._split[member]:
                 for tensor in self._whole(range(member, member + 1)).values():
-                    if (now := checksum(tensor)) != self.checksums[name]:
-                        self.checksums[name] = now
-                        tensors[name] = tensor
+                    if (now := checksum(tensor)) != self.checksums[info.name]:
+                        self.checksums[info.name] = now
+                        tensors[info.name] = tensor
             elif member in deltas:
-                delta = merged(deltas[member], before=self.checksums[name])
-                self.checksums[name] = delta.after
-                tensors[name + DELTA] = delta.data
+                after = (info.nbytes + sums[member]) % 2**64
+                one = merged(deltas[member], before=self.checksums[info.name], after=after)
+                self.checksums[info.name] = after
+                tensors[info.name + DELTA] = one.data
         return tensors
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .deltas import EncodedDelta, Part, encode
+from .deltas import EncodedDelta, encode
 from .records import DELTA, Bucket, TensorInfo, checksum
 
 
@@ -33,12 +33,10 @@ class LastSent:
         else:
             old.copy_(new)
 
-    def delta(
-        self, key: Any, new: torch.Tensor, *, before: int, part: Part | None = None
-    ) -> EncodedDelta:
+    def delta(self, key: Any, new: torch.Tensor, *, before: int, after: int) -> EncodedDelta:
         """Return what has changed since the last time, and copy it; see `encode`."""
-        new, old = new.detach().cpu(), self._tensors[key]
-        delta = encode(new, old, before=before, part=part)
+        old = self._tensors[key]
+        delta = encode(new.detach().cpu(), old, before=before, after=after)
         old.copy_(new)
         return delta
 
@@ -58,7 +56,7 @@ class LastSent:
             self._checksums[name] = bucket.checksums[name]
             if before == bucket.checksums[name]:
                 continue
-            delta = self.delta(name, tensor, before=before)
+            delta = self.delta(name, tensor, before=before, after=bucket.checksums[name])
             if delta.nbytes < tensor.nbytes:
                 sent[name + DELTA] = delta.data
                 checksums[name + DELTA] = checksum(delta.data)

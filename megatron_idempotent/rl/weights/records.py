@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,36 @@ _PLACE, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 WORDS = 1 << 16
 
 
+class Part(NamedTuple):
+    """Places a range along one dimension. Example: `Part((8, 6), dim=1, start=2, size=4)`."""
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    size: int
+
+    def of(self, at_K: Any) -> Any:
+        """Return the places in the flat tensor of places in the flat part, int64 [K]."""
+        inner = math.prod(self.shape[self.dim + 1 :])
+        if self.consecutive:
+            return at_K + self.start * inner
+        lead, rest = at_K // (self.size * inner), at_K % (self.size * inner)
+        return lead * (self.shape[self.dim] * inner) + self.start * inner + rest
+
+    @property
+    def consecutive(self) -> bool:
+        """True if its elements follow each other in the tensor."""
+        return math.prod(self.shape[: self.dim]) == 1
+
+    def has_whole_words(self, itemsize: int) -> bool:
+        """Return whether every word of 8 bytes of the tensor lies in this part or outside of it."""
+        if self.size == self.shape[self.dim]:
+            return True
+        inner = math.prod(self.shape[self.dim + 1 :]) * itemsize
+        sizes = self.start * inner, self.size * inner, self.shape[self.dim] * inner
+        return all(size % 8 == 0 for size in sizes)
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """Return 64 bits, from 0 to 2**64 - 1, that tell two tensors' bytes apart, on any device.
 
@@ -58,9 +89,27 @@ def checksum(tensor: torch.Tensor) -> int:
     Args:
         tensor: any shape and type. One that is not contiguous is copied first.
     """
-    nbytes = total = tensor.numel() * tensor.dtype.itemsize
+    nbytes = tensor.numel() * tensor.dtype.itemsize
+    return (nbytes + sum(_share(*each, nbytes) for each in word_blocks(tensor))) % 2**64
+
+
+def checksum_share(tensor: torch.Tensor, part: Part) -> int:
+    """Return what a part adds to a tensor's checksum: the sum of all parts' and its bytes' number.
+
+    Args:
+        tensor: the part, which has whole words, on the host.
+        part: its place.
+    """
+    import numpy as np
+
+    each, nbytes = 8 // tensor.dtype.itemsize, math.prod(part.shape) * tensor.dtype.itemsize
+    if part.consecutive:
+        first = part.of(0) // each
+        return sum(_share(*found, nbytes) for found in word_blocks(tensor, first)) % 2**64
+    total = 0
     for start, words_W in word_blocks(tensor):
-        total += checksum_share(words_W, start, nbytes)
+        at_W = part.of(np.arange(start, start + len(words_W)) * each) // each
+        total += _share(start, words_W, nbytes, at_W)
     return total % 2**64
 
 
@@ -69,11 +118,12 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and not tensor.is_cuda
 
 
-def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
-    """Yield a tensor's words of 8 bytes in blocks of half a MB, each with the number of its first.
+def word_blocks(tensor: torch.Tensor, first: int = 0) -> Iterator[tuple[int, Any]]:
+    """Yield a tensor's words of 8 bytes in blocks of half a MB, after the number of each's first.
 
-    Those on the host are NumPy's uint64 [W], others torch's int64 [W]. If the last word has fewer
-    bytes, it comes by itself, on the host, with zeros after them.
+    They are counted from `first`, and blocks end at multiples of their size. Words on the host are
+    NumPy's uint64 [W], others torch's int64 [W]. If the last word has fewer bytes, it comes by
+    itself, on the host, with zeros after them.
     """
     import numpy as np  # here: who sends no tensor, such as a simulation, needs neither
     import torch
@@ -87,31 +137,36 @@ def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
         if bytes_N.storage_offset() % 8:
             bytes_N = bytes_N.clone()  # a view in words must start at one
         words_W = bytes_N[: whole * 8].view(torch.int64)
-    for start in range(0, whole, WORDS):
-        yield start, words_W[start : start + WORDS]
+    for start in range(-(first % WORDS), whole, WORDS):
+        low = max(start, 0)
+        yield first + low, words_W[low : start + WORDS]
     if whole * 8 < bytes_N.numel():
         rest = bytes_N[whole * 8 :].cpu().numpy().tobytes().ljust(8, b"\0")
-        yield whole, np.frombuffer(rest, np.uint64)
+        yield first + whole, np.frombuffer(rest, np.uint64)
 
 
-def checksum_share(words_W: Any, start: int, nbytes: int, at_W: Any = None) -> int:
-    """Return what some words add to a tensor's checksum, modulo 2**64: it is a sum over words.
+def _share(start: int, words_W: Any, nbytes: int, at_W: Any = None) -> int:
+    """Return what some words add to a tensor's checksum.
 
     Args:
-        words_W: words of the block that begins at the word `start`, as `word_blocks` gives them.
-        start: the number of the block's first word.
+        start: the number of the first word, of a block that `word_blocks` gave.
+        words_W: the words.
         nbytes: the number of bytes of the tensor.
-        at_W: the words' places in the block, NumPy's int64 [W]; None for all from the first.
+        at_W: the words' places in the tensor, NumPy's int64 [W]; None for all from the first.
     """
     import torch
 
     device = words_W.device if isinstance(words_W, torch.Tensor) else None
     places_W = _places(device)
-    places_W = places_W[: len(words_W)] if at_W is None else places_W[at_W]
     # The odd factor tells blocks apart: within them places repeat.
-    factor = 2 * (start // WORDS) + 1
-    if start * 8 + 8 > nbytes:
-        factor = -1
+    if at_W is None:
+        first, factor = start % WORDS, 2 * (start // WORDS) + 1
+        if start * 8 + 8 > nbytes:
+            first, factor = 0, -1
+        places_W = places_W[first : first + len(words_W)]
+    else:
+        places_W = places_W[at_W % WORDS]
+        factor = (2 * (at_W // WORDS) + 1).view("u8")
     mixed_W = words_W ^ places_W
     if device is None:
         mixed_W ^= mixed_W >> 32
@@ -121,7 +176,7 @@ def checksum_share(words_W: Any, start: int, nbytes: int, at_W: Any = None) -> i
         # torch's shifts repeat the sign: without the masks a word and its complement would be one.
         mixed_W.bitwise_xor_((mixed_W >> 32).bitwise_and_(2**32 - 1)).mul_(_MIX - 2**64)
         mixed_W.bitwise_xor_((mixed_W >> 29).bitwise_and_(2**35 - 1))
-    return int(mixed_W.sum()) * factor
+    return int(mixed_W.sum()) * factor if at_W is None else int((mixed_W * factor).sum())
 
 
 @functools.cache
