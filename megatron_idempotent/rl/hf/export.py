@@ -306,41 +306,36 @@ class Changes:
 
     def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
         """Return the deltas of tensors that have changed, on rank 0; nothing on others."""
-        parts = [
-            (member, part)
-            for member in members
-            if not self._split[member]
-            for part in self._plan.parts[member]
-        ]
+        whole = [member for member in members if not self._split[member]]
+        parts = [(member, part) for member in whole for part in self._plan.parts[member]]
         found = {}
-        for member in members:
-            for part, rows in () if self._split[member] else self._whole.mine(member):
+        for member in whole:
+            for part, rows in self._whole.mine(member):
                 rows = rows.detach().cpu()
                 share = checksum_share(rows, Part(self._infos[member].shape, *part[:3]))
                 delta = self._last.delta((member, part), rows, before=0, after=share)
                 found[member, part] = delta
-        deltas: dict[int, list[tuple[Part, EncodedDelta]]] = {}
-        sums = dict.fromkeys(members, 0)
-        for (member, part), (share, delta) in zip(
+        sums = dict.fromkeys(whole, 0)
+        changed: dict[int, list[tuple[Part, EncodedDelta]]] = {}
+        for (member, part), (share, came) in zip(
             parts, self._whole.bring(parts, found), strict=True
         ):
             sums[member] += share
-            if delta is not None:
+            if came is not None:
                 place = Part(self._infos[member].shape, *part[:3])
-                deltas.setdefault(member, []).append((place, delta))
+                changed.setdefault(member, []).append((place, came))
         tensors: dict[str, torch.Tensor] = {}
         for member in members:
-            info = self._infos[member]
+            name, nbytes = self._infos[member].name, self._infos[member].nbytes
+            before = self.checksums.get(name, 0)  # rank 0's
             if self._split[member]:
                 for tensor in self._whole(range(member, member + 1)).values():
-                    if (now := checksum(tensor)) != self.checksums[info.name]:
-                        self.checksums[info.name] = now
-                        tensors[info.name] = tensor
-            elif member in deltas:
-                after = (info.nbytes + sums[member]) % 2**64
-                one = merged(deltas[member], before=self.checksums[info.name], after=after)
-                self.checksums[info.name] = after
-                tensors[info.name + DELTA] = one.data
+                    if (now := checksum(tensor)) != before:
+                        self.checksums[name], tensors[name] = now, tensor
+            elif member in changed:
+                self.checksums[name] = (nbytes + sums[member]) % 2**64
+                delta = merged(changed[member], before=before, after=self.checksums[name])
+                tensors[name + DELTA] = delta.data
         return tensors
 
 

@@ -13,7 +13,7 @@ from megatron_idempotent.rl.hf import Architecture, MegatronWeights, build_gpt, 
 from megatron_idempotent.rl.weights import Staging, WeightUpdate
 
 
-def parallel(*, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1) -> None:
+def parallel(*, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, cp: int = 1) -> None:
     """Model parallelism of this layout, in place of the one that is up."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -26,6 +26,7 @@ def parallel(*, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1) -
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         expert_model_parallel_size=ep,
+        context_parallel_size=cp,
     )
     model_parallel_cuda_manual_seed(3)
 
