@@ -102,7 +102,7 @@ class Places:
                 if isinstance(came, Patch):
                     inside_K, at_K = _moved(came.at_K, probe, to)
                     flat = to.as_strided((to.untyped_storage().nbytes() // to.itemsize,), (1,), 0)
-                    Patch(flat, at_K[inside_K], came.xor_K[inside_K]).write()
+                    Patch(flat, at_K[inside_K], came.by_K[inside_K]).write()
                 else:
                     to.copy_(_part(came, probe))
 

@@ -40,6 +40,8 @@ from .records import (
     UpdateRefused,
     checksum,
     in_host_memory,
+    word_blocks,
+    words_share,
 )
 
 # Formats and not `struct.Struct`, which cannot be pickled with functions that travel by value.
@@ -50,14 +52,14 @@ CODEC = _MAGIC.decode()
 """The name of the encoding, for what lists deltas."""
 _ALL, _BITMAP = 0, 1
 _UNITS = {2: "<u1", 3: "<u2"}
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ITEMSIZES = 1, 2, 4, 8
 #: Elements that are compared at once: their bits and differences stay in the cache.
 _BLOCK = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class EncodedDelta:
-    """Holds a delta's bytes. `apply` finds out whether they are those that were encoded.
+    """Holds a delta's bytes. `verify` finds out whether they are those that were encoded.
 
     Example: `EncodedDelta(torch.frombuffer(content, dtype=torch.uint8))`.
     """
@@ -73,7 +75,7 @@ class EncodedDelta:
                 f"{size} bytes are no delta: they do not begin with {_MAGIC!r} and a header; send "
                 "it again"
             )
-        if self.itemsize not in _SIGNED:
+        if self.itemsize not in _ITEMSIZES:
             raise UpdateDamaged(f"a delta is of elements of {self.itemsize} bytes; send it again")
 
     @property
@@ -157,6 +159,20 @@ class EncodedDelta:
             )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Patch:
+    """Holds a delta that was found to fit a tensor, to be written into it. `verify` makes it."""
+
+    tensor: torch.Tensor
+    at_K: Any
+    by_K: Any
+
+    def write(self) -> None:
+        """Change the tensor in place, once."""
+        bytes_N = self.tensor.detach().reshape(-1).view(torch.uint8)
+        _add(bytes_N.numpy() if in_host_memory(bytes_N) else bytes_N, self.at_K, self.by_K)
+
+
 def encode(
     new: torch.Tensor, old: torch.Tensor, *, before: int | None = None, after: int | None = None
 ) -> EncodedDelta:
@@ -171,10 +187,10 @@ def encode(
     Errors: `ValueError` for tensors that differ in shape, type or device.
     """
     told = [(tuple(each.shape), each.dtype, each.device) for each in (new, old)]
-    if told[0] != told[1] or new.dtype.itemsize not in _SIGNED:
+    if told[0] != told[1] or new.dtype.itemsize not in _ITEMSIZES:
         raise ValueError(
             f"encode() got {told[0]} and {told[1]}; give two tensors of one shape, type and "
-            f"device, with {', '.join(map(str, _SIGNED))} bytes an element"
+            f"device, with {', '.join(map(str, _ITEMSIZES))} bytes an element"
         )
     new_N, old_N = _bits(new.cpu()), _bits(old.cpu())
     return _sealed(
@@ -188,11 +204,11 @@ def encode(
     )
 
 
-def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
-    """Make the new tensor of the old one, in place. Once more: no-op.
+def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch:
+    """Return the delta as it is to be written into a tensor; nothing is written yet.
 
-    The result is held to the checksum of the tensor that was sent. After an error the tensor is as
-    it was.
+    What it makes is held to the checksum of the tensor that was sent. If the tensor is as it will
+    be already, there is nothing to write.
 
     Errors: `UpdateMismatch` for a tensor of another size, or one that is not contiguous;
         `UpdateRefused` for one with other bits than the delta was made for; `UpdateDamaged` for a
@@ -208,15 +224,20 @@ def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
             f"a delta came for a tensor with strides {tensor.stride()}, which is written in "
             "place; give one that is contiguous"
         )
-    blocks = list(encoded.blocks())
-    _add(tensor, blocks)
-    made = checksum(tensor)
+    at_K, by_K = encoded.places()
+    each, made = 8 // encoded.itemsize, tensor.nbytes
+    for start, words_W in word_blocks(tensor):
+        low, high = np.searchsorted(at_K, (start * each, (start + len(words_W)) * each))
+        if high > low:
+            words_W = words_W.clone() if isinstance(words_W, torch.Tensor) else words_W.copy()
+            _add(words_W, at_K[low:high] - start * each, by_K[low:high])
+        made += words_share(start, words_W, tensor.nbytes)
+    made %= 2**64
     if made == encoded.after:
-        return
-    _add(tensor, [(start, at_K, -by_K) for start, at_K, by_K in blocks])
+        return Patch(tensor, at_K, by_K)
     before = checksum(tensor)
     if before == encoded.after:
-        return
+        return Patch(tensor, at_K[:0], by_K[:0])
     if before != encoded.before:
         raise UpdateRefused(
             f"a delta for a tensor with checksum {encoded.before:016x} came to one with "
@@ -228,15 +249,19 @@ def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
     )
 
 
-def _add(tensor: torch.Tensor, blocks: Sequence[tuple[int, Any, Any]]) -> None:
-    on_host = in_host_memory(tensor)
-    signed = _SIGNED[tensor.dtype.itemsize]
-    bits_N: Any = _bits(tensor) if on_host else tensor.detach().reshape(-1).view(signed)
-    for start, *found in blocks:
-        at_K, by_K = (
-            found if on_host else [torch.from_numpy(each).to(tensor.device) for each in found]
-        )
-        bits_N[start : start + _BLOCK][at_K] += by_K
+def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
+    """Make the new tensor of the old one, in place; write nothing unless all is right.
+
+    Once more: no-op. Errors: those of `verify`.
+    """
+    verify(encoded, tensor).write()
+
+
+def _add(words_W: Any, at_K: Any, by_K: Any) -> None:
+    """Add to elements at some places in words or bytes, which are NumPy's or on a device."""
+    if isinstance(words_W, torch.Tensor):
+        at_K, by_K = (torch.from_numpy(each).to(words_W.device) for each in (at_K, by_K))
+    words_W.view(by_K.dtype)[at_K] += by_K
 
 
 def join(deltas: Sequence[EncodedDelta]) -> EncodedDelta:

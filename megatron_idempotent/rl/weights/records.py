@@ -90,7 +90,7 @@ def checksum(tensor: torch.Tensor) -> int:
         tensor: any shape and type. One that is not contiguous is copied first.
     """
     nbytes = tensor.numel() * tensor.dtype.itemsize
-    return (nbytes + sum(_share(*each, nbytes) for each in word_blocks(tensor))) % 2**64
+    return (nbytes + sum(words_share(*each, nbytes) for each in word_blocks(tensor))) % 2**64
 
 
 def checksum_share(tensor: torch.Tensor, part: Part) -> int:
@@ -105,11 +105,11 @@ def checksum_share(tensor: torch.Tensor, part: Part) -> int:
     each, nbytes = 8 // tensor.dtype.itemsize, math.prod(part.shape) * tensor.dtype.itemsize
     if part.consecutive:
         first = part.of(0) // each
-        return sum(_share(*found, nbytes) for found in word_blocks(tensor, first)) % 2**64
+        return sum(words_share(*found, nbytes) for found in word_blocks(tensor, first)) % 2**64
     total = 0
     for start, words_W in word_blocks(tensor):
         at_W = part.of(np.arange(start, start + len(words_W)) * each) // each
-        total += _share(start, words_W, nbytes, at_W)
+        total += words_share(start, words_W, nbytes, at_W)
     return total % 2**64
 
 
@@ -145,7 +145,7 @@ def word_blocks(tensor: torch.Tensor, first: int = 0) -> Iterator[tuple[int, Any
         yield first + whole, np.frombuffer(rest, np.uint64)
 
 
-def _share(start: int, words_W: Any, nbytes: int, at_W: Any = None) -> int:
+def words_share(start: int, words_W: Any, nbytes: int, at_W: Any = None) -> int:
     """Return what some words add to a tensor's checksum.
 
     Args:

@@ -19,7 +19,7 @@ from megatron_idempotent.rl.weights import (
     WeightsError,
     checksum,
 )
-from megatron_idempotent.rl.weights.deltas import EncodedDelta, apply, encode, join
+from megatron_idempotent.rl.weights.deltas import EncodedDelta, apply, encode, join, verify
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8)
 #: Around a word of 8 bytes, and a block that is compared and mixed at once.
@@ -162,12 +162,17 @@ def test_a_tensor_that_it_was_not_made_for_is_refused_and_not_written(name: str)
     assert torch.equal(bits(tensor), bits(before))
 
 
-def test_what_changed_can_be_read() -> None:
+def test_what_changed_can_be_read_and_written_later() -> None:
     new, old = two_versions(torch.float32, 5000, 0.01, 4)
     at_K, by_K = encode(new, old).places()
     assert at_K.tolist() == (bits(new) != bits(old)).view(-1, 4).any(1).nonzero().flatten().tolist()
     was_K = old.view(torch.int32).numpy()[at_K]
     assert (was_K + by_K).tolist() == new.view(torch.int32)[at_K].tolist()
+    was = old.clone()
+    patch = verify(encode(new, old), old)
+    assert torch.equal(bits(old), bits(was))
+    patch.write()
+    assert torch.equal(bits(old), bits(new))
 
 
 def test_a_view_that_begins_inside_a_word_is_written_in_place() -> None:
