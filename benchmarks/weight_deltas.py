@@ -1,6 +1,6 @@
 """Measures deltas of weights after real Adam steps: bytes beside the whole model, and their rate.
 
-    python -m benchmarks.weight_deltas [--hidden 64 768] [--steps 3] [--json]
+    python -m benchmarks.weight_deltas [--hidden 64 768] [--steps 3] [--rounds 5] [--json]
 
 Each model is a Qwen3 that learns random tokens on the CPU, with main weights in float32; bfloat16
 is what is sent. For each learning rate the last step's change is encoded as this library does it
@@ -8,18 +8,27 @@ and, on the same tensors, in the forms that others send: flat places in int32 an
 and prime-rl do, and, where zstandard is installed, old XOR new through zstd. `of_the_bound` is the
 bytes ÷ (the entropy of the places + 2 bytes for each change). Rates are of model bytes, on one
 thread, by the processor's clock. "fp8" is the same in blocks of 128 x 128 in E4M3 with scales.
+
+"updates" are whole ones and deltas of as many elements as change at 1e-6, from the first checksum
+to the last in another process: through a disk and a process group, seconds beside each other.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+import statistics
+import tempfile
 import time
 from typing import Any
 
 from benchmarks._record import options, tell
+from megatron_idempotent.proof import cpu
 
 RATES = (1e-6, 3e-6, 1e-5, 1e-4)
 VOCABULARY = 4096
+#: Of 8 MB each in an update, and the part of their elements that changes.
+MATRICES, CHANGED = 16, 0.022
 
 
 def measure(hidden: int, steps: int) -> dict[str, Any]:
@@ -145,15 +154,88 @@ def _others(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def updates(transport: str, rounds: int) -> dict[str, float]:
+    """Runs on two ranks; rank 0 returns the median seconds of updates, whole and as deltas."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, WeightUpdate
+    from megatron_idempotent.rl.weights.last_sent import LastSent
+    from megatron_idempotent.rl.weights.transports import (
+        DiskSender,
+        ProcessGroupSender,
+        receiver,
+    )
+
+    def told(source: int, what: Any = None) -> Any:
+        box = [what]
+        dist.broadcast_object_list(box, src=source)
+        return box[0]
+
+    torch.manual_seed(0)
+    weights = {str(each): 0.02 * torch.randn(4096, 1024) for each in range(MATRICES)}
+    weights = {name: each.bfloat16() for name, each in weights.items()}
+    seconds: dict[str, list[float]] = {"whole": [], "deltas": []}
+    last = LastSent()
+
+    async def send(folder: str, version: int, kind: str) -> None:
+        for tensor in weights.values():
+            bits = tensor.view(torch.int16)
+            bits += (torch.rand(bits.shape) < CHANGED).to(torch.int16)
+        started = time.perf_counter()
+        sender = DiskSender(folder) if transport == "disk" else ProcessGroupSender()
+        told(0, (version, await sender.open(WeightUpdate(id=f"run/{version}", version=version))))
+        for index, (name, tensor) in enumerate(weights.items()):
+            bucket = Bucket.of(index, {name: tensor})
+            if kind == "deltas" or version == 1:
+                bucket = last.changed(bucket, whole=version == 1)
+            told(0, await sender.announce(bucket))
+            await sender.transmit(bucket)
+            told(1)
+            await sender.release(bucket)
+        if version > 1:
+            seconds[kind].append(time.perf_counter() - started)
+        await sender.close()
+        if kind == "whole":  # what the next deltas build on
+            last.changed(Bucket.of(0, weights), whole=True)
+
+    def receive(served: dict[str, Any]) -> None:
+        version, opened = told(0)
+        update = WeightUpdate(id="run", version=version, base_version=version - 1)
+        infos = [TensorInfo.of(name, tensor) for name, tensor in weights.items()]
+        staging = Staging(update, expected=infos, served=served.__getitem__)
+        inbound = receiver(opened, rank=1)
+        for _ in weights:
+            staging.add(inbound.receive(told(0)))
+            told(1)
+        inbound.close()
+        served |= staging.complete()
+
+    served: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for version in range(1, 2 * rounds + 2):
+            if dist.get_rank():
+                receive(served)
+            else:
+                asyncio.run(send(folder, version, ("whole", "deltas")[version % 2 and version > 1]))
+    found = {f"{kind}_s": statistics.median(each or [0.0]) for kind, each in seconds.items()}
+    return {**found, "of_a_whole": found["deltas_s"] / (found["whole_s"] or 1.0)}
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 768])
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="updates of each kind")
     asked = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)
-    tell({f"hidden {each}": measure(each, asked.steps) for each in asked.hidden}, asked.json)
+    found = {f"hidden {each}": measure(each, asked.steps) for each in asked.hidden}
+    with cpu.RankPool(2) as pool:
+        for name in ("disk", "process group"):
+            found[f"updates, {name}"] = pool.run(2, updates, name, asked.rounds, timeout_s=300.0)[0]
+    tell(found, asked.json)
 
 
 if __name__ == "__main__":

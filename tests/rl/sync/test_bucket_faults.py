@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -80,12 +84,49 @@ def test_a_writer_that_is_killed_at_an_object_leaves_the_old_update_or_the_new_o
     run(scenario())
 
 
-def test_a_folder_is_cleaned_of_what_a_writer_left_half_written(tmp_path) -> None:
+DIES = """
+import asyncio, os, pathlib, signal, sys
+sys.path.insert(0, sys.argv[1])
+from bucket_case import Trainer
+async def main():
+    trainer = Trainer(sys.argv[2])
+    await trainer.steps(2)
+    write = pathlib.Path.write_bytes
+    def half(path, content):
+        if sys.argv[3] not in str(path):
+            return write(path, content)
+        write(path, content[: len(content) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    pathlib.Path.write_bytes = half
+    await trainer.steps(1)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "key", ["objects", pytest.param("latest.json", marks=pytest.mark.exhaustive)]
+)
+def test_a_process_that_is_killed_within_a_file_is_followed_by_the_next(
+    tmp_path: Path, key: str
+) -> None:
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", DIES, here, str(tmp_path), key]
+    assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
+    (half,) = tmp_path.rglob("*.partial")
+    assert half.stat().st_size
+
     async def scenario() -> None:
-        (tmp_path / "objects").mkdir()
-        (tmp_path / "objects" / f"{'0' * 64}.abcd.partial").write_bytes(b"half")
-        await Trainer(str(tmp_path)).steps(1)
+        trainer, engine = Trainer(str(tmp_path)), WeightsEngine()  # with the same weights
+        trainer.step()
+        trainer.step()
+        following = follower(str(tmp_path), engine)
+        await following.catch_up()
+        assert (engine.versions.version, engine.bits) == (2, bits(trainer.tensors))
+        trainer.version = 3
+        await trainer.steps(1)
         assert unneeded(Objects(str(tmp_path))) == set()
+        await following.catch_up()
+        assert (engine.versions.version, engine.bits) == (4, bits(trainer.tensors))
 
     run(scenario())
 
