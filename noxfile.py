@@ -422,7 +422,7 @@ def layouts(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def states(session: nox.Session) -> None:
     """The formats of docs/state.md: `nox -s states -- [release or commit]...`."""
-    core = ("DPReshardable", "Persistent", "FullyReshardable", "ModelSpace", "OnHost")
+    core = ("DPReshardable", "Persistent", "FullyReshardable", "ModelSpace", "OnHost", "LowRank")
     for name in session.posargs or ("0.16.1", "0.18.2", NEWEST):
         training = RELEASES.get(name, {}).get("training", True)
         adapters = (*core, "Training", "TrainingFully", "Legacy") if training else core

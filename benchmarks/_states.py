@@ -24,6 +24,7 @@ ADAPTERS = {
     "ModelSpace": "`fully_sharded_model_space`: state by parameter, from all ranks",
     "Persistent": "`dp_reshardable`, written by a process that stays (persistent worker)",
     "OnHost": "`dp_reshardable`, half of the optimizer on the host (`--optimizer-cpu-offload`)",
+    "LowRank": "`dp_reshardable`, low-rank adapters of 32 bits over a frozen base of 16",
     "Training": "`megatron.training.checkpointing`, `--ckpt-format torch_dist`",
     "TrainingFully": "The same with `--dist-ckpt-optim-fully-reshardable`",
     "Legacy": "The same with `--ckpt-format torch`",
@@ -46,13 +47,15 @@ The patches of this library are applied. Not run: Megatron-FSDP, Transformer Eng
 other than a local one, a dataloader that keeps a state of its own (`--dataloader-save`). Releases
 before 0.16 cannot save torch's Adam of today.
 
-What fails, and why, in Megatron 0.19.2:
+What fails, and why:
 
-- *`fully_sharded_model_space` cannot be saved any more*, though it is what
+- *`fully_sharded_model_space` cannot be saved any more*, from 0.18 on, though it is what
   `DistributedOptimizer.sharded_state_dict` takes where its caller names no format.
 - *A rank may crash after a save that it could not write, on Python 3.12.0 and 3.12.1*: torch's
   writer leaves a view of an `io.BytesIO` in a reference cycle, and these end in the collector there
   ([CPython 111049](https://github.com/python/cpython/issues/111049)). Take a later one.
+- *Before 0.19 a save that rank 0 cannot write hangs*: it writes `common.pt` alone, and the others
+  go on to the next collective (`save_common`).
 - *A run without expert parallelism cannot be loaded with it*, and the other way: one optimizer
   becomes two, `ChainedOptimizer.load_state_dict` counts what it is given, and raises.
 

@@ -596,6 +596,10 @@ class Bench:
         if synced:
             ensure_params_synced(self.model.chunks)
         mains = mains_of(self.model.optimizer) if self.half else {}
+        for value in (p for c in self.model.chunks for p in c.parameters() if self.half):
+            if not value.requires_grad or value.dtype == torch.float32:  # it is its own
+                itself = value.detach().to("cpu", torch.float32, copy=True).flatten()
+                mains.setdefault(value, Main(start=0, values=itself))
         return [
             dataclasses.replace(
                 part, value=part.value.detach().cpu().clone(), main=mains.get(part.value)

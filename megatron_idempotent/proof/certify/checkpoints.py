@@ -22,6 +22,7 @@ from megatron_idempotent.megatron.layer_specs import takes
 from megatron_idempotent.megatron.optimizers import unchained
 from megatron_idempotent.proof.cpu import program
 
+from . import low_rank
 from .adapters import SplitStep
 from .protocol import Subject
 from .states import put_random, random_states
@@ -194,6 +195,14 @@ class OnHost(DPReshardable):
             "overlap_cpu_optimizer_d2h_h2d": True,
         }
     )
+
+
+class LowRank(DPReshardable):
+    """Trains low-rank adapters of 32 bits over a frozen base."""
+
+    def before_ddp(self, module: Any) -> None:
+        module.requires_grad_(False)
+        low_rank.add(module, rank=2, wide=True)
 
 
 class Training(DistCheckpoint):

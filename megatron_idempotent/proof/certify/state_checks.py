@@ -267,6 +267,31 @@ def offload_one_part(bench: States) -> None:
 
 
 @_check(
+    "weights that are frozen while a run is saved or loaded, and then unfrozen, are what they were",
+    needs=_SAVES,
+)
+def saved_while_frozen(bench: States) -> None:
+    bench.run_through()
+    trained = [p for c in bench.model.chunks for p in c.parameters() if p.requires_grad]
+
+    def frozen(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        for each in trained[::2]:
+            each.requires_grad_(False)
+        try:
+            return function(*args, **how)
+        finally:
+            for each in trained[::2]:
+                each.requires_grad_(True)
+
+    bench.advance(0)
+    bench.advance(1)
+    state = frozen(bench.adapter.save)  # type: ignore[attr-defined]
+    bench.advance(5)
+    frozen(_load, bench, state, what="load() while weights are frozen")
+    bench.follow(2, "load() while weights were frozen")
+
+
+@_check(
     "a save that one rank cannot write is known to all, and changes nothing, older files neither",
     needs=_SAVES,
 )

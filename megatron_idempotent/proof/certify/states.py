@@ -88,6 +88,7 @@ class States(Bench):
                     **getattr(self.adapter, "optimizer_overrides", {}),
                 },
                 "wire": False,
+                "before_ddp": getattr(self.adapter, "before_ddp", None),
                 **self.layout.options,
                 **more,
             }

@@ -292,6 +292,18 @@ class LosesMomentsAlone(Everything):
                 inner.state[each]["exp_avg"].zero_()
 
 
+class LeavesFrozenOut(Everything):
+    """Loads the weights that are trained, and no others."""
+
+    def put_weights(self, state: Any) -> None:
+        frozen = [each for each in parameters_of(self.subject) if not each.requires_grad]
+        before = copied(dict(enumerate(frozen)))
+        super().put_weights(state)
+        with torch.no_grad():
+            for each, value in zip(frozen, before.values(), strict=True):
+                each.copy_(value)
+
+
 class OneRankKnowsOfWrites(Everything):
     def save(self) -> str:
         path = self.path()

@@ -37,6 +37,7 @@ OF_CHECKS = [
     ("ForgetsLogs", "keeps-auxiliary-losses", MIXED, "has other auxiliary losses"),
     ("CountsOn", "keeps-counters", ALONE, "has other counters: steps is 3 instead of 2"),
     ("LosesMomentsAlone", "offload-one-part", ALONE, "after offload(only='optimizer')"),
+    ("LeavesFrozenOut", "saved-while-frozen", ALONE, "weights are frozen rank 0 has other weights"),
     ("OneRankKnowsOfWrites", "failed-save", TWO, "takes the run for saved"),
     ("MissingIsNew", "failed-load-file-missing", ALONE, "load() raises nothing on rank 0"),
     ("EmptiesFirst", "failed-load-file-truncated", ALONE, "rank 0 has other weights"),
@@ -93,7 +94,7 @@ def test_savers_that_are_right_are_not_accused(megatron_rank_pool, adapter, chec
 
 #: What each format does not promise is in the adapter's `cannot`. `ModelSpace` is for releases
 #: whose writer takes it; docs/state.md has them.
-MEGATRON = ("DPReshardable", "FullyReshardable", "OnHost")
+MEGATRON = ("DPReshardable", "FullyReshardable", "OnHost", "LowRank")
 OF_TRAINING = ("Training", "TrainingFully", "Legacy")
 
 
