@@ -82,7 +82,7 @@ def hazards_markdown(proven: Proven) -> str:
         "runs every one of them against the installed Megatron, stock and patched. Beside each",
         "patch that can raise it runs a right program, whose bits have to be the same.",
         "",
-        table_markdown(),
+        table_markdown("#{}"),
         "",
         "## Seen on each release",
         "",
@@ -115,11 +115,12 @@ def hazards_markdown(proven: Proven) -> str:
     return "\n".join(parts) + "\n"
 
 
-def table_markdown() -> str:
-    """Return a table with one row per hazard."""
-    rows = ["| id | on stock Megatron | answer | releases |", "|---|---|---|---|"]
+def table_markdown(link: str) -> str:
+    """Return a table with one row per hazard, whose id is put into the link."""
+    rows = ["| hazard | on stock Megatron | answer | releases |", "|---|---|---|---|"]
     for patch in hazards().values():
-        cells = (f"[`{patch.id}`](#{patch.id})", patch.summary, patch.answer, patch.versions)
+        at = link.format(patch.id)
+        cells = (f"[`{patch.id}`]({at})", patch.summary, patch.answer, patch.versions)
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 

@@ -175,7 +175,7 @@ def run(argv: Sequence[str]) -> int:
         except OSError as error:
             return _not_started(command[0], error)
         if reports != outer:
-            said = said or _summary(_read(Path(reports)))
+            said = said or _summary(Path(reports))
         if said:
             with contextlib.suppress(OSError):  # the reader of standard error has gone
                 print(f"megatron-idempotent: {said}", file=sys.stderr)
@@ -244,17 +244,13 @@ def _not_started(name: str, error: OSError) -> int:
     return _refused(127, f"{name} is no command, as {why}: write its interpreter before it")
 
 
-def _read(folder: Path) -> list[tuple[int | None, list[dict[str, str]]]]:
-    """Return the rank and the rows of each process that imported Megatron or a framework."""
-    found = []
+def _summary(folder: Path) -> str:
+    """Say in a line how many processes have which patches, by the reports that they left."""
+    reports: list[tuple[int | None, list[dict[str, str]]]] = []
     for path in sorted(folder.glob("*.json")):
-        rank = path.name.partition("-")[0]
-        found.append((int(rank) if rank.isdecimal() else None, json.loads(path.read_text("utf-8"))))
-    return found
-
-
-def _summary(reports: Sequence[tuple[int | None, Sequence[Mapping[str, str]]]]) -> str:
-    """Say in a line how many processes have which patches; `reports` has (rank, rows) of each."""
+        name = path.name.partition("-")[0]
+        rank = int(name) if name.isdecimal() else None
+        reports.append((rank, json.loads(path.read_text("utf-8"))))
     landed = [(rank, rows) for rank, rows in reports if any(r["status"] == "applied" for r in rows)]
     if not landed:
         others = f" ({len(reports)} imported a framework alone)" if reports else ""

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_idempotent.patching.catalog import MEGATRON, hazards
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 
-from .casebook import PROJECT, PROVEN, Proven, mark
+from .casebook import PROJECT, PROVEN, Proven, mark, table_markdown
 
 #: Files of the root that are pages, and the pages.
 ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
@@ -184,18 +184,13 @@ def _linked(text: str) -> str:
 
 
 def _list() -> str:
-    rows = ["| hazard | on stock Megatron | answer | releases |", "|---|---|---|---|"]
-    rows += [
-        f"| [`{each.id}`]({each.id}.md) | {each.summary} | {each.answer} | {each.versions} |"
-        for each in hazards().values()
-    ]
     head = (
         "---\nsearch: {exclude: true}\n---\n\n# Hazards\n\n"
         "Each is a thing that goes wrong on stock Megatron, or in a framework on it, "
         "and has a program that shows it. Paste an error message into the search to find its page. "
         "[The matrix](../matrix.md) says which release and which pinned commit has which.\n"
     )
-    return "\n".join([head, *rows, ""])
+    return f"{head}\n{table_markdown('{}.md')}\n"
 
 
 def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:

@@ -42,6 +42,13 @@ class DeviceProperties:
     multi_processor_count: int
 
 
+def _answer(value: Any) -> Callable[..., Any]:
+    return lambda *_args, **_kwargs: value
+
+
+_nothing = _answer(None)
+
+
 def device_count() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -170,14 +177,8 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         self._recorded_s = time.perf_counter()
 
-    def wait(self, stream: Stream | None = None) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-    def query(self) -> bool:
-        return True
+    wait = synchronize = _nothing
+    query = _answer(True)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Return the milliseconds from this event's `record` to that of `end_event`.
@@ -207,29 +208,14 @@ class Stream:
         self.stream_id = self.cuda_stream = next(_ids)
         self._outer: list[Stream] = []
 
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return (0, 0)
-
-    def wait_event(self, event: Event) -> None:
-        return None
-
-    def wait_stream(self, stream: Stream) -> None:
-        return None
+    wait_event = wait_stream = synchronize = _nothing
+    query, is_capturing = _answer(True), _answer(False)
+    priority_range = staticmethod(_answer((0, 0)))
 
     def record_event(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event
         event.record(self)
         return event
-
-    def synchronize(self) -> None:
-        return None
-
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
 
     def __enter__(self) -> Stream:
         self._outer.append(current_stream())
@@ -274,11 +260,6 @@ def set_stream(stream: Stream | None) -> None:
         _selected.stream = stream
 
 
-def _answer(value: Any) -> Callable[..., Any]:
-    return lambda *_args, **_kwargs: value
-
-
-_nothing = _answer(None)
 _nvtx_depth = 0
 
 
