@@ -81,10 +81,8 @@ def interrupt_window(model: Any, *, at: int, forward_only: bool = False) -> None
 
 def expect_gradients(model: Any, expected: Any) -> None:
     """Run one more window, and hold its gradients to `expected`, bit for bit."""
-    import torch
-
     model.forward_backward(1, data_seed=0)
-    if not torch.equal(model.gradients(), expected):
+    if not model.gradients().equal(expected):
         raise Fault("the gradients of a window depend on the aborted one before it")
 
 
@@ -140,13 +138,9 @@ def of_context_rank(chunk: Any, tokens_BT: Any, mask_BT: Any) -> Any:
 
 def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
     """Raise if MoE's losses weigh otherwise with `calculate_per_token_loss` than without."""
-    import torch
-
-    from megatron_idempotent.proof.cpu import tiny
-
     found = []
     for per_token in (False, True):
-        model = tiny.build(
+        model = bench(
             tp=tp,
             sequence_parallel=tp > 1,
             experts=4,
@@ -163,7 +157,7 @@ def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
         gradient = chunk.module.decoder.layers[0].mlp.router.weight.main_grad.clone()
         found.append(gradient / (tokens if per_token else 1))
     mean, per_token_mean = found
-    if not torch.equal(mean, per_token_mean):
+    if not mean.equal(per_token_mean):
         raise Fault(
             f"router gradient norm {per_token_mean.norm():.4g} per token, "
             f"{mean.norm():.4g} of means"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megatron_idempotent.proof.cpu.tiny import Tiny
+from ._case import bench
 
 
 def kernel() -> ModuleType:
@@ -18,16 +17,14 @@ def kernel() -> ModuleType:
     return made  # type: ignore[no-any-return]
 
 
-def build(**options: Any) -> Tiny:
+def build(**options: Any) -> Any:
     """Build a model whose output layer defers its gradient; the fused kernel's sum is Python."""
     import copy
 
     from megatron.core import parallel_state
 
-    from megatron_idempotent.proof.cpu import tiny
-
     kernel()
-    model = tiny.build(pp=2, **options)
+    model = bench(pp=2, **options)
     (chunk,) = model.chunks
     # Copies: with this layer spec each ColumnParallelLinear would read the flag.
     deferring = copy.copy(model.config)
@@ -54,7 +51,7 @@ def _accumulate(total_input: Any, grad_output: Any, main_grad: Any) -> None:
         main_grad.add_(grad_output.t().matmul(total_input))
 
 
-def output_weight(model: Tiny) -> Any:
+def output_weight(model: Any) -> Any:
     """Return the output layer's weight on the last stage, None elsewhere."""
     layer = getattr(model.chunks[-1].module, "output_layer", None)
     return getattr(layer, "weight", None)

@@ -68,23 +68,20 @@ def _put_back(scaler: Any, scale: Any, value: Any) -> None:
 
 def reproduce() -> None:
     """Run the same direct backward after one microbatch and after four, and compare gradients."""
-    import torch
-
     model = bench(
         experts=4, overlap_grad_reduce=False, config_overrides={"moe_aux_loss_coeff": 1.0}
     )
     (chunk,) = model.chunks
     router = chunk.module.decoder.layers[0].mlp.router.weight
 
-    def gradient_after(num_microbatches: int) -> torch.Tensor:
+    def gradient_after(num_microbatches: int) -> Any:
         model.forward_backward(num_microbatches, data_seed=1)
         chunk.zero_grad_buffer()
         backward(model, data_seed=0)
-        gradient: torch.Tensor = router.main_grad.clone()
-        return gradient
+        return router.main_grad.clone()
 
     one, four = gradient_after(1), gradient_after(4)
-    if not torch.equal(one, four):
+    if not one.equal(four):
         raise Fault(
             f"router gradient norm {four.norm():.4g} after four microbatches, "
             f"{one.norm():.4g} after one"

@@ -125,7 +125,6 @@ def build(
 
 def expect_replicas(chunks: Any) -> None:
     """Raise unless the gradients of what ranks have in common are the same on all of them."""
-    import torch
     from megatron.core import parallel_state as ps
 
     for name, parameter in _trained(chunks):
@@ -138,7 +137,7 @@ def expect_replicas(chunks: Any) -> None:
         if name.endswith("weight_magnitude") and ("linear_qkv" in name or "linear_fc1" in name):
             continue
         found = gathered(parameter.main_grad, group)
-        if not all(torch.equal(found[0], each) for each in found):
+        if not all(found[0].equal(each) for each in found):
             raise Fault(f"ranks that share {name} have other gradients")
 
 
