@@ -43,8 +43,7 @@ def reproduce() -> None:
     import torch
 
     model = bench(tp=2, etp=1, experts=2, distributed_optimizer=False, overlap_grad_reduce=False)
-    (chunk,) = model.chunks
-    layer = chunk.module.decoder.layers[0].mlp.experts.local_experts[0].linear_fc2
+    layer = model.chunks[0].module.decoder.layers[0].mlp.experts.local_experts[0].linear_fc2
     given = torch.ones(1, layer.weight.shape[1], device="cuda")
     found, _ = layer(given)
     right = torch.nn.functional.linear(given, layer.weight)

@@ -74,10 +74,9 @@ def neighbour() -> object:
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
     base = bench(with_optimizer=False, overlap_grad_reduce=False)
-    (chunk,) = base.chunks
     layer = torch.nn.Linear(4, 4).cuda()
     torch.nn.init.constant_(layer.weight, 0.5)
-    model = DistributedDataParallel(base.config, chunk.ddp_config, layer)
+    model = DistributedDataParallel(base.config, base.chunks[0].ddp_config, layer)
     model(torch.ones(2, 4, device="cuda")).sum().backward()
     finalize_model_grads([model])
     return [buffer.grad_data.tolist() for buffer in model.buffers]

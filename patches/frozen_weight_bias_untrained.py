@@ -47,10 +47,9 @@ def reproduce() -> None:
 
     model = bench(tp=2, before_ddp=freeze, overlap_grad_reduce=False)
     model.forward_backward(1, data_seed=0)
-    (chunk,) = model.chunks
     still = [
         name
-        for name, parameter in chunk.module.named_parameters()
+        for name, parameter in model.chunks[0].module.named_parameters()
         if parameter.requires_grad and not parameter.main_grad.any()
     ]
     if still:

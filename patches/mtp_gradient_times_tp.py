@@ -56,8 +56,7 @@ def reproduce() -> None:
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(tp=2, overlap_grad_reduce=False, mtp=1)
-    (chunk,) = model.chunks
-    (layer,) = chunk.module.mtp.layers
+    (layer,) = model.chunks[0].module.mtp.layers
     shape = tiny.SEQUENCE, tiny.BATCH, model.config.hidden_size
     generator = torch.Generator().manual_seed(0)
     embedded, hidden, weights = (

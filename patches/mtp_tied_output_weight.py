@@ -56,10 +56,9 @@ def reproduce() -> None:
     from megatron.core import parallel_state
 
     model = bench(pp=2, tied=True, distributed_optimizer=False, overlap_grad_reduce=False, mtp=1)
-    (chunk,) = model.chunks
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     try:
-        chunk.module.sharded_state_dict(metadata={"dp_cp_group": group})
+        model.chunks[0].module.sharded_state_dict(metadata={"dp_cp_group": group})
     except AssertionError as error:
         raise Fault("the state dict has an output weight that nothing uses") from error
 

@@ -49,8 +49,7 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 def reproduce() -> None:
     """Run a `train()` that has no iteration left to run, with a function of the caller's own."""
     running = program(["--overlap-grad-reduce", "--overlap-param-gather"])
-    (chunk,) = running.chunks
-    running.config.param_sync_func = chunk.start_param_sync
+    running.config.param_sync_func = running.chunks[0].start_param_sync
     running.train(0)
     if running.config.param_sync_func is None:
         raise Fault("config.param_sync_func is None after train()")

@@ -13,8 +13,7 @@ from megatron_idempotent.proof.prove import affected
 
 def _model() -> tuple[Any, tuple[Any, ...]]:
     """A tiny GPTModel with all patches, and what it is called with."""
-    (chunk,) = built(with_optimizer=False, layers_per_stage=1).chunks
-    return chunk.module, tiny.inputs(0)
+    return built(with_optimizer=False, layers_per_stage=1).chunks[0].module, tiny.inputs(0)
 
 
 @on_ranks(1)
