@@ -125,6 +125,10 @@ def _compare(part: _Global, asked: dict[str, Any]) -> None:
         known = {**earlier, **known}  # what upstream can be asked for wins over memory
     defaults = _with_defaults(part.function, {}, partial=True)
     for key, value in asked.items():
+        if key == "rank":  # only decides who logs
+            continue
+        if key == "expert_tensor_parallel_size" and value is None:
+            value = asked["tensor_model_parallel_size"]
         if key in known:
             if known[key] != value:
                 raise ValueError(
@@ -155,18 +159,15 @@ def _groups() -> object:
 
 
 def _group_sizes() -> dict[str, Any]:
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
-    expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
     return {
-        "tensor_model_parallel_size": tensor,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": (
             parallel_state.get_virtual_pipeline_model_parallel_world_size()
         ),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        # None asks for that of tensor parallelism.
-        "expert_tensor_parallel_size": _Either(expert_tensor, expert_tensor == tensor),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
 
 
@@ -179,7 +180,6 @@ def _batch_sizes() -> dict[str, Any]:
         "micro_batch_size": micro,
         "global_batch_size": whole,
         "data_parallel_size": whole // per_replica,
-        "rank": _Either(None, True, anything=True),  # only decides who logs
     }
 
 
@@ -187,21 +187,6 @@ def _rerun_values() -> dict[str, Any]:
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     names = ("mode", "state_save_func", "state_restore_func", "result_rejected_tracker_filename")
     return {name: getattr(machine, name) for name in names}
-
-
-class _Either:
-    """Equals a value, and None if `or_none`; with `anything`, all values."""
-
-    def __init__(self, value: Any, or_none: bool, *, anything: bool = False) -> None:
-        self._value, self._or_none, self._anything = value, or_none, anything
-
-    def __eq__(self, other: object) -> bool:
-        return self._anything or other == self._value or (other is None and self._or_none)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self._value)
 
 
 def wire_train_config(
