@@ -6,6 +6,7 @@ file names that error.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -210,3 +211,20 @@ def once_there(path: Any, function: Callable[..., None], *args: Any, **kwargs: A
     while not path.exists():
         time.sleep(0.01)
     function(*args, **kwargs)
+
+
+def begin_save(state: Any) -> None:
+    """Run `dist_checkpointing.save` up to where the writer would begin.
+
+    Not every release's writer runs on every torch.
+    """
+    import tempfile
+
+    from megatron.core import dist_checkpointing
+
+    def stop(_: Any) -> None:
+        raise Broken("before the writer")
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Broken):
+        dist_checkpointing.save(state, folder, preprocess_common_before_consistancy_check=stop)
+        raise AssertionError("save() did not validate what it was given")

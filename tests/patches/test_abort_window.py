@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from abort_sites import Interrupted
+from megatron_idempotent.patches._case import EXPERT_BIAS
 from ranks import abort, built, digest, fails, groups, on_microbatch, on_ranks, same
 
 import megatron_idempotent
@@ -274,13 +275,6 @@ def test_the_state_machine_waits_for_a_step_and_nothing_is_recomputed():
 
 
 # Tokens that the routers counted in an aborted window.
-
-EXPERT_BIAS = {
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
-}
 GLOBAL_LOSS = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
 
 
