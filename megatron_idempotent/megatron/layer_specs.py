@@ -111,7 +111,7 @@ def with_marked_norm(layer_spec: Any, config: Any, vp_stage: int | None = None) 
     from megatron.core.transformer import transformer_block
 
     layer_spec = _marked(layer_spec, config)
-    # Releases before 0.12 count the layers without asking for the virtual stage.
+    # Releases before 0.13 count the layers without asking for the virtual stage.
     count = transformer_block.get_num_layers_to_build
     asks = "vp_stage" in count.__code__.co_varnames
     num_layers = count(config, vp_stage=vp_stage) if asks else count(config)
