@@ -13,17 +13,7 @@ if TYPE_CHECKING:
     from .patching.report import Report
 
 PACKAGES = frozenset(
-    {
-        "mcore_adapter",
-        "megatron",
-        "miles",
-        "nemo_rl",
-        "roll",
-        "skyrl",
-        "slime",
-        "swift",
-        "verl",
-    }
+    {"mcore_adapter", "megatron", "miles", "nemo_rl", "roll", "skyrl", "slime", "swift", "verl"}
 )
 """The top-level packages that have patches. The first import of one of them applies all."""
 

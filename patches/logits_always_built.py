@@ -66,11 +66,7 @@ class _OutputLayer:
         self._layer, self._labels = layer, labels
 
     def __call__(
-        self,
-        input_: Any,
-        weight: Any = None,
-        runtime_gather_output: Any = None,
-        **fused: Any,
+        self, input_: Any, weight: Any = None, runtime_gather_output: Any = None, **fused: Any
     ) -> Any:
         logits = _Logits(self._layer, input_, weight, runtime_gather_output)
         if not fused:

@@ -70,5 +70,5 @@ def reproduce() -> None:
 
 
 LIMIT = Limit(
-    summary="what is frozen after DDP was built goes on moving, what is unfrozen is not trained",
+    summary="what is frozen after DDP was built goes on moving, what is unfrozen is not trained"
 )

@@ -47,6 +47,5 @@ def reproduce() -> None:
 
 
 LIMIT = Limit(
-    summary="a RerunDataIterator outside of Megatron's own loop keeps every microbatch",
-    ranks=1,
+    summary="a RerunDataIterator outside of Megatron's own loop keeps every microbatch", ranks=1
 )

@@ -68,7 +68,4 @@ def reproduce() -> None:
         raise Fault(f"{tables} rotary table of a deleted model is kept, and its embedding")
 
 
-LIMIT = Limit(
-    summary="up to 32 rotary tables stay in memory, those of deleted models too",
-    ranks=1,
-)
+LIMIT = Limit(summary="up to 32 rotary tables stay in memory, those of deleted models too", ranks=1)

@@ -262,11 +262,7 @@ class AccumulationWindow:
             finalize = config.finalize_model_grads_func
 
             def with_all_tokens(
-                model: Any,
-                num_tokens: Any = None,
-                *,
-                finalize: Any = finalize,
-                **options: Any,
+                model: Any, num_tokens: Any = None, *, finalize: Any = finalize, **options: Any
             ) -> None:
                 self._count_tokens(model, num_tokens, **options)
                 if finalize is not None:
@@ -282,10 +278,7 @@ class AccumulationWindow:
 
 
 @contextmanager
-def accumulation_window(
-    model_chunks: Any,
-    total_microbatches: int | None = None,
-) -> Iterator[None]:
+def accumulation_window(model_chunks: Any, total_microbatches: int | None = None) -> Iterator[None]:
     """Make the schedule calls inside one optimizer step: their gradient is that of one call.
 
     Inside, every division by the number of microbatches in Megatron's schedules (the loss, the MoE

@@ -178,10 +178,7 @@ def gather_params(chunk: Any, *, wait: bool = True) -> None:
     """Start the parameter gathers that the peers' forward pre-hooks start; then wait if asked."""
     if not gathers_by_hooks(chunk):
         return
-    chain = [
-        *reversed(chunk.bucket_groups),
-        *reversed(chunk.expert_parallel_bucket_groups),
-    ]
+    chain = [*reversed(chunk.bucket_groups), *reversed(chunk.expert_parallel_bucket_groups)]
     # All are started before any is waited for: dense and expert parameters alternate on the
     # peers, and waiting in another order than theirs would be a deadlock.
     for group in chain:

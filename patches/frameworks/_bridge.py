@@ -153,12 +153,7 @@ class Bridge:
         module.get_pg_collection.return_value = self.groups
         running = self.program
         return module.evaluate(
-            self.state,
-            self.forward_step,
-            running.data[0],
-            running.chunks,
-            None,
-            running.config,
+            self.state, self.forward_step, running.data[0], running.chunks, None, running.config
         )
 
     def wire(self) -> None:
@@ -261,10 +256,7 @@ class Checkpoints:
         """Run Bridge's `load_checkpoint`. All ranks take part."""
         self.checkpoint.load = folder
         self.module.load_checkpoint(
-            self.state,
-            *self.held,
-            checkpointing_context=self.context,
-            pg_collection=self.groups,
+            self.state, *self.held, checkpointing_context=self.context, pg_collection=self.groups
         )
 
     def _describe(self, path: str) -> None:

@@ -53,11 +53,7 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 def reproduce() -> None:
     """Compare adapters of experts that two ranks share, and of a shared one, with their product."""
     options = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
-    bench = _peft.build(
-        "LoRA",
-        {"tp": 2, "sequence_parallel": True, "experts": 2},
-        config=options,
-    )
+    bench = _peft.build("LoRA", {"tp": 2, "sequence_parallel": True, "experts": 2}, config=options)
     _peft.expect_products(bench.chunks)
 
 

@@ -156,10 +156,7 @@ class _Net:
     """Three layers, small enough for thousands of programs. Each rank knows all ranks' data."""
 
     def __init__(self, setting: Setting) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -10,16 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from reduction_programs import (
-    LAYOUTS,
-    STEPS,
-    Program,
-    Setting,
-    drawn,
-    judge,
-    programs_of,
-    settings,
-)
+from reduction_programs import LAYOUTS, STEPS, Program, Setting, drawn, judge, programs_of, settings
 from reductions import run
 
 from megatron_idempotent.patching.source import locate

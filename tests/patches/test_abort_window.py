@@ -17,10 +17,7 @@ import megatron_idempotent
 
 def _aborted(model: Any) -> None:
     """A window that ends before the forward of its second microbatch."""
-    with (
-        on_microbatch(model, fails(Interrupted(), 1, in_loss=False)),
-        pytest.raises(Interrupted),
-    ):
+    with on_microbatch(model, fails(Interrupted(), 1, in_loss=False)), pytest.raises(Interrupted):
         model.forward_backward(2, data_seed=1)
 
 

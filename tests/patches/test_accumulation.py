@@ -213,18 +213,12 @@ WRONG = {
         r"Call megatron_idempotent.apply\(\)",
     ),
     "too many": (_with([3], 2, 2), r"^ValueError: .* 3 microbatches, 2 have run, and this call br"),
-    "too few": (
-        _with([3], 2),
-        r"^RuntimeError: .* ends after 2 of 3 microbatches: .* Run the re",
-    ),
+    "too few": (_with([3], 2), r"^RuntimeError: .* ends after 2 of 3 microbatches: .* Run the re"),
     "empty": (_with([]), r"^RuntimeError: .* ends after 0 of its microbatches"),
     "no chunk": (_with([3], chunks=[]), r"^ValueError: .* no model chunk"),
     "no number": (_with([0]), r"^ValueError: .* takes a positive int as total_microbatches, got 0"),
     "nested": (_nested, r"^RuntimeError: .* is open for these chunks already"),
-    "retried": (
-        _retried,
-        r"^RuntimeError: an earlier schedule call .* raised, so the gradient",
-    ),
+    "retried": (_retried, r"^RuntimeError: an earlier schedule call .* raised, so the gradient"),
 }
 
 

@@ -44,10 +44,7 @@ LISTS = {"distributed_optimizer": False}
 EXPERTS = {"experts": 2}
 MUON = {"optimizer_overrides": {"optimizer": "muon"}}
 EXHAUSTIVE = pytest.mark.exhaustive
-PLAIN = [
-    pytest.param(2, {}, id="layout", marks=needs_layout),
-    pytest.param(2, LISTS, id="lists"),
-]
+PLAIN = [pytest.param(2, {}, id="layout", marks=needs_layout), pytest.param(2, LISTS, id="lists")]
 KINDS = [
     # With Muon there is a layout too, and a DistributedOptimizer beside it.
     pytest.param(2, {}, id="layout", marks=[needs_layout, pytest.mark.matrix]),

@@ -37,10 +37,7 @@ def test_a_schedule_inside_of_no_sync_starts_no_reduction():
     at = [-1]
     for group in chunk.bucket_groups:
         start = group.start_grad_sync
-        group.start_grad_sync = lambda *a, start=start, **k: (
-            started.append(at[0]),
-            start(*a, **k),
-        )
+        group.start_grad_sync = lambda *a, start=start, **k: (started.append(at[0]), start(*a, **k))
     with on_microbatch(model, lambda index, loss: at.__setitem__(0, index % 3)):
         for _ in range(2):
             model.forward_backward(3, data_seed=0)

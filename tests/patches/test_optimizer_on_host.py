@@ -25,10 +25,7 @@ def offload(fraction: float, *, precise: bool = False) -> dict[str, Any]:
 #: Layouts, and overrides with which a layout has to have the same bits. On the host torch's fused
 #: Adam steps, which rounds otherwise than the one of an optimizer that is not hybrid.
 KINDS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
-    (
-        {"dtype": "bf16"},
-        [offload(0.0), offload(0.5), offload(1.0), offload(0.5, precise=True)],
-    ),
+    ({"dtype": "bf16"}, [offload(0.0), offload(0.5), offload(1.0), offload(0.5, precise=True)]),
     ({"dtype": "bf16"}, [{}]),
     ({"dtype": "bf16", "distributed_optimizer": False}, [{}]),
     ({"dtype": "bf16", "experts": 2}, [offload(0.5)]),  # a chain of two

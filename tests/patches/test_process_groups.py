@@ -151,10 +151,7 @@ def test_what_all_tensor_parallel_ranks_can_go_on_after_is_carried(site, ranks):
     model.forward_backward(2, data_seed=1)
     expected = model.gradients()
     here = dist.get_rank() in ranks
-    with (
-        failing(model, site, 0, here),
-        pytest.raises(megatron_idempotent.WindowAborted) as aborted,
-    ):
+    with failing(model, site, 0, here), pytest.raises(megatron_idempotent.WindowAborted) as aborted:
         model.forward_backward(2, data_seed=2)
     assert isinstance(aborted.value.__cause__, Broken) == here
     assert sorted(aborted.value.failures) == ranks

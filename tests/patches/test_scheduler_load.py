@@ -56,8 +56,7 @@ def test_a_load_goes_back_to_the_saved_step(loads, live_at):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error"),
-    [({"max_lr": 2.0}, "learning rate"), ({"end_wd": 0.3}, "end weight decay")],
+    ("wrong", "error"), [({"max_lr": 2.0}, "learning rate"), ({"end_wd": 0.3}, "end weight decay")]
 )
 @on_ranks(1, distributed=False)
 def test_a_load_that_is_refused_changes_nothing(wrong, error):

@@ -8,12 +8,7 @@ from ranks import built, groups, on_ranks
 
 @pytest.mark.parametrize(
     ("saved", "left"),
-    [
-        ((0,), [False, True]),
-        ((1,), [True, False]),
-        ((0, 1), [False, False]),
-        ((), [True, True]),
-    ],
+    [((0,), [False, True]), ((1,), [True, False]), ((0, 1), [False, False]), ((), [True, True])],
 )
 @on_ranks(2)
 def test_only_the_models_that_are_saved_are_gathered(saved, left):

@@ -83,10 +83,7 @@ class Forks:
 
 
 def in_child(
-    *,
-    imported: bool | Callable[..., bool] = True,
-    among: str | None = FEW,
-    timeout_s: float = 120,
+    *, imported: bool | Callable[..., bool] = True, among: str | None = FEW, timeout_s: float = 120
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a test's body run in a child of the warm process.
 

@@ -210,12 +210,7 @@ def test_a_part_reads_as_people_write():
 def test_a_body_of_before_the_hazard_is_not_patched_whatever_the_version_says(since, label, status):
     body = body_of(UPSTREAM)
     target = Target("up.stream:run", first_wrapper, reviewed={body.hash: label})
-    patch = Patch(
-        id="some-symptom",
-        summary="it hurts",
-        since=since,
-        targets=(target,),
-    )
+    patch = Patch(id="some-symptom", summary="it hurts", since=since, targets=(target,))
     verdict = judge(patch, {target.address: body}, None, None, named=True)
     assert verdict.status == status
     if status is not None:

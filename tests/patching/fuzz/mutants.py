@@ -861,7 +861,7 @@ def detours(targets: Sequence[Target]) -> Iterator[Around]:
     for target in {target.address: target for target in targets}.values():
         owner, _, name = target.qualname.rpartition(".")
         rights = {
-            "used in a function": f"\n\ndef _fuzz_use():\n    return {{0: {owner or name}}}\n",
+            "used in a function": f"\n\ndef _fuzz_use():\n    return {{0: {owner or name}}}\n"
         }
         wrongs = {
             "table": f"\n\n_FUZZ = {{'x': {name}}}\n",
