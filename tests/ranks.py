@@ -12,9 +12,20 @@ from typing import Any
 import pytest
 
 import megatron_idempotent
+from megatron_idempotent.patching.decide import installed
+
+_found = installed("megatron-core")
+RELEASE = () if _found is None else _found.release
+"""The release of the installed Megatron, such as (0, 19, 2); empty if there is none."""
 
 #: Two virtual stages on each of two stages.
 VIRTUAL = {"pp": 2, "vpp": 2, "layers_per_stage": 1}
+
+
+def needs_release(first: tuple[int, ...], why: str) -> None:
+    """Skip the test module that calls it, unless Megatron is of this release or a later one."""
+    if first > RELEASE:
+        pytest.skip(why, allow_module_level=True)
 
 
 def on_ranks(

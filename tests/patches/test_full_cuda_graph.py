@@ -7,14 +7,11 @@ import gc
 import weakref
 
 import pytest
-from ranks import on_ranks
+from ranks import needs_release, on_ranks
 
 import megatron_idempotent
-from megatron_idempotent.patching.decide import installed
 
-release = installed("megatron-core")
-if release is None or release.release < (0, 14):
-    pytest.skip("full-iteration graphs came with 0.14", allow_module_level=True)
+needs_release((0, 14), "full-iteration graphs came with 0.14")
 
 
 class Bench:

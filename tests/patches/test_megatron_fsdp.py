@@ -6,12 +6,10 @@ model with every strategy.
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import pytest
-from packaging.version import Version
-from ranks import abort, built, digest, on_ranks
+from ranks import RELEASE, abort, built, digest, on_ranks
 
 import megatron_idempotent
 from megatron_idempotent.patching.source import locate, read_body
@@ -23,7 +21,7 @@ SITES = ("forward", "output_layer", "layers.1", "layers.0", "embedding")
 
 
 pytestmark = pytest.mark.skipif(
-    Version(version("megatron-core")) < Version("0.16"),
+    RELEASE < (0, 16),
     reason="the Megatron-FSDP of this release cannot run this model on this torch",
 )
 

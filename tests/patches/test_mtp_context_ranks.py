@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy
 import pytest
+from ranks import needs_release
 
-from megatron_idempotent.patching.decide import installed
-
-found = installed("megatron-core")
-if found is None or found.release < (0, 17):
-    pytest.skip("before 0.17 there is no patch", allow_module_level=True)
+needs_release((0, 17), "before 0.17 there is no patch")
 #: Of a step in float32, as a part of its norm: tests/step/roundings.py derives them.
 ROUNDINGS = 4e5 * 2.0**-24
 PATCH = "mtp-loss-per-context-rank"

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import numpy
-import pytest
+from ranks import needs_release
 
-from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.proof.cpu import tiny
 
-found = installed("megatron-core")
-if found is None:
-    pytest.skip("Megatron writes the checkpoints", allow_module_level=True)
-if found.release < (0, 13):
-    pytest.skip("0.12 writes no checkpoint with a torch of today", allow_module_level=True)
+needs_release((0, 13), "0.12 writes no checkpoint with a torch of today")
 STAGES = 2
 #: Of a step in float32, as a part of its norm: tests/step/roundings.py derives them.
 ROUNDINGS = 4e5 * 2.0**-24

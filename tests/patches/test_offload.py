@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ranks import built, digest, fails, on_microbatch, on_ranks
+from ranks import built, digest, fails, needs_release, on_microbatch, on_ranks
 
-from megatron_idempotent.patching.decide import installed
-
-release = installed("megatron-core")
-if release is None or release.release < (0, 16):
-    pytest.skip("gradient buffers can be offloaded from 0.16 on", allow_module_level=True)
+needs_release((0, 16), "gradient buffers can be offloaded from 0.16 on")
 
 ONLY = ["offload-drops-gradients", "zero-grad-while-offloaded"]
 OPTIMIZERS = {

@@ -6,15 +6,12 @@ import contextlib
 import io
 
 import pytest
-from ranks import VIRTUAL, built, digest, fails, on_microbatch
+from ranks import VIRTUAL, built, digest, fails, needs_release, on_microbatch
 
 import megatron_idempotent
-from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.proof.cpu import RankError, tiny
 
-release = installed("megatron-core")
-if release is None or release.release < (0, 16):
-    pytest.skip("fine-grained activation offload came with 0.16", allow_module_level=True)
+needs_release((0, 16), "fine-grained activation offload came with 0.16")
 
 ID = "offload-plan-mislearned"
 

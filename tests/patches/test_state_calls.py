@@ -8,22 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import RELEASE, on_ranks
 
 import megatron_idempotent
-from megatron_idempotent.patching.decide import installed
 
 pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
 
-MEGATRON = installed("megatron-core")
 #: Before 0.17 `megatron.training` is in a source checkout only.
-needs_training = pytest.mark.skipif(
-    MEGATRON is not None and MEGATRON.release < (0, 17), reason="has no megatron.training"
-)
+needs_training = pytest.mark.skipif(RELEASE < (0, 17), reason="has no megatron.training")
 # 0.12's writer calls a private function of torch that takes one more argument today.
-needs_writer = pytest.mark.skipif(
-    MEGATRON is not None and MEGATRON.release < (0, 13), reason="cannot write with a new torch"
-)
+needs_writer = pytest.mark.skipif(RELEASE < (0, 13), reason="cannot write with a new torch")
 
 
 class Run:
@@ -224,9 +218,7 @@ def test_a_save_that_is_refused_leaves_the_older_checkpoint_and_one_that_ends_re
         assert dist_checkpointing.load(state(0), str(tmp_path))["weight"].eq(value).all()
 
 
-@pytest.mark.skipif(
-    MEGATRON is not None and MEGATRON.release < (0, 17), reason="keeps no metadata by name"
-)
+@pytest.mark.skipif(RELEASE < (0, 17), reason="keeps no metadata by name")
 @on_ranks(1)
 def test_metadata_is_kept_for_the_file_it_was_read_from(tmp_path):
     from megatron.core import dist_checkpointing
