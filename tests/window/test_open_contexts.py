@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import pytest
-from packaging.version import Version
-from ranks import on_ranks
+from ranks import RELEASE, on_ranks
 
 FORK = "dot_product_attention.py", "_GeneratorContextManager.__exit__"
 
@@ -108,9 +106,7 @@ def test_random_states_of_a_window() -> None:
     assert torch.equal(gradients_of_the_next(None), gradients_of_the_next(0))
 
 
-@pytest.mark.skipif(
-    Version(version("megatron-core")) < Version("0.16"), reason="forks have no names before 0.16"
-)
+@pytest.mark.skipif(RELEASE < (0, 16), reason="forks have no names before 0.16")
 @on_ranks(1)
 def test_random_states_in_use() -> None:
     """An inner fork is never left."""
