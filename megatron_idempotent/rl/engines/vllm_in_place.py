@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_idempotent.rl.weights import TensorInfo
 from megatron_idempotent.rl.weights.deltas import Patch
 
 
@@ -58,41 +57,38 @@ class Places:
 
     The model's own loader runs once, and the copies that it would make are noted and not made: so
     whatever it fuses, shards or transposes needs no table here.
-    Example: `Places(model, infos).write(update)`.
+    Example: `Places(model, served).write(update)`.
     """
 
-    def __init__(self, model: Any, tensors: Iterable[TensorInfo]) -> None:
+    def __init__(self, model: Any, served: Mapping[str, torch.Tensor]) -> None:
         """
         Args:
             model: a model with a `load_weights` method, as vLLM's have.
-            tensors: every tensor of an update.
+            served: every tensor that the model has, by its name in a checkpoint.
 
-        Errors: `NotInPlace` for a loader that does more than to copy elements.
+        Errors: `NotInPlace` for a loader that does more than to copy elements, and for a model that
+            has not the bits of these tensors in those places.
         """
         probes = {
-            info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in tensors
+            name: torch.empty(each.shape, dtype=each.dtype, device="meta")
+            for name, each in served.items()
         }
         names = {_storage(probe): name for name, probe in probes.items()}
         noted = _Noted(_storage(each) for each in (*model.parameters(), *model.buffers()))
         try:
             with torch.no_grad(), noted:
                 model.load_weights(iter(probes.items()))
-        except (RuntimeError, ValueError, AssertionError) as error:  # a probe has no elements
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            # A probe has no elements, and a layer that was packed may have no weight.
             raise NotInPlace(f"its loader wants more than to copy: {error}") from error
         self._copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for to, probe in noted.copies:
-            name = names.get(_storage(probe))
-            if name is None or (to.dtype, to.shape) != (probe.dtype, probe.shape):
+            name = names.get(_storage(probe), "")
+            if not name or (to.dtype, to.shape) != (probe.dtype, probe.shape):
                 raise NotInPlace(f"{name or 'a tensor'} is converted as it is loaded")
+            if not torch.equal(_bits(to), _bits(_part(served[name], probe).to(to.device))):
+                raise NotInPlace(f"{name} is in another layout after it is loaded")
             self._copies.setdefault(name, []).append((to, probe))
-
-    def check(self, served: Mapping[str, torch.Tensor]) -> None:
-        """Raise `NotInPlace` unless the model has the bits of these tensors in those places."""
-        for name, copies in self._copies.items():
-            tensor = served[name]
-            for to, probe in copies:
-                if not torch.equal(_bits(to), _bits(_part(tensor, probe).to(to.device))):
-                    raise NotInPlace(f"{name} is in another layout after it is loaded")
 
     @torch.no_grad()
     def write(self, update: Patched) -> None:

@@ -21,6 +21,7 @@ from megatron_idempotent.rl.weights import (
     WeightUpdate,
 )
 from megatron_idempotent.rl.weights.deltas import EncodedDelta, Patch, verify
+from megatron_idempotent.rl.weights.records import listed
 from megatron_idempotent.rl.weights.transports import receiver
 
 from .protocol import EngineUnsupported, refuse_out_of_turn
@@ -342,8 +343,6 @@ def _described(error: BaseException) -> dict[str, str]:
 LayerScales = Mapping[str, float]
 """The scales that a layer computes with, by "k", "v" and "q"."""
 
-_LISTED = 5
-
 
 class CacheScales:
     """Reads, checks and writes the scales of one model's key-value caches in FP8.
@@ -389,11 +388,13 @@ class CacheScales:
         ]
         if unknown and self._whole:
             raise UpdateMismatch(
-                f"kv_scales name no layer of the model: {_listed(unknown)}; it has "
-                f"{_listed(list(self._layers))}"
+                f"kv_scales name no layer of the model: {listed(unknown, ', ')}; it has "
+                f"{listed(list(self._layers), ', ')}"
             )
         if missing:
-            raise UpdateMismatch(f"kv_scales lack {_listed(missing)}; give those of all layers")
+            raise UpdateMismatch(
+                f"kv_scales lack {listed(missing, ', ')}; give those of all layers"
+            )
 
     def read(self) -> dict[str, LayerScales]:
         """Return the scales that are in use, by layer."""
@@ -442,8 +443,3 @@ def _set(layer: Any, which: str, value: float) -> None:
     on_host = getattr(layer, f"_{which}_scale_cpu", None)
     if on_host is not None:
         on_host.fill_(value)
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -234,7 +234,7 @@ class VllmUpdates:
                     "serving": serving if serving is not None else self._initial_version,
                     "keep": self._keep_copy,
                     "silence_s": self._control.timeouts.silence_s,
-                    "adapter": await self._card(),
+                    "adapter": self._adapter and await self._card(),
                 }
             )
             sent = 0
@@ -253,10 +253,8 @@ class VllmUpdates:
         finally:
             await sender.close()
 
-    async def _card(self) -> Mapping[str, str] | None:
-        """Return the server's name and folder of the adapter that is updated, if one is."""
-        if self._adapter is None:
-            return None
+    async def _card(self) -> Mapping[str, str]:
+        """Return what the server says of the adapter that is updated: its name and folder."""
         cards = (await self._control.get("/v1/models"))["data"]
         found = {card["id"]: card for card in cards if card.get("parent")}
         if list(found) != [self._adapter]:
@@ -265,7 +263,8 @@ class VllmUpdates:
                 "updated; start its server with --enable-lora and --lora-modules "
                 f"{self._adapter}=FOLDER, and no other"
             )
-        return {name: found[self._adapter][name] for name in ("id", "root")}
+        card: Mapping[str, str] = found[self._adapter]
+        return card
 
     async def _received(self, update_id: str, buckets: int) -> None:
         """Wait until all workers have that many buckets. Errors: theirs; `EngineTimeout`."""

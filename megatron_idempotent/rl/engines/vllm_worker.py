@@ -22,7 +22,6 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
-    get_layerwise_info,
     initialize_layerwise_reload,
 )
 from vllm.platforms import current_platform
@@ -116,7 +115,8 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         # Those of the weights that were served last; None once an update is served.
         self._scales_before: Mapping[str, LayerScales] | None = None
         self._places: Places | None = None
-        self._add_adapter: Callable[[str], Any] | None = None
+        self._load_adapter: Callable[[Any], Any] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.whole_because = ""
         """The reason why deltas are not written in place; empty as long as none is known."""
         self.inbox = Inbox(
@@ -170,20 +170,31 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.inbox.forget()
 
     def serve_adapter(self, worker: Any, card: Mapping[str, str]) -> None:
-        """Take updates of an adapter's factors, which the worker has as its only one."""
-        (number,) = worker.list_loras()
-        self._directory = Path(card["root"])
-        self._add_adapter = lambda folder: worker.add_lora(
-            LoRARequest(card["id"], number, folder, load_inplace=True)
-        )
+        """Take updates of the factors of an adapter, by its name and folder. Twice: no-op."""
+        if self._load_adapter is not None:
+            return
+        self._directory, self._adapter = Path(card["root"]), card["id"]
+        self._adapters = worker.model_runner.lora_manager
+        load = self._load_adapter = self._adapters._load_adapter
+
+        def newest(request: Any) -> Any:
+            if request.lora_name != self._adapter or self._folder is None:
+                return load(request)
+            return load(LoRARequest(self._adapter, request.lora_int_id, self._folder.name))
+
+        # vLLM forgets adapters after an update, and otherwise loads them from the request's folder.
+        self._adapters._load_adapter = newest
 
     def _load(self, weights: Weights) -> None:
-        if self._add_adapter is not None:
-            # vLLM takes adapters from folders alone, and loads one before it lets the old one go.
-            with tempfile.TemporaryDirectory() as folder:
-                shutil.copy(self._directory / "adapter_config.json", folder)
-                save_file(dict(weights), Path(folder, "adapter_model.safetensors"))
-                self._add_adapter(folder)
+        if self._load_adapter is not None:
+            before, folder = self._folder, tempfile.TemporaryDirectory()
+            shutil.copy(self._directory / "adapter_config.json", folder.name)
+            save_file(dict(weights), Path(folder.name, "adapter_model.safetensors"))
+            self._load_adapter(LoRARequest(self._adapter, 1, folder.name))  # raises, or it can
+            self._folder = folder
+            self._adapters.remove_all_adapters()
+            if before is not None:
+                before.cleanup()
             return
         if isinstance(weights, Patched) and not self.inbox.torn:
             places = self._find_places(weights.served)
@@ -198,32 +209,18 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
     def _find_places(self, served: Weights) -> Places | None:
         """Return the model's places, found once; None if it cannot be written in place."""
         if self._places is None and not self.whole_because:
+            # On CPUs a layer's function may hold packed weights.
+            computing = (getattr(layer, "cpu_linear", None) for layer in self.model.modules())
             try:
-                self._refuse_derived()
-                places = Places(self.model, self._expected())
-                places.check(served)
-                self._places = places
+                if self.model_config.use_mla or any(
+                    getattr(each, "__closure__", None) for each in computing
+                ):
+                    raise NotInPlace("it computes with what it makes of its weights")
+                self._places = Places(self.model, served)
             except NotInPlace as error:
                 self.whole_because = str(error)
                 _log.info("deltas are loaded as whole layers: %s", error)
         return self._places
-
-    def _refuse_derived(self) -> None:
-        """Raise `NotInPlace` if layers compute with anything that they make of their weights."""
-        if self.model_config.quantization or self.model_config.use_mla:
-            raise NotInPlace("it is quantised, or makes attention's matrices of its weights")
-        for name, layer in self.model.named_modules():
-            loaded, _ = get_layerwise_info(layer).restore_metadata
-            now = dict(layer.named_parameters(recurse=False))
-            changed = any(
-                (now[key].shape, now[key].dtype) != (was.shape, was.dtype)
-                for key, was in loaded.items()
-                if key in now
-            )
-            # On CPUs, a function that holds packed weights.
-            packed = getattr(getattr(layer, "cpu_linear", None), "__closure__", None)
-            if changed or packed:
-                raise NotInPlace(f"{name} packs its weights after it is loaded")
 
     def _together(self, scales: Mapping[str, float] | None = None) -> None:
         if self._apart:

@@ -235,6 +235,13 @@ class Lora:
     layers: tuple[str, ...] = tuple(_PROJECTIONS)
     """Megatron's names of the layers that have adapters."""
 
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not {*self.layers} <= {*_PROJECTIONS}:
+            raise ValueError(
+                f"Lora() got rank={self.rank} and layers={self.layers}; allowed: 1 or more, and "
+                f"layers of {', '.join(_PROJECTIONS)}"
+            )
+
     def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
         """Return the adapters' tensors and their shapes, by the names that PEFT gives them."""
         targets = tuple(f".{each}.weight" for layer in self.layers for each in _PROJECTIONS[layer])
@@ -305,20 +312,17 @@ class Names:
     ) -> tuple[ParameterSlot, ...]:
         kind, names = _LAYER.get(f"{layer}.weight", ("whole", ()))
         targets = [_peft(at + each, factor) for each in names]
-        if not all(each in self.shapes for each in targets):
+        if not targets or not all(each in self.shapes for each in targets):
             return ()
         rank, count = self.ranks[:2]
         if factor == "B" and kind != "columns":
-            return (self._slot(name, kind, targets, rank, count),) if targets else ()
-        # Fused projections have one A for all. Some wrappers cut it along the adapter's rank, and
-        # the B of a row-parallel layer along its outputs.
-        slots = []
-        for target in targets:
-            cut = rows < self.shapes[target][0]
-            along: Kind = "columns" if factor == "A" and kind == "columns" and not cut else "whole"
-            shared = not cut and along == "whole"
-            slots.append(self._slot(name, along, [target], *((0, 1) if shared else (rank, count))))
-        return tuple(slots)
+            return (self._slot(name, kind, targets, rank, count),)
+        # Some wrappers cut an A along the adapter's rank, and the B of a row-parallel layer.
+        cut = rows < self.shapes[targets[0]][0]
+        along: Kind = "columns" if factor == "A" and kind == "columns" and not cut else "whole"
+        place = (rank, count) if cut or along == "columns" else (0, 1)
+        # Fused projections have one A for all.
+        return tuple(self._slot(name, along, [target], *place) for target in targets)
 
     def _experts(
         self, name: str, inner: str, at: str, experts: Sequence[int]

@@ -18,6 +18,8 @@ from megatron_idempotent.rl.weights.transports import SharedMemorySender
 
 HERE = Path(__file__).parent
 ARGUMENTS = ("--dtype", "float32", "--enforce-eager")
+#: Of a server that does not live long: without a process for its one worker.
+ONE_PROCESS = ("--distributed-executor-backend", "uni")
 
 
 class Served:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from contract_base import ContractBase, buckets, next_update
-from served import HERE, inherited
+from served import HERE, ONE_PROCESS, inherited
 from tiny import read_weights
 
 from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmEngine, VllmServer
@@ -28,6 +28,7 @@ class TestVllmWithAnFp8Cache(ContractBase):
     def test_scales_take_effect_with_an_update_and_stay(self, old: Path, new: Path, shared) -> None:
         shared.server.stop()  # two engines would share two cores
         arguments = ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8", "--enforce-eager")
+        arguments += ONE_PROCESS
         with VllmServer(
             old,
             arguments=arguments,

@@ -382,7 +382,8 @@ def adapters_alone(root: Any, name: str, layout: dict[str, int], cut: bool) -> N
         for key, layer in list(model.named_modules()):
             if isinstance(layer, Adapted):
                 parent, _, own = key.rpartition(".")
-                layer.to_wrap.weight.data.copy_(layer._product())
+                factors = layer.adapter.linear_out.weight, layer.adapter.linear_in.weight
+                layer.to_wrap.weight.data.copy_(SCALE * factors[0] @ factors[1])
                 setattr(model.get_submodule(parent), own, layer.to_wrap)
     merged = hf_programs.exported(MegatronWeights(chunks, arch))
     for key in base:

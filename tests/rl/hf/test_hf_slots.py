@@ -109,3 +109,11 @@ def test_what_the_checkpoint_has_not_is_nothing(name):
     assert Names(DENSE, ONE).slots(name, 24, layers=[3]) == ()
     if "linear_fc1.bias" not in name:
         assert Names(MOE, ONE).slots(name, 24, layers=[3], experts=range(4)) == ()
+
+
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"rank": 4, "layers": ("linear_q",)}])
+def test_adapters_of_no_rank_or_in_no_known_layer_are_refused(settings):
+    from megatron_idempotent.rl.hf import Lora
+
+    with pytest.raises(ValueError, match=r"allowed: 1 or more, and layers of linear_qkv"):
+        Lora(**settings)
