@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_idempotent.settings import Field, settings
 
-Target = Literal["engine", "policy", "weights", "plane", "prompt", "logger"]
+Target = Literal["engine", "policy", "weights", "plane", "prompt"]
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "engine": (
@@ -23,7 +23,6 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "weights": ("raises",),
     "plane": ("raises", "done, then raises"),
     "prompt": ("poisoned", "fails", "hangs"),
-    "logger": ("raises",),
 }
 """The kinds of fault that can happen to each target."""
 

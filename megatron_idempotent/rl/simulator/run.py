@@ -25,7 +25,6 @@ from .report import SimulationReport
 from .scenario import Scenario
 from .trainer import (
     CountingPlane,
-    FaultyLogger,
     MemoryStore,
     Recorder,
     SimulatedPolicy,
@@ -43,8 +42,6 @@ class MeasuredFleet(Fleet):
     """Virtual seconds in which engines were paused."""
     sync_s = 0.0
     """Virtual seconds of all publishes, failed ones included."""
-    syncs = 0
-    """Publishes that succeeded."""
 
     async def publish(self, version: int) -> Mapping[str, float]:
         """Publish weights and add up the seconds; see `Generator.publish`."""
@@ -53,7 +50,6 @@ class MeasuredFleet(Fleet):
             metrics = await super().publish(version)
         finally:
             self.sync_s += asyncio.get_running_loop().time() - started
-        self.syncs += 1
         self.pause_s += metrics["pause_s"]
         return metrics
 
@@ -135,8 +131,8 @@ class Simulation:
             recipe=self.recipe,
             plane=self.plane,
             store=self.store,
-            # In the loop: they look at its clock, and a thread would come at any time of it.
-            loggers=Loggers([FaultyLogger(self.faults), self.recorder]),
+            # In the loop: it looks at its clock, and a thread would come at any time of it.
+            loggers=Loggers([self.recorder]),
         )
         self.status: Status | None = None
         self.ended_s = 0.0

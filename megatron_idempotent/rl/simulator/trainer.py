@@ -1,4 +1,4 @@
-"""Simulates the trainer's side: a policy that learns nothing, prompts, recipe, store, loggers."""
+"""Simulates the trainer's side: a policy that learns nothing, prompts, recipe, store, logger."""
 
 from __future__ import annotations
 
@@ -378,24 +378,6 @@ class Recorder:
         if step:
             self.last = dict(metrics)
             self.ends_s.append(_now())
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class FaultyLogger:
-    """Implements `Logger`: raises if a fault is due, and counts rows otherwise."""
-
-    def __init__(self, faults: Faults) -> None:
-        self.rows = 0
-        self._faults = faults
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Count a row. Errors: `InjectedError` for a fault."""
-        del metrics, step
-        if self._faults.due("logger", _now()):
-            raise InjectedError("the logger's disk is full")
-        self.rows += 1
 
     def close(self) -> None:
         """Do nothing."""

@@ -92,7 +92,6 @@ ENDURED: list[tuple[list[Fault], dict[str, Any], dict[str, Any]]] = [
         for call in ("put", "clear")
     ),
     ([plane("raises", "get")], {}, {"faults": 2}),
-    ([Fault(target="logger", kind="raises", at_s=20.0)], {}, {"faults": 1}),
     ([Fault(target="weights", kind="raises", at_s=20.0)], {}, {"faults": 1}),
 ]
 
@@ -210,7 +209,6 @@ def test_everything_at_once() -> None:
         Fault(target="plane", kind="raises", call="clear", at_s=35.0, times=2),
         Fault(target="prompt", kind="poisoned", index=12, times=99),
         Fault(target="prompt", kind="hangs", index=17),
-        Fault(target="logger", kind="raises", at_s=40.0),
     )
     for seed in range(5):
         scenario = dataclasses.replace(SMALL, faults=faults, steps=40, seed=seed)
