@@ -17,11 +17,6 @@ from typing import Any, Literal
 
 from .protocol import ControllerError, Counts, Generating, Held
 
-# Reasons are a few words of a recipe's. One that puts a number or an id into them must not grow
-# the buffer, its metrics and its checkpoints with the length of the run.
-MOST_REASONS = 64
-OTHER_REASONS = "other"
-
 
 class GroupStateError(ControllerError):
     """A group is not in the state that an operation needs; the buffer has not changed."""
@@ -83,7 +78,6 @@ class GroupBuffer:
         self._leased: dict[int, Held] = {}
         self._owed: set[int] = set()
         self._gone = {"trained": 0, "filtered": 0, "evicted": 0, "aborted": 0}
-        self._reasons: dict[str, int] = {}
         self._submitted = self._started = self._arrivals = 0
         self.ready = ReadyGroups(self._ready, self._generating, self._owed)
         """The complete groups that no step has leased, for a sampler."""
@@ -138,11 +132,8 @@ class GroupBuffer:
         self._owed.add(group_id)
         self._submitted -= 1
 
-    def drop(self, group_id: int, outcome: Literal["filtered", "evicted"], reason: str) -> None:
-        """Remove a generating or ready group, free its place, and count it and the reason.
-
-        A reason that is new once there are `MOST_REASONS` of them counts as `other`.
-        """
+    def drop(self, group_id: int, outcome: Literal["filtered", "evicted"]) -> None:
+        """Remove a generating or ready group, free its place, and count it."""
         if outcome not in ("filtered", "evicted"):
             raise ValueError(f"outcome is {outcome!r}; allowed: filtered, evicted")
         running = self._generating.pop(group_id, None)
@@ -150,9 +141,6 @@ class GroupBuffer:
             raise self._wrong(group_id, "generating or ready", to="drop it")
         self._gone[outcome] += 1
         self._gone["aborted"] += running is not None and outcome == "evicted"
-        if reason not in self._reasons and len(self._reasons) >= MOST_REASONS:
-            reason = OTHER_REASONS
-        self._reasons[reason] = self._reasons.get(reason, 0) + 1
 
     def lease(self, group_ids: Iterable[int]) -> None:
         """Move all of these groups from ready to leased, for the open step, or none of them."""
@@ -183,11 +171,6 @@ class GroupBuffer:
             leased=len(self._leased),
             **self._gone,
         )
-
-    @property
-    def reasons(self) -> Mapping[str, int]:
-        """The number of dropped groups, by reason."""
-        return dict(self._reasons)
 
     @property
     def accepted(self) -> int:
@@ -232,7 +215,6 @@ class GroupBuffer:
         )
         return {
             "counts": dict(self._gone),
-            "reasons": dict(self._reasons),
             "arrivals": self._arrivals,
             "ready": [dataclasses.asdict(each) for each in held],
             "unfinished": self.unfinished_ids,
@@ -250,7 +232,6 @@ class GroupBuffer:
         buffer = cls(capacity)
         try:
             buffer._gone = {name: state["counts"][name] for name in buffer._gone}
-            buffer._reasons.update(state["reasons"])
             buffer._arrivals = state["arrivals"]
             buffer._ready.update({each["id"]: Held(**each) for each in state["ready"]})
             buffer._owed.update(state["unfinished"])

@@ -269,10 +269,7 @@ class Recipe(Protocol):
     """Turns groups into batches, in plain functions that take milliseconds at most."""
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Say in a word or two why a group is of no use; return "" to keep it.
-
-        Groups are counted by these words.
-        """
+        """Say in a word or two why a group is of no use; return "" to keep it."""
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Any:
         """Return the batch for `Policy.logprobs`, made of the up to `groups_per_call` groups that

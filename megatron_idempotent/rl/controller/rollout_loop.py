@@ -60,7 +60,7 @@ class RolloutPump:
         stale = chosen(shared.sampler, "abort", ready, version=version)
         for group in stale:
             # Dropped first: whatever its task does before it ends, the group is gone.
-            shared.buffer.drop(group.id, "evicted", "aborted")
+            shared.buffer.drop(group.id, "evicted")
             if (task := self._tasks.get(group.id)) is not None:
                 task.cancel()
         if stale:
@@ -102,9 +102,8 @@ class RolloutPump:
         )
         # Its tokens may be newer than the weights that it was started with.
         shared.buffer.renew(group_id, version=group.oldest_version)
-        reason = shared.recipe.rejects(group)
-        if reason:
-            shared.buffer.drop(group_id, "filtered", reason)
+        if shared.recipe.rejects(group):
+            shared.buffer.drop(group_id, "filtered")
             shared.tell()
             return
         try:
@@ -166,7 +165,7 @@ class RolloutPump:
             return
         # Never a reward of zero: that would teach the policy to avoid what an engine failed at.
         _log.error("group %d is dropped, %s: %r", group_id, reason, error)
-        self._shared.buffer.drop(group_id, "filtered", reason)
+        self._shared.buffer.drop(group_id, "filtered")
         self._shared.dropped[reason] += 1
         self._shared.dropped_for = repr(error)
         self._shared.tell()

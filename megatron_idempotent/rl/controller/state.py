@@ -136,7 +136,7 @@ class RunState:
 
     def lose(self, group_id: int) -> None:
         """Drop a ready group that the data plane has lost, so that another takes its place."""
-        self.buffer.drop(group_id, "filtered", "lost")
+        self.buffer.drop(group_id, "filtered")
         self.dropped["lost"] += 1
         self.tell()
 

@@ -195,7 +195,7 @@ class TrainPump:
         shared, version = self._shared, self._shared.trainer_version
         stale = chosen(shared.sampler, "evict", shared.buffer.ready, version=version)
         for held in stale:
-            shared.buffer.drop(held.id, "evicted", "stale")
+            shared.buffer.drop(held.id, "evicted")
         if stale:
             shared.tell()
             await self._stored.clear([held.id for held in stale])

@@ -291,7 +291,7 @@ class MemoryStore:
     """Implements `Store` in memory: keeps the newest checkpoint, its state as JSON."""
 
     def __init__(self, policy: SimulatedPolicy) -> None:
-        self.saved = self.restored = 0
+        self.restored = 0
         self._policy = policy
         self._newest: tuple[list[SimulatedStep], str] | None = None
 
@@ -302,7 +302,6 @@ class MemoryStore:
             raise AssertionError(f"version {version} is saved, and the policy has {len(updates)}")
         await asyncio.sleep(self._policy.costs.save_s)
         self._newest = updates, json.dumps(state)
-        self.saved += 1
 
     async def restore(self) -> Mapping[str, Any] | None:
         """Restart the policy with the newest checkpoint's steps; returns its state, or None."""

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from megatron_idempotent.rl.controller.buffer import MOST_REASONS, GroupBuffer, GroupStateError
+from megatron_idempotent.rl.controller.buffer import GroupBuffer, GroupStateError
 from megatron_idempotent.rl.controller.protocol import Counts, Generating, Held
 
 id_lists = st.lists(group_ids, max_size=4)
@@ -26,7 +26,6 @@ class BufferMachine(RuleBasedStateMachine):
         self.generating, self.ready, self.leased, self.owed = {}, {}, {}, set()
         self.gone = {"trained": 0, "filtered": 0, "evicted": 0, "aborted": 0}
         self.submitted = self.arrivals = self.starts = 0
-        self.reasons = {}
 
     def free(self):
         return max(self.capacity - len(self.generating) - len(self.ready), 0)
@@ -82,19 +81,14 @@ class BufferMachine(RuleBasedStateMachine):
             self.owed.add(group_id)
             self.submitted -= 1
 
-    @rule(
-        group_id=group_ids,
-        outcome=st.sampled_from(["filtered", "evicted"]),
-        reason=st.sampled_from(["stale", "no spread"]),
-    )
-    def drop(self, group_id, outcome, reason):
+    @rule(group_id=group_ids, outcome=st.sampled_from(["filtered", "evicted"]))
+    def drop(self, group_id, outcome):
         allowed = group_id in self.generating or group_id in self.ready
-        if self.attempt(allowed, lambda: self.buffer.drop(group_id, outcome, reason), group_id):
+        if self.attempt(allowed, lambda: self.buffer.drop(group_id, outcome), group_id):
             running = self.generating.pop(group_id, None) is not None
             self.ready.pop(group_id, None)
             self.gone[outcome] += 1
             self.gone["aborted"] += running and outcome == "evicted"
-            self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def move(self, ids, where, operation):
         allowed = len(set(ids)) == len(ids) and all(each in where for each in ids)
@@ -145,7 +139,6 @@ class BufferMachine(RuleBasedStateMachine):
             **self.gone,
         )
         assert buffer.counts.conserved
-        assert buffer.reasons == self.reasons
         assert buffer.accepted == self.gone["trained"] + len(self.ready) + len(self.leased)
         assert buffer.free == self.free()
         assert buffer.generating_ids == sorted(self.generating)
@@ -185,19 +178,9 @@ def test_a_group_goes_its_whole_way_and_leaves_nothing_behind():
         buffer.lease([group_id])
         buffer.trained([group_id])
     kept = [value for value in vars(buffer).values() if isinstance(value, (dict, list, set))]
-    assert sorted(map(len, kept)) == [0, 0, 0, 0, 0, 4], "only the numbers of what has left"
+    assert sorted(map(len, kept)) == [0, 0, 0, 0, 4], "only the numbers of what has left"
     assert len(json.dumps(buffer.state())) < 200
     assert buffer.counts.trained == 1000
-
-
-def test_reasons_that_are_all_different_do_not_grow_without_end():
-    buffer = GroupBuffer(1)
-    for group_id in range(500):
-        buffer.reserve(group_id)
-        buffer.drop(group_id, "filtered", f"prompt {group_id} is impossible")
-    assert len(buffer.reasons) == MOST_REASONS + 1
-    assert buffer.reasons["other"] == 500 - MOST_REASONS
-    assert sum(buffer.reasons.values()) == 500
 
 
 @pytest.mark.parametrize(
@@ -210,10 +193,10 @@ def test_reasons_that_are_all_different_do_not_grow_without_end():
         ),
         (lambda b: b.commit(2, version=0), "group 2 is ready, and has to be generating to commit"),
         (lambda b: b.commit(9, version=0), r"group 9 is not in the buffer \(not reserved, or gone"),
-        (lambda b: b.drop(3, "evicted", "stale"), "group 3 is leased, .* generating or ready"),
+        (lambda b: b.drop(3, "evicted"), "group 3 is leased, .* generating or ready"),
         (lambda b: b.lease([2, 2]), r"group 2 \(ready\) is named twice"),
         (lambda b: b.trained([3, 2]), "group 2 is ready, and has to be leased to count it"),
-        (lambda b: b.drop(2, "trained", ""), "outcome is 'trained'; allowed: filtered, evicted"),
+        (lambda b: b.drop(2, "trained"), "outcome is 'trained'; allowed: filtered, evicted"),
     ],
 )
 def test_a_mistake_names_the_group_and_its_state_and_changes_nothing(operation, message):
