@@ -15,7 +15,7 @@ from megatron_idempotent.rl.weights.deltas import Patch
 class Patched(Mapping[str, torch.Tensor]):
     """Gives the tensors of an update over those that are served; each is made as it is asked for.
 
-    Example: `Patched(served, {"norm.weight": tensor, "head.weight": verify(delta, head)})`.
+    Example: `Patched(served, {"norm.weight": tensor, "head.weight": patch})`.
     """
 
     def __init__(
