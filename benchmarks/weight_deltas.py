@@ -1,6 +1,6 @@
 """Measures deltas of weights after real Adam steps: bytes beside the whole model, and their rate.
 
-    python -m benchmarks.weight_deltas [--hidden 64 768] [--steps 3] [--rounds 5] [--json]
+    python -m benchmarks.weight_deltas [--hidden 64 768] [--steps 8] [--rounds 5] [--json]
 
 Each model is a Qwen3 that learns random tokens on the CPU, with main weights in float32; bfloat16
 is what is sent. For each learning rate the last step's change is encoded as this library does it
@@ -20,6 +20,7 @@ import math
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks._record import options, tell
@@ -38,15 +39,23 @@ def measure(hidden: int, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = _model(hidden)
     start = {name: each.detach().clone() for name, each in model.named_parameters()}
+    shares: dict[str, float]
+    old: dict[str, Any]
+    new: dict[str, Any]
     found: dict[str, Any] = {"parameters": sum(each.numel() for each in start.values())}
     for rate in RATES:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(start[name])
-        old, new = _trained(model, rate, steps)
+        shares, old, new = {}, {}, {}
+        for number, sent in enumerate(_steps(model, rate, steps), 1):
+            old, new = new, sent
+            if old and rate == RATES[0]:
+                shares[f"step {number}"] = _encoded(new, old)["of_the_model"]
         found[f"lr {rate:g}"] = {
             **_encoded(new, old),
             "others": _others(new, old),
+            "over steps": shares,
             "fp8": _encoded(_fp8(new), _fp8(old)) if rate == RATES[0] else {},
         }
     return found
@@ -69,20 +78,18 @@ def _model(hidden: int) -> Any:
     )
 
 
-def _trained(model: Any, rate: float, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the weights in bfloat16 before the last of some steps of Adam, and after it."""
+def _steps(model: Any, rate: float, steps: int) -> Iterator[dict[str, Any]]:
+    """Yield the weights in bfloat16 after each step of Adam."""
     import torch
 
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(1)
-    sent: list[dict[str, Any]] = []
     for _ in range(steps):
         tokens_BT = torch.randint(0, model.config.vocab_size, (2, 64), generator=generator)
         optimizer.zero_grad()
         model(input_ids=tokens_BT, labels=tokens_BT).loss.backward()
         optimizer.step()
-        sent.append({name: each.detach().bfloat16() for name, each in model.named_parameters()})
-    return sent[-2], sent[-1]
+        yield {name: each.detach().bfloat16() for name, each in model.named_parameters()}
 
 
 def _fp8(weights: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +232,7 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 768])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5, help="updates of each kind")
     asked = parser.parse_args()
     import torch

@@ -110,7 +110,7 @@ class PolicyWorker(Exports):
     def __init__(self, job: Job) -> None:
         """Build the model and the optimizer of the run that the job describes."""
         self._policy, *_ = start_policy(job)
-        super().__init__(self._policy.source())
+        super().__init__(self._policy.source(deltas=job.config.sync.deltas))
 
     def begin(self, step_id: str) -> None:
         """Open an optimizer step."""

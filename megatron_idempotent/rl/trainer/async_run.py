@@ -201,7 +201,10 @@ async def _controller(
     fleet = Fleet(
         engines,
         source=RemoteWeights(
-            ranks, asyncio.get_running_loop(), timeout_s=config.controller.call_timeout_s
+            ranks,
+            asyncio.get_running_loop(),
+            timeout_s=config.controller.call_timeout_s,
+            finds_changes=config.sync.deltas,
         ),
         requests=lambda group_id, prompt: make_requests(
             config, tokenizer, prompt, stream=group_id, samples=config.rollout.group_size

@@ -44,13 +44,15 @@ class Exports:
         infos = self._export_source.tensors()
         return infos if self._keeps() else None
 
-    def export_begin(self, bucket_bytes: int) -> None:
-        """Begin an export. Collective.
+    def export_begin(self, bucket_bytes: int, whole: bool = True) -> None:
+        """Begin an export, with whole=False of what has changed; see `ChangesSource`. Collective.
 
         Errors: those of the source, as for a `bucket_bytes` below 1.
         """
         self.export_end()
-        self._export = self._export_source.buckets(bucket_bytes=bucket_bytes)
+        source: Any = self._export_source
+        more = {} if whole else {"whole": False}
+        self._export = source.buckets(bucket_bytes=bucket_bytes, **more)
 
     def export_next(self) -> Bucket | None:
         """Return rank 0's next bucket, on the CPU; None on others and after the last. Collective.
@@ -90,17 +92,24 @@ class RemoteWeights:
     """
 
     def __init__(
-        self, ranks: RankGroup, loop: asyncio.AbstractEventLoop, *, timeout_s: float = 300.0
+        self,
+        ranks: RankGroup,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        timeout_s: float = 300.0,
+        finds_changes: bool = False,
     ) -> None:
         """
         Args:
             ranks: the ranks, whose worker has the methods of `Exports`.
             loop: the event loop on which these are called.
             timeout_s: seconds for one bucket, after which the ranks count as lost.
+            finds_changes: True if the ranks' source is a `ChangesSource` that finds them.
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}; allowed: seconds above 0")
         self._ranks, self._loop, self._timeout_s = ranks, loop, timeout_s
+        self.finds_changes = finds_changes
 
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Return all tensors in the order in which they are sent.
@@ -110,11 +119,14 @@ class RemoteWeights:
         infos: tuple[TensorInfo, ...] = self.ask("export_tensors")
         return infos
 
-    def buckets(self, *, bucket_bytes: int) -> RemoteBuckets:
-        """Return the weights in buckets of `bucket_bytes`; the export begins with the first."""
+    def buckets(self, *, bucket_bytes: int, whole: bool = True) -> RemoteBuckets:
+        """Return the weights in buckets of `bucket_bytes`; the export begins with the first.
+
+        With whole=False it is what has changed since the last one; see `ChangesSource`.
+        """
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
-        return RemoteBuckets(self, bucket_bytes)
+        return RemoteBuckets(self, bucket_bytes, whole)
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method on all ranks, and return rank 0's result. Errors: as for `tensors`."""
@@ -142,8 +154,8 @@ class RemoteWeights:
 class RemoteBuckets(Iterator[Bucket]):
     """Iterates once over the buckets of `RemoteWeights`. Example: `next(buckets)`."""
 
-    def __init__(self, weights: RemoteWeights, bucket_bytes: int) -> None:
-        self._weights, self._bucket_bytes = weights, bucket_bytes
+    def __init__(self, weights: RemoteWeights, *asked: Any) -> None:
+        self._weights, self._asked = weights, asked
         self._begun = self._ended = False
 
     def __next__(self) -> Bucket:
@@ -151,7 +163,7 @@ class RemoteBuckets(Iterator[Bucket]):
             raise StopIteration
         if not self._begun:
             self._begun = True
-            self._weights.ask("export_begin", self._bucket_bytes)
+            self._weights.ask("export_begin", *self._asked)
         bucket: Bucket | None = self._weights.ask("export_next")
         if bucket is None:
             self.close()

@@ -41,9 +41,10 @@ class Source:
     def tensors(self) -> tuple[TensorInfo, ...]:
         return tuple(TensorInfo.of(name, each) for name, each in self.tensors_by_name.items())
 
-    def buckets(self, *, bucket_bytes: int) -> Iterator[Any]:
+    def buckets(self, *, bucket_bytes: int, whole: bool = True) -> Iterator[Any]:
+        """Of what changed, which is the first tensor, without `whole`."""
         return BucketStream(
-            [(info,) for info in self.tensors()],
+            [(info,) for info in self.tensors()[: None if whole else 1]],
             self._fetch,
             bucket_bytes=bucket_bytes,
             convert=self._convert,

@@ -63,6 +63,9 @@ async def test_tensors_and_buckets_come_as_rank_0_has_them(megatron_rank_pool) -
                 assert torch.equal(got[name], tensor)
             sums = {name: each for bucket in found for name, each in bucket.checksums.items()}
             assert sums == {name: checksum(tensor) for name, tensor in weights(3).items()}
+        changed = source.buckets(bucket_bytes=1 << 20, whole=False)
+        (bucket,) = await asyncio.to_thread(collect, changed)
+        assert list(bucket.tensors) == ["a"]
 
 
 async def test_an_export_that_is_closed_half_way_ends_on_all_ranks_and_another_can_begin(
