@@ -1,6 +1,6 @@
 """Measures deltas of weights after real Adam steps: bytes beside the whole model, and their rate.
 
-    python -m benchmarks.weight_deltas [--hidden 64 768] [--steps 8] [--rounds 5] [--json]
+    python -m benchmarks.weight_deltas [--hidden 64 768] [--steps 6] [--rounds 5] [--json]
 
 Each model is a Qwen3 that learns random tokens on the CPU, with main weights in float32; bfloat16
 is what is sent. For each learning rate the last step's change is encoded as this library does it
@@ -48,7 +48,7 @@ def measure(hidden: int, steps: int) -> dict[str, Any]:
             for name, parameter in model.named_parameters():
                 parameter.copy_(start[name])
         shares, old, new = {}, {}, {}
-        for number, sent in enumerate(_steps(model, rate, steps), 1):
+        for number, sent in enumerate(_steps(model, rate, steps if rate == RATES[0] else 3), 1):
             old, new = new, sent
             if old and rate == RATES[0]:
                 shares[f"step {number}"] = _encoded(new, old)["of_the_model"]
@@ -232,7 +232,7 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 768])
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6, help="at the lowest rate; else 3")
     parser.add_argument("--rounds", type=int, default=5, help="updates of each kind")
     asked = parser.parse_args()
     import torch
