@@ -42,7 +42,7 @@ class Source:
         return tuple(TensorInfo.of(name, each) for name, each in self.tensors_by_name.items())
 
     def buckets(self, *, bucket_bytes: int, whole: bool = True) -> Iterator[Any]:
-        """Of what changed, which is the first tensor, without `whole`."""
+        """Yield what changed, which is the first tensor, without `whole`."""
         return BucketStream(
             [(info,) for info in self.tensors()[: None if whole else 1]],
             self._fetch,
