@@ -57,16 +57,16 @@ class BridgeWorker(_bridge.Bridge):
         size = subject.micro_batch_size
         ddp = subject.chunks[0].ddp_config
         train = {"check_optimizer_step_success": True, "empty_unused_memory_level": 0}
-        self.cfg = _bridge._Off(
+        self.cfg = _standins.Off(
             data_parallel_size=self.replicas,
-            dataset=_bridge._Off(dataloader_type="single"),
+            dataset=_standins.Off(dataloader_type="single"),
             ddp=ddp,
-            dist=_bridge._Off(use_decentralized_pg=True),
-            model=_bridge._Off(cuda_graph_impl="none"),
-            optimizer=_bridge._Off(),
-            train=_bridge._Off(micro_batch_size=size, **train),
+            dist=_standins.Off(use_decentralized_pg=True),
+            model=_standins.Off(cuda_graph_impl="none"),
+            optimizer=_standins.Off(),
+            train=_standins.Off(micro_batch_size=size, **train),
         )
-        self.state = _bridge._Off(cfg=self.cfg, timers=self.timers)
+        self.state = _standins.Off(cfg=self.cfg, timers=self.timers)
         self.calculator.unset_num_microbatches_calculator()  # of an earlier set-up
         self._plan(self.calculator.init_num_microbatches_calculator, 1)
         self.wire()
