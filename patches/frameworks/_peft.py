@@ -34,6 +34,8 @@ _REAL = (
     "peft.lora",
     "peft.dora",
     "peft.canonical_lora",
+    "peft.multi_lora_layers",
+    "peft.multi_lora",
 )
 
 
@@ -91,10 +93,14 @@ def build(
         sizes = {"dim": 4, "alpha": 8, **options}
         if isinstance(kind, str):
             bridge(kind, **sizes)(module)
+            if kind == "MultiLoRA":  # the first adapter has 24 of a microbatch's tokens
+                layers = importlib.import_module("megatron.bridge.peft.multi_lora_layers")
+                tokens = torch.tensor([24, 40], dtype=torch.int32)
+                layers.set_tokens_per_adapter_slot(module, tokens)
         else:
             kind(module, **sizes)
 
-    single = fused or "experts_shared_outer_loras" in options
+    single = fused or bool({"experts_shared_outer_loras", "n_adapters"} & options.keys())
     dtype = torch.float32 if single else torch.float64
     torch.set_default_dtype(dtype)
     bench = tiny.build(
@@ -251,7 +257,12 @@ def bridge(kind: str, **options: Any) -> Any:
         module = f"megatron.bridge.{name}"
         if not found or _standins.is_there(module):  # older releases lack some
             found[name] = _standins.import_alone(module, "transformer_engine")
-    modules = {"LoRA": "lora", "DoRA": "dora", "CanonicalLoRA": "canonical_lora"}
+    modules = {
+        "LoRA": "lora",
+        "DoRA": "dora",
+        "CanonicalLoRA": "canonical_lora",
+        "MultiLoRA": "multi_lora",
+    }
     return getattr(found[f"peft.{modules[kind]}"], kind)(**options)
 
 

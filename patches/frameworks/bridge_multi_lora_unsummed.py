@@ -1,0 +1,109 @@
+"""Bridge's layers of several adapters get a part of their gradients on each rank, silently.
+
+Symptom:
+    With tensor parallelism the first factor of each adapter of `MultiLoRA` has the gradient of one
+    rank's part of the outputs: in a tiny model it is off by three quarters. Without sequence
+    parallelism the gradients of all that is before such a layer are one rank's part, too.
+
+Cause:
+    `MultiLoRALinear.forward` multiplies by the factors of all adapters at once, and has its own
+    collectives. The second factor is cut over the ranks, so that each rank's gradient at the
+    bottleneck is of its own rows. Nothing sums them: Bridge's other adapters have Megatron's
+    `ColumnParallelLinear` there, which does.
+
+Affects:
+    Main of August 2026, 0.7. What the patch does: the gradient at the bottleneck is summed over the
+    ranks; without sequence parallelism so is that at the input of a column-parallel layer.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/multi_lora_layers.py,
+    `MultiLoRALinear.forward`
+
+Remove when:
+    Bridge copies the bottleneck to the tensor-parallel region.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+from megatron_idempotent.megatron.targets import target
+from megatron_idempotent.patching import Original, Patch
+
+from . import _peft
+
+
+def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute the layer with its adapters; gradients are summed over the ranks in the backward."""
+    from megatron.core import parallel_state
+
+    # Those of experts need one rank for each expert, and have another forward.
+    dense = self._adapter_enabled and not hasattr(self, "expert_slot_routing")
+    shared = parallel_state.get_tensor_model_parallel_world_size() > 1
+    with _summing()(self) if dense and shared else contextlib.nullcontext():
+        return original(self, *args, **kwargs)
+
+
+@functools.cache
+def _summing() -> Any:
+    import torch
+    from megatron.core.tensor_parallel import mappings
+    from torch.overrides import TorchFunctionMode
+
+    class Summing(TorchFunctionMode):
+        """Lets the backward of a layer's grouped products sum the gradient at their input."""
+
+        def __init__(self, layer: Any) -> None:
+            super().__init__()
+            # Sequence parallelism sums those before the first product where it scatters them.
+            self._sums = not (layer.input_is_parallel or layer.to_wrap.config.sequence_parallel)
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch._grouped_mm:
+                if self._sums:
+                    args = (mappings.copy_to_tensor_model_parallel_region(args[0]), *args[1:])
+                self._sums = True  # before the second one always
+            return func(*args, **(kwargs or {}))
+
+    return Summing
+
+
+def reproduce() -> None:
+    """Compare each factor times its gradient with that of the other factor."""
+    import torch
+    from megatron.core import parallel_state
+
+    sizes = {"n_adapters": 2, "dim": 8}
+    bench = _peft.build("MultiLoRA", {"tp": 2, "sequence_parallel": True}, **sizes)
+    bench.forward_backward(1, data_seed=0)
+    for name, module in bench.chunks[0].module.named_modules():
+        for adapter in getattr(module, "adapters", ()):
+            factors = (each.weight for each in (adapter.linear_in, adapter.linear_out))
+            both = torch.stack([(each * each.main_grad).sum().detach() for each in factors])
+            torch.distributed.all_reduce(
+                both, group=parallel_state.get_tensor_model_parallel_group()
+            )
+            if not torch.allclose(*both, rtol=0.01):
+                raise RuntimeError(f"the gradients of {name} are not of one product")
+
+
+PATCH = Patch(
+    "Bridge's layers of several adapters get a part of their gradients on each rank, silently",
+    target(
+        "peft.multi_lora_layers:MultiLoRALinear.forward",
+        compute,
+        "mid = torch._grouped_mm(x_flat, stacked_A.transpose(-2, -1), offsets)",
+        "out = torch._grouped_mm(mid, stacked_B.transpose(-2, -1), offsets)",
+    ),
+    target(
+        "peft.multi_lora_layers:MultiLoRAGroupedExpertLinear.forward",
+        compute,
+        "routing = self.expert_slot_routing",
+    ),
+    since="0.7",
+    stock_error=r"RuntimeError: the gradients of .* are not of one product",
+)
