@@ -79,6 +79,7 @@ RECIPES = {
             "bridge-expert-adapter-unsummed",
             "bridge-per-expert-adapter-detached",
             "bridge-replicated-layer-adapter-mixed",
+            "bridge-multi-lora-unsummed",
         ),
         absent=("modelopt",),
     ),
