@@ -15,7 +15,7 @@ import torch
 
 from megatron_idempotent import wire_train_config
 from megatron_idempotent.proof.certify import Finished, Planted, Subject
-from megatron_idempotent.proof.certify.adapters import microbatches
+from megatron_idempotent.proof.certify.adapters import SplitStep, microbatches
 
 _EQUAL_SHARES = MappingProxyType(
     {
@@ -385,7 +385,8 @@ class Bridge(_WholeStep):
         from megatron.core import parallel_state
         from megatron_idempotent.patches.frameworks import _peft
 
-        size = max(rank, parallel_state.get_tensor_model_parallel_world_size())
+        ranks = parallel_state.get_expert_tensor_parallel_world_size()
+        size = max(rank, ranks, parallel_state.get_tensor_model_parallel_world_size())
         layers = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
         if magnitudes and module.config.num_moe_experts:
             del layers[2:]
@@ -412,3 +413,15 @@ class Bridge(_WholeStep):
             grad_norm=None if norm is None else float(norm),
             loss=None if loss is None else float(loss),
         )
+
+
+class BridgeLayers(SplitStep):
+    """`TrainStep` of a model with Megatron-Bridge's layers of adapters."""
+
+    low_rank = Bridge.low_rank
+
+    def __init__(self) -> None:
+        """Import Megatron-Bridge before Megatron, as its program does."""
+        from bridge_worker import modules
+
+        modules(os.environ["BRIDGE_SOURCE"])

@@ -162,3 +162,20 @@ def test_a_masked_sample_counts_as_a_token_in_slime(monkeypatch, megatron_rank_p
     found = failed("Slime", "SLIME_SOURCE", monkeypatch, megatron_rank_pool, **options)
     # 212 tokens, and one masked sample on each of two replicas.
     assert found["counts"] == f"the gradient is {212 / 214:.4g} times the right one"
+
+
+#: A hard one in each run that has a source; the others each week.
+LAYERS = (
+    *("dp2-distopt", "tp2-nosp", "vpp2", "cp2", "mtp", "tp2-ep2-etp1", "etp2", "ep2-distopt"),
+    *("ep2-fp16-distopt", "dp2-bf16"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tp2-bf16-distopt", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in LAYERS)],
+)
+def test_our_step_trains_bridges_adapters(name, monkeypatch, megatron_rank_pool):
+    options = {"layouts": [name], "checks": ["low-rank-adapters"]}
+    found = failed("BridgeLayers", "BRIDGE_SOURCE", monkeypatch, megatron_rank_pool, **options)
+    assert not found

@@ -58,7 +58,7 @@ _ROUNDINGS = 4e5 * _FLOAT32
 #: come to, if they are independent of each other: tests/proof/certify/independent.py measures it.
 #: By the kind of loss, and whether layers have losses of their own: both round more. Roundings of
 #: float16 are an eighth of them.
-_HALF = {
+OF_BFLOAT16 = {
     ("token", False): 0.06,
     ("sequence", False): 0.065,
     ("token", True): 0.075,
@@ -432,7 +432,7 @@ class Bench:
     def tolerance(self, truth: Truth) -> float:
         """Return by what part of its norm a gradient may differ from the definition."""
         if self.half:
-            bound = _HALF[self.layout.loss_kind, self.layout.auxiliary]
+            bound = OF_BFLOAT16[self.layout.loss_kind, self.layout.auxiliary]
             return bound / _FINER[self.layout.dtype]
         independent = math.sqrt(max(truth.terms, 1.0)) if self.double else 1.0
         return self.roundings * independent
@@ -597,7 +597,8 @@ class Bench:
             ensure_params_synced(self.model.chunks)
         mains = mains_of(self.model.optimizer) if self.half else {}
         for value in (p for c in self.model.chunks for p in c.parameters() if self.half):
-            if not value.requires_grad or value.dtype == torch.float32:  # it is its own
+            # Frozen before DDP, or of 32 bits, it is its own.
+            if not hasattr(value, "main_grad") or value.dtype == torch.float32:
                 itself = value.detach().to("cpu", torch.float32, copy=True).flatten()
                 mains.setdefault(value, Main(start=0, values=itself))
         return [

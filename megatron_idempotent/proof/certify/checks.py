@@ -480,7 +480,8 @@ def swapped_adapters(bench: Bench) -> None:
 
 
 @_check(
-    "factors of low-rank adapters over a frozen base have their gradients: LoRA and DoRA",
+    "factors of low-rank adapters over a frozen base have their gradients, some frozen in between; "
+    "log-probs are those of merged weights",
     adapters=True,
 )
 def low_rank_adapters(bench: Bench) -> None:
@@ -494,8 +495,12 @@ def low_rank_adapters(bench: Bench) -> None:
         kinds.append({"rank": 4, "wide": True})
     for kind in kinds:
         adapted = LowRank(bench, **kind)
-        for seed in range(2):
+        for seed, frozen in enumerate(((), ("linear_in",), ("linear_out",), ())):
+            if not bench.layout.options["overlap_param_gather"]:  # DDP refuses it there
+                adapted.freeze(*frozen)
             adapted.take(alike(adapted, seed, 2 * CALL))
+        if hasattr(adapted.adapter, "logprobs") and not bench.declares("logprobs-in-mid-step"):
+            _hold_logprobs(adapted)
 
 
 @_check(

@@ -116,11 +116,8 @@ class Layout:
 
     @property
     def adapters(self) -> bool:
-        """True if several adapters can be judged over one base.
-
-        In 16 bits a frozen base has no main parameters, with which the oracle would compute.
-        """
-        return not self.flags & {"fsdp2", "bf16", "fp16"}
+        """True if adapters can be judged over a frozen base."""
+        return not self.fsdp2
 
     @property
     def fsdp2(self) -> bool:

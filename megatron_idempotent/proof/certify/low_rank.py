@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .batches import forward
-from .bench import Bench
+from .bench import OF_BFLOAT16, Bench
 from .oracle import Truth
 from .parameters import parts, spread
 from .protocol import Finished, Rows, Wrong
@@ -30,6 +30,12 @@ _LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _BASE, _IN, _OUT = ".to_wrap.weight", ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 _MAGNITUDE = ".adapter.weight_magnitude"
 _FACTORS = (_IN, _OUT, _MAGNITUDE)
+#: Roundings move factors' gradients by so much more than the whole model's, if each is independent
+#: of all others: tests/proof/certify/test_oracle.py measures it, of bfloat16.
+_OFF = 2.7
+#: Sums in float32 are rounded term by term, and have as many as a wide layer has features. So the
+#: error of independent roundings is the root of that times one rounding's.
+_SUMS = 16.0
 
 
 class OverBase(Bench):
@@ -77,6 +83,7 @@ class LowRank(OverBase):
     def __init__(self, host: Bench, *, rank: int, **kinds: bool) -> None:
         """Build a model of the host's layout; `kinds` are those that `add` takes."""
         self._rank, self._kinds = rank, kinds
+        self._still: tuple[str, ...] = ()
         super().__init__(host, type(host.adapter)(), lambda name: name.endswith(_FACTORS))
 
     def make_model(self) -> None:
@@ -100,7 +107,9 @@ class LowRank(OverBase):
             if part.dimension is not None:
                 shape[part.dimension] *= part.size
             generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
-            drawn = 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)
+            # Routers have to decide by as wide margins as without.
+            size = 0.03 if self.layout.experts else 0.1
+            drawn = size * torch.randn(shape, generator=generator, dtype=torch.float64)
             if part.dimension is not None:
                 drawn = drawn.chunk(part.size, part.dimension)[part.rank]
             with torch.no_grad():
@@ -109,14 +118,43 @@ class LowRank(OverBase):
                 else:
                     part.value.copy_(drawn)
 
+    def freeze(self, *factors: str) -> None:
+        """Train all factors but these from the next step on: names of `_FACTORS`' layers.
+
+        Megatron's optimizers take zero for the gradient of one that is frozen after they were
+        built: its momentum still moves it.
+        """
+        self._still = tuple(f".adapter.{each}.weight" for each in factors)
+        for chunk in self.model.chunks:
+            for name, parameter in chunk.module.named_parameters():
+                if name.endswith(_FACTORS):
+                    parameter.requires_grad_(not name.endswith(self._still))
+
+    def tolerance(self, truth: Truth) -> float:
+        """Return what independent roundings come to; in float64 what softmaxes do at worst."""
+        if self.double:
+            return super().tolerance(truth)
+        if self.half:
+            return _OFF * Bench.tolerance(self, truth)
+        of_bfloat16 = OF_BFLOAT16[self.layout.loss_kind, self.layout.auxiliary]
+        return _OFF * of_bfloat16 * _SUMS * 2.0**-16
+
+    @property
+    def _rounded(self) -> dict[str, Tensor]:
+        """Base and factors as the model computes with them, in float64."""
+        wide = not self.half or self._kinds.get("wide")
+        dtype = None if wide else self.subject.config.params_dtype
+        return {name: value.to(dtype).double() for name, value in self.known.items()}
+
     @property
     def _computing(self) -> dict[str, Tensor]:
-        return merged({name: value.double() for name, value in self.known.items()})
+        return merged(self._rounded)
 
     def _truth(self, everybody: Sequence[Rows]) -> Truth:
         truth = super()._truth(everybody)
-        known = {name: value.double() for name, value in self.known.items()}
-        own = {n: known[n].requires_grad_() for n in known if n.endswith(_FACTORS)}
+        known = self._rounded
+        trained = [n for n in known if n.endswith(_FACTORS) and not n.endswith(self._still)]
+        own = {name: known[name].requires_grad_() for name in trained}
         whole = merged(known)
         adapted = [name for name, value in whole.items() if value.requires_grad]
         found = torch.autograd.grad(
@@ -128,7 +166,7 @@ class LowRank(OverBase):
         gradient |= dict(zip(own, found, strict=True))
         # An error of a weight's gradient comes into a factor's times the other factor, and with
         # DoRA times magnitude over norm, which is below the root of 2; and there are two factors.
-        sides = (own[name].detach() for name in own if not name.endswith(_MAGNITUDE))
+        sides = (each.detach() for name, each in known.items() if name.endswith((_IN, _OUT)))
         reach = 2 * SCALE * max(float(torch.linalg.matrix_norm(each, 2)) for each in sides)
         return self._narrowed(truth, gradient, max(1.0, reach))
 

@@ -236,3 +236,30 @@ def test_the_bounds_are_twice_what_independent_roundings_come_to(megatron_ranks,
     (found,) = megatron_ranks(1, measured, name, rounding)
     for what, (value, bound) in found.items():
         assert bound / 2 < 2 * value <= bound, (what, found)
+
+
+def factors_measured() -> tuple[list[float], float]:
+    """Runs on a rank: the same of the factors of adapters, of each kind; and the bound."""
+    from independent import off
+
+    from megatron_idempotent.proof.certify.low_rank import LowRank
+
+    host, found = bench_of("bf16"), []
+    for kind in ({"rank": 1}, {"rank": 16, "magnitudes": True}, {"rank": 4, "wide": True}):
+        for still in ((), ("linear_in",), ("linear_out",)):
+            adapted = LowRank(host, **kind)
+            adapted.freeze(*still)
+            rows = [adapted.rows(0, 4, 4)]
+
+            def gradient(adapted=adapted, rows=rows):
+                truth = adapted._truth(rows).gradient.values()
+                return torch.cat([each.flatten() for each in truth])
+
+            found.append(off(gradient, 3**0.5 * 2.0**-8, samples=3))
+    return found, adapted.tolerance(adapted._truth(rows))
+
+
+@pytest.mark.exhaustive
+def test_the_bound_of_factors_is_twice_what_independent_roundings_come_to(megatron_ranks):
+    ((found, bound),) = megatron_ranks(1, factors_measured, timeout_s=200)
+    assert bound / 2 < 2 * max(found) <= bound, found

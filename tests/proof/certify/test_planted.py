@@ -360,7 +360,7 @@ def test_a_layout_whose_whole_step_fails_is_judged_no_further(megatron_rank_pool
         ("planted:NoPacks", "nan", "dp2-sequences", "no sequences = True"),
         ("planted:NoPacks", "packed-lengths", "dp1", "no packs"),
         ("planted:NoPacks", "swapped-adapters", "dp1", "no tenant()"),
-        (f"{OWN}:SplitStep", "swapped-adapters", "bf16", "no adapters in 16 bits and on FSDP2"),
+        (f"{OWN}:FSDPSplitStep", "low-rank-adapters", "dp2-fsdp2", "no adapters on FSDP2"),
         (f"{OWN}:OrderStable", "same-bits", "packs", "which sequences share a pack is the "),
         (f"{OWN}:SplitStep", "same-bits", "dp1", "no order_stable = True"),
     ],
@@ -378,7 +378,7 @@ USUAL = {
         *("whole-step", "split-step", "uneven-replicas", "logprobs-in-mid-step", "abort-and-retry"),
         *("failure-on-one-rank", "nan", "resume", "offload-between-steps"),
     ),
-    "dp1": ("low-rank-adapters",),
+    "tp2-bf16-distopt": ("low-rank-adapters",),
 }
 #: The other models, each way of sharing them, and all of them together; batches; precisions.
 NAMED = (
@@ -390,7 +390,7 @@ NAMED = (
     *("cp2-ep2", "cp2-moe-pp2", "dp2-cp2-ep4", "cp2-tp2-ep4-etp1", "cp2-moe-etp2"),
     *("moe-bf16", "ep2-mtp-bf16", "ep2-fp16-distopt", "cp2-moe-bf16", "pp2-mtp-fp16"),
     *("fp16", "dp2-fp16-distopt", "pp2-fp16", "tp2-fp16", "dp2-fp16-packs"),
-    *("dp2-fp32", "dp2-bf16", "dp2-bf16-distopt", "pp2-bf16", "tp2-bf16", "dp2-bf16-packs"),
+    *("dp2-fp32", "dp2-bf16", "dp2-bf16-distopt", "pp2-bf16", "tp2-bf16-distopt", "dp2-bf16-packs"),
     *("dp2-fsdp2", "dp3-fsdp2", "dp2-fsdp2-sequences"),
     *("dp2-sequences", "pp2-sequences", "dp2-moe-sequences", "ep2-sequences", "mtp-sequences"),
     *("dp2-distopt-sequences", "dp2-packs-sequences", "cp2-sequences", "cp2-packs-sequences"),
