@@ -104,8 +104,6 @@ def build(
     dtype = torch.float32 if single else torch.float64
     torch.set_default_dtype(dtype)
     bench = tiny.build(
-        with_optimizer=False,
-        distributed_optimizer=False,
         config_overrides={
             "params_dtype": dtype,
             "pipeline_dtype": dtype,
@@ -119,7 +117,7 @@ def build(
         },
         ddp_overrides={"grad_reduce_in_fp32": False},
         before_ddp=put,
-        **layout,
+        **{"with_optimizer": False, "distributed_optimizer": False, **layout},
     )
     with torch.no_grad():
         for name, parameter in bench.chunks[0].module.named_parameters():

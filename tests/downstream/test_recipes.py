@@ -80,6 +80,7 @@ RECIPES = {
             "bridge-per-expert-adapter-detached",
             "bridge-replicated-layer-adapter-mixed",
             "bridge-multi-lora-unsummed",
+            "bridge-multi-lora-stale",
         ),
         absent=("modelopt",),
     ),

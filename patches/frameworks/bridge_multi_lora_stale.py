@@ -1,0 +1,68 @@
+"""Bridge's layers of several adapters compute with weights of before the step, silently.
+
+Symptom:
+    With the distributed optimizer and `overlap_param_gather`, `MultiLoRA` trains on weights that
+    are new on one replica only: in each forward a replica has its own part of the last step, and
+    old values of all others. Losses differ from the second step on.
+
+Cause:
+    DDP waits for a gather in a hook before the forward of the module that holds the weights.
+    `MultiLoRALinear` and `MultiLoRAGroupedExpertLinear` multiply by all adapters' weights at once,
+    and call none of these modules. Nor does any other hook wait: the base is frozen, and in no
+    buffer.
+
+Affects:
+    Main of August 2026, 0.7. What the patch does: it runs the hooks of the adapters' modules before
+    the layer's forward.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/multi_lora_layers.py
+
+Remove when:
+    Bridge calls the modules whose weights it takes, or their hooks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.patches._case import Fault, Original, Patch, gathered, target
+
+from . import _peft
+
+_STACKED = "stacked_A = torch.stack([a.linear_in.weight for a in self.adapters])"
+
+
+def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute the layer once the gathers of its adapters' weights are done."""
+    for module in self.adapters.modules():
+        for hook in module._forward_pre_hooks.values():
+            hook(module, ())
+    return original(self, *args, **kwargs)
+
+
+def reproduce() -> None:
+    """Take a step on two replicas, run a forward, and compare what it has computed with."""
+    import torch
+    from megatron.core import parallel_state
+
+    layout = {"with_optimizer": True, "distributed_optimizer": True, "overlap_param_gather": True}
+    bench = _peft.build("MultiLoRA", layout, n_adapters=2, dim=8)
+    bench.forward_backward(1, data_seed=0)
+    bench.step()
+    bench.forward_backward(1, data_seed=0, forward_only=True)
+    group = parallel_state.get_data_parallel_group()
+    for name, parameter in bench.chunks[0].module.named_parameters():
+        found = gathered(parameter.detach(), group)
+        if not all(torch.equal(found[0], each) for each in found):
+            raise Fault(f"a forward has computed with {name} as it was before the step")
+
+
+PATCH = Patch(
+    "Bridge's layers of several adapters compute with weights of before the step, silently",
+    *(
+        target(f"peft.multi_lora_layers:{layer}.forward", compute, _STACKED)
+        for layer in ("MultiLoRALinear", "MultiLoRAGroupedExpertLinear")
+    ),
+    since="0.7",
+)
