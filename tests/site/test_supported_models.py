@@ -15,7 +15,7 @@ STATES = {"yes", "refused", "unknown", "–", "no layout", "stand-in", "export o
 #: States that say more than one word.
 LONGER = {
     *("yes, not on the output layer", "refused in part", "inputs only"),
-    *("Qwen3-MoE", "`FSDPTrainStep`"),
+    *("Qwen3-MoE", "`FSDPTrainStep`", "[factors alone](weight-sync.md)"),
 }
 
 

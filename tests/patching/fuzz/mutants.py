@@ -52,6 +52,7 @@ REPAIRS = {
         "return ChainedOptimizer(optimizers)",
     ),
     "no-sync-func-reentry": ("train", "setattr(config, 'no_sync_func', None)", _LAST),
+    "optimizer-step-rewrapped": ("train", "delattr(optimizer, 'step')", _LAST),
     "param-sync-func-lost": (
         "train",
         "vars(config).update(param_sync_func=model[0].start_param_sync)",
