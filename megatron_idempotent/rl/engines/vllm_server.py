@@ -179,7 +179,10 @@ class Control(HttpClient):
         return bool((await self.get("/is_paused"))["is_paused"])
 
     async def load(self, info: Mapping[str, Any], stamp: str) -> None:
-        """Load staged weights. Running requests compute their caches again after it."""
+        """Load staged weights. Running requests compute their caches again after it.
+
+        Errors: `EngineError` if a worker could not; the stamp is as before then.
+        """
         # First, and while nothing is computed: a failure further down leaves no stale cache.
         answer = await self.post(
             "/reset_prefix_cache", reset_running_requests="true", reset_external="true"
@@ -192,6 +195,9 @@ class Control(HttpClient):
         await self.post("/reset_encoder_cache")
         await self.post("/start_weight_update")
         await self.post("/update_weights", {"update_info": dict(info)}, limit="commit_s")
+        for answer in await self.rpc({"do": "state"}):
+            if not answer["updating"]:
+                raise EngineError(f"engine {self.engine}: {answer['dirty']}")
         await self.post("/finish_weight_update", {"weight_version": stamp}, limit="commit_s")
 
     async def stamp(self) -> str:

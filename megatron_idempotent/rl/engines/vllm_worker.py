@@ -137,7 +137,11 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._scales_before = self._scales.read()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the staged weights. Errors: `UpdateRefused`, and those of the model's loader."""
+        """Load the staged weights; what fails is noted in `inbox`, and the client asks for it.
+
+        It raises nothing: vLLM 0.32 stops at the first worker that does, and takes the answers of
+        the workers after it for those of its next call.
+        """
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -146,10 +150,10 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         """See `update_weights`."""
         try:
             self._load(self.inbox.to_load(update_info.update_id, restore=update_info.restore))
-        except BaseException as error:
+        except Exception as error:
+            _log.exception("update %s was not loaded", update_info.update_id)
             self.inbox.failed(error)
             self._together()
-            raise
 
     def finish_weight_update(self) -> None:
         """Put the layers together; from here on the update is what is served."""

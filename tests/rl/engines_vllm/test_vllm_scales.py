@@ -53,8 +53,9 @@ class TestVllmWithAnFp8Cache(ContractBase):
             # What is not sent stays, though vLLM resets it with every reload.
             assert await self.switched(engine, old, None) == told
             plain = await self.logprobs(engine)
-            # Keys that are divided by a large number leave no bit of their own in FP8.
-            await self.switched(engine, old, scales(layers, k=1e4, v=1e4))
+            # Keys that are divided by a large number keep few bits of their own in FP8. By 1e4 a
+            # CPU with AMX makes values of them that are not finite.
+            await self.switched(engine, old, scales(layers, k=100.0, v=100.0))
             assert await self.logprobs(engine) != plain
             await self.switched(engine, old, scales(layers, k=0.1, v=0.25))
             assert await self.logprobs(engine) == plain
