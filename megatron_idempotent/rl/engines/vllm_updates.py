@@ -57,8 +57,6 @@ class WorkersState:
     """The id of the update whose commit failed half-way; empty if that is not known."""
     disagree: bool
     """True if workers have committed different versions."""
-    updating: bool
-    """True if a commit was begun in some worker, and neither ended nor failed."""
     decode_s: float = 0.0
     """Seconds in which the slowest worker decoded the deltas of the last update."""
 
@@ -98,7 +96,6 @@ class WorkersState:
             dirty=dirty,
             half=next((answer["half"] for answer in answers if answer["half"]), ""),
             disagree=len(versions) > 1,
-            updating=any(answer["updating"] for answer in answers),
             decode_s=max(float(answer.get("decode_s", 0.0)) for answer in answers),
         )
 
@@ -193,7 +190,7 @@ class VllmUpdates:
                     f"{', '.join(state.holds) or 'none'}); stage it first"
                 )
             version = state.holds[update_id]
-            await self._load({"update_id": update_id}, state, str(version))
+            await self._load({"update_id": update_id}, str(version))
             return version
 
     async def rollback(self, update_id: str) -> None:
@@ -212,7 +209,7 @@ class VllmUpdates:
                         "back to; commit again, or stage another update"
                     )
                 stamp = await self._control.stamp()
-                await self._load({"restore": True}, state, stamp)
+                await self._load({"restore": True}, stamp)
             elif not state.dirty and state.committed == update_id and state.version is not None:
                 await self._stamp(state.version)
             await self._tell({"do": "drop", "id": update_id})
@@ -287,10 +284,9 @@ class VllmUpdates:
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _POLL_S[1])
 
-    async def _load(self, info: Mapping[str, Any], state: WorkersState, stamp: str) -> None:
+    async def _load(self, info: Mapping[str, Any], stamp: str) -> None:
         """Exchange the weights. Running requests compute their caches again after it."""
-        if state.updating:
-            await self._tell({"do": "settle"})
+        await self._tell({"do": "settle"})
         await self._control.load(info, stamp)
 
     async def _stamp(self, version: int) -> None:

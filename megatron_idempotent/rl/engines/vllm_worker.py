@@ -64,9 +64,10 @@ class StagingExtension:
             return {"sleeps": bool(config.enable_sleep_mode)}
         if asked["do"] != "settle":
             return inbox.answer(asked)
-        # End an update that another worker's error, or a lost client, has left open here.
+        # End an update that an error, here or in another worker, or a lost client has left open.
         if inbox.answer({"do": "state"})["updating"]:
             inbox.failed(RuntimeError("it did not end on all workers"))
+        if self._weight_update_active:  # type: ignore[attr-defined]
             try:
                 self.finish_weight_update()  # type: ignore[attr-defined]
             except Exception as error:  # noqa: BLE001 (it is raised by the client)
@@ -150,7 +151,7 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         """See `update_weights`."""
         try:
             self._load(self.inbox.to_load(update_info.update_id, restore=update_info.restore))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the client raises it)
             _log.exception("update %s was not loaded", update_info.update_id)
             self.inbox.failed(error)
             self._together()
