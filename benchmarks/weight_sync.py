@@ -83,7 +83,7 @@ async def _measure(
     source = MegatronWeights(chunks, arch)
     settings = SyncSettings(bucket_bytes=32 << 20)
     sync = WeightSync([engine], settings=settings)
-    running = Streams(engine, streams, arch.vocab_size)
+    running = Streams(engine, streams)
     pauses: dict[str, list[float]] = {"staged": [], "inline": []}
     totals: dict[str, list[float]] = {"staged": [], "inline": []}
     for number in rounds_within(2 * rounds, limit_s):
@@ -111,8 +111,8 @@ async def _measure(
 class Streams:
     """Requests that follow each other as long as it runs, several at a time."""
 
-    def __init__(self, engine: Any, count: int, vocabulary: int) -> None:
-        self._engine, self._vocabulary = engine, vocabulary
+    def __init__(self, engine: Any, count: int) -> None:
+        self._engine = engine
         self._on = True
         self._samples: list[Any] = []
         self._tasks = [asyncio.ensure_future(self._stream(index)) for index in range(count)]

@@ -135,6 +135,7 @@ def prove(run: Run) -> tuple[Rows, str]:
 #: Suites of the tree that take a device, and what of them one GPU cannot run.
 SUITES = (
     "tests/gpu",
+    "tests/logprobs/test_on_gpu.py",
     "tests/parity/test_train_again.py",
     "tests/step/test_same_gradient.py",
     "tests/patches/test_full_cuda_graph.py",

@@ -1,6 +1,6 @@
 """Builds a tiny real GPT on a rank, wired as an ordinary framework wires it, for tests.
 
-It runs on megatron-core 0.11 to 0.19. Legend: B batch, T tokens.
+It runs on megatron-core 0.12 to 0.19. Legend: B batch, T tokens.
 
 `LayerWiseDistributedOptimizer` gives each rank whole parameters to update. From 0.18 it gathers
 them out of DDP's buffers, which are laid out for it (`has_layout`), or through lists of parameters
