@@ -140,15 +140,18 @@ class _Weighing:
 
 def _logging(helper: Any, config: Any) -> Any:
     """Return a helper that logs by the model's configuration, where upstream logs by any."""
+    # 0.17, 0.18 and the branch dev have `save_loss_to_tracker`, 0.19 has another one.
+    name = next((each for each in vars(helper) if each.startswith("save_loss_")), None)
+    if name is None:
+        return helper
+    save = getattr(helper, name)
 
-    class Logging(helper):  # type: ignore[misc]
-        @staticmethod
-        def save_loss_to_tracker(*args: Any, **kwargs: Any) -> None:
-            if "calculate_per_token_loss" in kwargs:
-                kwargs["calculate_per_token_loss"] = config.calculate_per_token_loss
-            helper.save_loss_to_tracker(*args, **kwargs)
+    def saved(*args: Any, **kwargs: Any) -> None:
+        if "calculate_per_token_loss" in kwargs:
+            kwargs["calculate_per_token_loss"] = config.calculate_per_token_loss
+        save(*args, **kwargs)
 
-    return Logging
+    return type("Logging", (helper,), {name: staticmethod(saved)})
 
 
 def reproduce() -> None:
