@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 import threading
 from pathlib import Path
 
@@ -81,8 +82,10 @@ def test_a_server_that_dies_alone_comes_back_to_the_bits_of_one_that_lived(
     # before it, then does not show in its last bits.
     arguments = ["--dtype", "float32", "--enforce-eager"]
     arguments += ["--max-num-seqs", "1", "--no-enable-prefix-caching"]
+    # A run's temporary folder is too long for the sockets of a server that starts beside it.
+    environment = {**CPU_ENVIRONMENT, "TMPDIR": tempfile.gettempdir()}
     server = VllmServer(
-        tmp_path / "other", python=PYTHON, arguments=arguments, environment=CPU_ENVIRONMENT
+        tmp_path / "other", python=PYTHON, arguments=arguments, environment=environment
     )
     found = []
     with kept_alive(server, tmp_path / "engine") as starts:
