@@ -102,7 +102,8 @@ class RolloutPump:
         )
         # Its tokens may be newer than the weights that it was started with.
         shared.buffer.renew(group_id, version=group.oldest_version)
-        if shared.recipe.rejects(group):
+        if reason := shared.recipe.rejects(group):
+            _log.debug("group %d is of no use: %s", group_id, reason)
             shared.buffer.drop(group_id, "filtered")
             shared.tell()
             return

@@ -38,6 +38,10 @@ class TensorPart(NamedTuple):
     size: int
     rank: int
 
+    def of(self, shape: tuple[int, ...]) -> Part:
+        """Return its place in a tensor of that shape."""
+        return Part(shape, self.dim, self.start, self.size)
+
 
 class OwnedSlice(NamedTuple):
     """Pairs a part of a tensor that this rank has with the slot that it is in."""
@@ -291,9 +295,7 @@ class Changes:
         self._whole, self._plan, self._infos = whole, plan, infos
         self._last = LastSent()
         self._split = [
-            not all(
-                Part(info.shape, *part[:3]).has_whole_words(info.dtype.itemsize) for part in parts
-            )
+            not all(part.of(info.shape).has_whole_words(info.dtype.itemsize) for part in parts)
             for info, parts in zip(infos, plan.parts, strict=True)
         ]
 
@@ -312,9 +314,8 @@ class Changes:
         for member in whole:
             for part, rows in self._whole.mine(member):
                 rows = rows.detach().cpu()
-                share = checksum_share(rows, Part(self._infos[member].shape, *part[:3]))
-                delta = self._last.delta((member, part), rows, before=0, after=share)
-                found[member, part] = delta
+                share = checksum_share(rows, part.of(self._infos[member].shape))
+                found[member, part] = self._last.delta((member, part), rows, before=0, after=share)
         sums = dict.fromkeys(whole, 0)
         changed: dict[int, list[tuple[Part, EncodedDelta]]] = {}
         for (member, part), (share, came) in zip(
@@ -322,7 +323,7 @@ class Changes:
         ):
             sums[member] += share
             if came is not None:
-                place = Part(self._infos[member].shape, *part[:3])
+                place = part.of(self._infos[member].shape)
                 changed.setdefault(member, []).append((place, came))
         tensors: dict[str, torch.Tensor] = {}
         for member in members:

@@ -88,12 +88,8 @@ class Loop:
         engines: Engines,
         loggers: Loggers,
     ) -> None:
-        self._job, self._config, self._prompts, self._tokenizer = (
-            job,
-            job.config,
-            prompts,
-            tokenizer,
-        )
+        self._job, self._config = job, job.config
+        self._prompts, self._tokenizer = prompts, tokenizer
         self._policy, self._engines, self._loggers = policy, engines, loggers
         self._scorer = Scorer(load_reward(job.config.task.reward), tokenizer)
         self._recipe = GrpoRecipe(job.config, tokenizer, positions=policy.positions)
