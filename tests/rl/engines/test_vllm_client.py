@@ -47,7 +47,10 @@ WITHOUT = "Worker failed with error ''Worker' has no attribute 'megatron_idempot
 
 
 class Server:
-    """Answers as vLLM does: a path's answer, or a status and an error's message."""
+    """Answers as vLLM does: a path's answer, or a status and an error's message.
+
+    Of a list, each answer is given once, in order.
+    """
 
     def __init__(self, *, stamps: bool = True) -> None:
         fields = {"weight_versions": {}} if stamps else {}
@@ -62,6 +65,7 @@ class Server:
         self.hung = asyncio.Event()
         self.hangs = ""
         self.ids: list[str] = []
+        self.paths: list[str] = []
         self.aborts: int | None = None
         """Counts requests until a response comes back; None for never."""
 
@@ -76,6 +80,7 @@ class Server:
 
     async def answer(self, request: web.Request) -> web.Response:
         path = request.path
+        self.paths.append(path)
         if path == self.hangs:
             await self.hung.wait()
         if path == "/abort_requests":
@@ -87,6 +92,8 @@ class Server:
                     self.hung.set()
         body = await request.json() if path == GENERATE else {}
         found = self.answers[path] if path in self.answers else await self.drawn(body)
+        if isinstance(found, list):
+            found = found.pop(0)
         if isinstance(found, tuple):
             status, message = found
             return web.json_response({"error": {"message": message}}, status=status)
@@ -188,6 +195,21 @@ async def test_what_a_server_was_not_started_with_or_answers_wrongly_is_named(
         with pytest.raises(error, match=message) as found:
             await call(engine)
         assert type(found.value) is error
+
+
+async def test_an_update_that_one_worker_could_not_load_is_not_stamped() -> None:
+    staged = {"version": 3, "committed": "t", "holds": {"t": 3, "u": 4}, "staging": ""}
+    staged |= {"received": 0, "dirty": "", "half": "", "updating": False}
+    loaded = staged | {"dirty": "a commit is under way", "half": "u", "updating": True}
+    failed = staged | {"dirty": "a commit failed half-way: out of memory", "half": "u"}
+    server = Server()
+    answers = [[staged] * 2, [staged] * 2, [loaded, failed]]  # state, settle, and after the load
+    server.answers["/collective_rpc"] = [{"results": each} for each in answers]
+    server.answers |= {"/is_paused": {"is_paused": True}, "/reset_prefix_cache": {"success": True}}
+    async with connected(server) as engine:
+        with pytest.raises(EngineError, match=r"engine e: .*out of memory"):
+            await engine.commit("u")
+    assert server.paths[-2:] == ["/update_weights", "/collective_rpc"]
 
 
 async def test_a_server_that_lacks_something_or_has_no_engine_is_dead() -> None:
