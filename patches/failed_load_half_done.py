@@ -90,12 +90,8 @@ def get_filesystem_reader(original: Original, *args: Any, **kwargs: Any) -> Any:
 def _read_data(reader: Any, plan: Any, planner: Any) -> Any:
     from megatron_idempotent.window import agreement
 
-    error = None
-    try:
+    with agreement.reading(_UNCHANGED):
         _look_at_files(reader, plan)
-    except (OSError, ValueError) as found:
-        error = found
-    agreement.meet(_UNCHANGED, error)
     future = type(reader).read_data(reader, plan, planner)
     agreement.meet(_PART)
     return future

@@ -60,19 +60,15 @@ def read_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
     from megatron_idempotent.window import agreement
 
     name = arguments(original, args, kwargs)["tracker_filename"]
-    error = None
     # Both of upstream's read in a cloud, too.
     has = vars(checkpointing)
     opened = has.get("open_file") or has["maybe_msc"].open
     with agreement.as_one(_UNCHANGED):
-        try:
+        with agreement.reading(_UNCHANGED):
             with opened(name, "r") as file:
                 said = file.read().strip()
             if said != "release" and not said.isdecimal():
                 raise ValueError(f"{name} has {said!r}: write the iteration to load into it")
-        except (OSError, ValueError) as unreadable:
-            error = unreadable
-        agreement.meet(_UNCHANGED, error)
         return original(*args, **kwargs)
 
 
@@ -85,13 +81,9 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     found = original(*args, **kwargs)
     call = arguments(original, args, kwargs)
     if found[3] is checkpointing.CheckpointType.LEGACY and not call["rank0"]:
-        error = None
-        try:
+        with agreement.reading(_UNCHANGED):
             if not found[2]:  # a release has no state of an optimizer
                 _look_at_optimizer(call["args"], found[1])
-        except (OSError, ValueError) as unreadable:
-            error = unreadable
-        agreement.meet(_UNCHANGED, error)
     return found
 
 

@@ -212,6 +212,20 @@ def meet(consequence: str, error: BaseException | None = None) -> None:
         raise WindowAborted(failures, consequence) from error
 
 
+@contextmanager
+def reading(consequence: str) -> Iterator[None]:
+    """Raise on all ranks of an `as_one` block if one cannot read files in this block within it.
+
+    Those are an `OSError` and a `ValueError`; ranks `meet` at the end.
+    """
+    error = None
+    try:
+        yield
+    except (OSError, ValueError) as unreadable:
+        error = unreadable
+    meet(consequence, error)
+
+
 def compare(what: str, group: Any) -> list[str]:
     """Return a string from each rank of a gloo group; empty if one did not come in time."""
     told: list[Any] = [None] * dist.get_world_size(group)
