@@ -204,6 +204,17 @@ def interrupt(running: Any) -> None:
     raise AssertionError("train() swallowed the exception")
 
 
+def shared_folder() -> str:
+    """Return a new folder of this machine, the same one on all ranks, which take part."""
+    import tempfile
+
+    import torch
+
+    made = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
+    torch.distributed.broadcast_object_list(made)
+    return made[0]
+
+
 def once_there(path: Any, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Call `function` once a file exists; a partial of this can be sent to another process."""
     import time

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, a_body_has, program, target
+from ._case import Fault, Original, Patch, a_body_has, program, shared_folder, target
 
 _STREAM = "expert-parallel-rng"
 _OF_ALL = "expert_parallel_rng_of_ranks"
@@ -68,8 +68,6 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Save and load on two expert-parallel ranks, and look at the stream."""
-    import tempfile
-
     import torch
     from megatron.core.tensor_parallel import random
     from megatron.training import checkpointing
@@ -77,15 +75,13 @@ def reproduce() -> None:
     given = ["--ckpt-format", "torch_dist", "--no-save-optim", "--no-load-optim"]
     experts = ["--num-experts", "2", "--expert-model-parallel-size", "2"]
     running = program([*given, *experts])
-    rank = torch.distributed.get_rank()
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    torch.distributed.broadcast_object_list(folder)
-    running.args.save = running.args.load = folder[0]
+    running.args.save = running.args.load = shared_folder()
     tracker = random.get_cuda_rng_tracker()
     before = tracker.get_states()[_STREAM].clone()
     checkpointing.save_checkpoint(1, running.chunks, None, None, 0)
     checkpointing.load_checkpoint(running.chunks, None, None)
     if not torch.equal(tracker.get_states()[_STREAM], before):
+        rank = torch.distributed.get_rank()
         raise Fault(f"rank {rank} has the {_STREAM} of another rank after a load")
 
 

@@ -35,7 +35,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, target
+from ._case import Fault, Original, Patch, arguments, shared_folder, target
 
 _UNCHANGED = "Nothing was loaded on any rank."
 _PART = "Ranks may have loaded a part: load a whole checkpoint before the next step."
@@ -114,16 +114,13 @@ def _look_at_files(reader: Any, plan: Any) -> None:
 
 def _load(spoil: Callable[[Any], None]) -> dict[str, Any]:
     """Save 1.0 on two ranks, spoil the files of the second one, load over 2.0; return weights."""
-    import tempfile
     from pathlib import Path
 
     import torch
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.api import CheckpointException
 
-    rank = torch.distributed.get_rank()
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    torch.distributed.broadcast_object_list(folder)
+    rank, folder = torch.distributed.get_rank(), shared_folder()
     weights = {name: torch.full((64,), 1.0) for name in ("first", "second")}
 
     def state() -> dict[str, Any]:
@@ -132,17 +129,17 @@ def _load(spoil: Callable[[Any], None]) -> dict[str, Any]:
         parts["second"].allow_shape_mismatch = True  # as of a padded vocabulary
         return parts
 
-    dist_checkpointing.save(state(), folder[0])
+    dist_checkpointing.save(state(), folder)
     for weight in weights.values():
         weight.fill_(2.0)
     torch.distributed.barrier()
     if rank == 1:
-        for path in Path(folder[0]).glob("__1_*.distcp"):
+        for path in Path(folder).glob("__1_*.distcp"):
             spoil(path)
     torch.distributed.barrier()
     raised = "nothing"
     try:
-        dist_checkpointing.load(state(), folder[0])
+        dist_checkpointing.load(state(), folder)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  each kind is a result
         raised = type(error).__name__
     return {"raised": raised, **weights}

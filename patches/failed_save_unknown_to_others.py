@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, program, target
+from ._case import Fault, Original, Patch, program, shared_folder, target
 
 _NOT_SAVED = "Take the run for not saved: the checkpoint before is the last one."
 
@@ -54,7 +54,6 @@ def save_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Save where rank 0 finds a file in the place of a folder."""
-    import tempfile
     from pathlib import Path
 
     import torch
@@ -63,30 +62,24 @@ def reproduce() -> None:
     from megatron_idempotent.window.agreement import WindowAborted
 
     running = program(["--ckpt-format", "torch", "--no-save-optim"])
-    rank, folder = torch.distributed.get_rank(), [tempfile.mkdtemp()]
-    torch.distributed.broadcast_object_list(folder)
-    running.args.save = folder[0]
-    Path(folder[0], "iter_0000001").touch()
+    running.args.save = shared_folder()
+    Path(running.args.save, "iter_0000001").touch()
     try:
         checkpointing.save_checkpoint(1, running.chunks, None, None, 0)
     except (OSError, WindowAborted):
         for _ in range(2):  # stock, the other rank waits in two of its own
             torch.distributed.barrier()
     else:
+        rank = torch.distributed.get_rank()
         raise Fault(f"rank 0 could not write, and rank {rank} waited for it")
 
 
 def neighbour() -> object:
     """Save what can be written; return what a load gives."""
-    import tempfile
-
-    import torch
     from megatron.training import checkpointing
 
     running = program(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
-    folder = [tempfile.mkdtemp()]
-    torch.distributed.broadcast_object_list(folder)
-    running.args.save = running.args.load = folder[0]
+    running.args.save = running.args.load = shared_folder()
     checkpointing.save_checkpoint(3, running.chunks, None, None, 0)
     return checkpointing.load_checkpoint(running.chunks, None, None)[0]
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, target
+from ._case import Fault, Original, Patch, arguments, shared_folder, target
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,6 @@ def reproduce() -> None:
     """Save over a checkpoint of two ranks, of which the second one ends before it writes."""
     import contextlib
     import inspect
-    import tempfile
 
     import torch
     from megatron.core import dist_checkpointing
@@ -76,17 +75,16 @@ def reproduce() -> None:
         make = dist_checkpointing.ShardedTensor.from_rank_offsets
         return {"weight": make("weight", torch.full((4,), value), (0, rank, 2))}
 
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    torch.distributed.broadcast_object_list(folder)
-    dist_checkpointing.save(state(1.0), folder[0])
+    folder = shared_folder()
+    dist_checkpointing.save(state(1.0), folder)
     how: dict[str, Any] = {"async_sharded_save": True}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
         how["async_strategy"] = "mcore"  # without nvidia-resiliency-ext
-    request = dist_checkpointing.save(state(2.0), folder[0], **how)
+    request = dist_checkpointing.save(state(2.0), folder, **how)
     write = request.async_fn if rank == 0 else None
     request._replace(async_fn=write, finalize_fns=[]).execute_sync()
     with contextlib.suppress(CheckpointingException):
-        loaded = dist_checkpointing.load(state(0.0), folder[0])["weight"]
+        loaded = dist_checkpointing.load(state(0.0), folder)["weight"]
         raise Fault(f"saved 1, then 2 on rank 0 alone: rank {rank} loads {loaded[0]:g}")
 
 

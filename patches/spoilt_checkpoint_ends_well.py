@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, program, target
+from ._case import Fault, Original, Patch, arguments, program, shared_folder, target
 
 _UNCHANGED = "Nothing was loaded on any rank."
 
@@ -111,15 +111,10 @@ def _look_at_optimizer(options: Any, name: str) -> None:
 
 def _save_and_move(running: Any) -> list[Any]:
     """Train, save, and move all weights; return what a load takes."""
-    import tempfile
-
-    import torch
     from megatron.training import checkpointing
 
     whole = [running.chunks, running.optimizer, running.scheduler]
-    folder = [tempfile.mkdtemp()]
-    torch.distributed.broadcast_object_list(folder)
-    (running.args.save,) = (running.args.load,) = folder
+    running.args.save = running.args.load = shared_folder()
     running.train(1)
     checkpointing.save_checkpoint(1, *whole, 0)
     for chunk in running.chunks:

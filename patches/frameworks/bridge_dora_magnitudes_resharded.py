@@ -26,7 +26,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.patches._case import Fault, Original, Patch, arguments, gathered, target
+from megatron_idempotent.patches._case import (
+    Fault,
+    Original,
+    Patch,
+    arguments,
+    gathered,
+    shared_folder,
+    target,
+)
 
 from . import _peft
 
@@ -49,8 +57,6 @@ def _apart(adapter: Any, state: Any, key: str, offsets: tuple[Any, ...]) -> Any:
 
 def reproduce() -> None:
     """Save the magnitudes of two ranks, and look at the whole of them in the checkpoint."""
-    import tempfile
-
     import torch
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -59,9 +65,8 @@ def reproduce() -> None:
     adapter = bench.chunks[0].module.decoder.layers[0].mlp.linear_fc1.adapter
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = adapter.sharded_state_dict("", metadata={"dp_cp_group": group})
-    folder = [tempfile.mkdtemp()]
-    torch.distributed.broadcast_object_list(folder)
-    dist_checkpointing.save({"weight_magnitude": state["weight_magnitude"]}, folder[0])
+    folder = shared_folder()
+    dist_checkpointing.save({"weight_magnitude": state["weight_magnitude"]}, folder)
     group = parallel_state.get_tensor_model_parallel_group()
     halves = [each.chunk(2) for each in gathered(adapter.weight_magnitude, group)]
     right = torch.cat([part for half in zip(*halves, strict=True) for part in half])
@@ -69,7 +74,7 @@ def reproduce() -> None:
     whole = ShardedTensor.from_rank_offsets(
         "weight_magnitude", torch.zeros_like(right), replica_id=group.rank()
     )
-    found = dist_checkpointing.load({"weight_magnitude": whole}, folder[0])["weight_magnitude"]
+    found = dist_checkpointing.load({"weight_magnitude": whole}, folder)["weight_magnitude"]
     if not torch.equal(found, right):
         raise Fault("the magnitudes of gate and up are mixed in the checkpoint")
 
