@@ -146,21 +146,20 @@ def expect_replicas(chunks: Any) -> None:
 
 
 def expect_balance(chunks: Any) -> None:
-    """Raise unless each factor times its gradient has the sum of the other factor's."""
+    """Raise unless each factor times its gradient has the other's sum over all parts of both."""
     import torch
     from megatron.core import parallel_state as ps
 
     sums: dict[str, dict[str, Any]] = {}
     for name, parameter in _trained(chunks):
         adapter, _, factor = name.rpartition(".linear_")
-        own = (parameter * parameter.main_grad).sum().detach()
+        group = ps.get_tensor_model_parallel_group()
         if parameter.dim() == 3:
-            torch.distributed.all_reduce(own, group=ps.get_expert_model_parallel_group())
+            group = ps.get_expert_model_parallel_group()
+        own = _summed((parameter * parameter.main_grad).sum().detach(), group)
         sums.setdefault(adapter, {})[factor] = own
     for adapter, both in sums.items():
-        if ".experts." in adapter and not torch.allclose(
-            both["in.weight"], both["out.weight"], rtol=0.01
-        ):
+        if not torch.allclose(both["in.weight"], both["out.weight"], rtol=0.01):
             raise Fault(f"the gradients of {adapter} are not of one product: {both}")
 
 
@@ -246,7 +245,7 @@ def _summed(tensor: Any, group: Any) -> Any:
 
 
 def bridge(kind: str, **options: Any) -> Any:
-    """Return Bridge's `LoRA`, `DoRA` or `CanonicalLoRA` with these options, in float64 as well."""
+    """Return one of Bridge's classes of adapters with these options, in float64 as well."""
     engine = importlib.import_module("megatron.core.extensions.transformer_engine")
     for name, layer in grouped_layers().items():
         setattr(engine, name, layer)

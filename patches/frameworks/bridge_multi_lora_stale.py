@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.patches._case import Fault, Original, Patch, gathered, target
+from megatron_idempotent.patches._case import Original, Patch, expect_agreement, target
 
 from . import _peft
 
@@ -43,19 +43,11 @@ def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Take a step on two replicas, run a forward, and compare what it has computed with."""
-    import torch
-    from megatron.core import parallel_state
-
     layout = {"with_optimizer": True, "distributed_optimizer": True, "overlap_param_gather": True}
     bench = _peft.build("MultiLoRA", layout, n_adapters=2, dim=8)
-    bench.forward_backward(1, data_seed=0)
-    bench.step()
+    bench.train_step(1, data_seed=0)
     bench.forward_backward(1, data_seed=0, forward_only=True)
-    group = parallel_state.get_data_parallel_group()
-    for name, parameter in bench.chunks[0].module.named_parameters():
-        found = gathered(parameter.detach(), group)
-        if not all(torch.equal(found[0], each) for each in found):
-            raise Fault(f"a forward has computed with {name} as it was before the step")
+    expect_agreement(bench, "in a forward after the step")
 
 
 PATCH = Patch(
