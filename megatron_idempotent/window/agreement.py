@@ -214,9 +214,9 @@ def meet(consequence: str, error: BaseException | None = None) -> None:
 
 @contextmanager
 def reading(consequence: str) -> Iterator[None]:
-    """Raise on all ranks of an `as_one` block if one cannot read files in this block within it.
+    """Raise on all ranks if one of them cannot read what it reads here; ranks `meet` at the end.
 
-    Those are an `OSError` and a `ValueError`; ranks `meet` at the end.
+    It stands within `as_one`. What counts as unreadable is an `OSError` or a `ValueError`.
     """
     error = None
     try:
