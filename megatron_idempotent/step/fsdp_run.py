@@ -53,6 +53,11 @@ class Shards:
         # fully_shard([a, b]) gives both modules one state.
         states = {id(s): s for s in (module._get_fsdp_state() for module in self._modules)}
         self._groups = [group for s in states.values() for group in groups_of(s)]
+        if not self._groups:
+            raise ValueError(
+                f"FSDPTrainStep() got a {type(model).__name__} of which fully_shard has sharded no "
+                "parameter: leave some out of ignored_params"
+            )
         self._root = model._get_fsdp_state()
         widest = max(self._groups, key=lambda group: int(group.mesh_info.mesh.size()))
         # Each rank on a line of its own through the other dimensions, such as tensor parallelism.
@@ -419,7 +424,8 @@ def check_internals(model: Any) -> None:
     lacking: list[str] = []
 
     def found(owner: Any, *names: str) -> list[Any]:
-        lacking.extend(f"{type(owner).__name__}.{n}" for n in names if not hasattr(owner, n))
+        if owner is not None:  # else it is named already, or the model has none
+            lacking.extend(f"{type(owner).__name__}.{n}" for n in names if not hasattr(owner, n))
         return [getattr(owner, name, None) for name in names]
 
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
@@ -427,6 +433,8 @@ def check_internals(model: Any) -> None:
         states[0], "_state_ctx", "_comm_ctx", "_is_root", "_root_post_backward_final_callback"
     )
     found(shared, "is_last_backward")
+    if not hasattr(states[0], "_fsdp_param_groups"):
+        found(states[0], "_fsdp_param_group")
     group = next((group for state in states for group in groups_of(state)), None)
     params, mesh_info, *_ = found(
         group,
@@ -435,10 +443,12 @@ def check_internals(model: Any) -> None:
         "_post_forward_indices",
     )
     found(mesh_info, "mesh")
-    found(
-        params[0] if params else None,
-        *("to_sharded", "sharded_param", "unsharded_accumulated_grad", "_sharding_spec"),
-    )
+    param = params[0] if params else None
+    found(param, "to_sharded", "sharded_param", "unsharded_accumulated_grad", "_sharding_spec")
+    # The first gather sets it, so that it can only be looked for among what the class announces.
+    # Under another name its gradients would stay without a word.
+    if param is not None and "_unsharded_param" not in type(param).__annotations__:
+        lacking.append(f"{type(param).__name__}._unsharded_param")
     if lacking:
         raise RuntimeError(
             f"FSDPTrainStep() relies on parts of FSDP2 that torch {torch.__version__} does not "

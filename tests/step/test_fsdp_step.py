@@ -413,6 +413,9 @@ def test_bad_arguments_are_errors_that_name_the_remedy():
 
     refuse(r"SimpleNamespace as scheduler, without state_dict\(\)", model, optimizer, lacking)
     refuse("Model that is not fully sharded: apply", plain, optimizer)
+    ignored = Model()
+    fully_shard(ignored, ignored_params=set(ignored.parameters()))
+    refuse("fully_shard has sharded no parameter: leave some out", ignored, early)
     fully_shard(plain, ignored_params=set(plain.head.parameters()))
     refuse(r"2 parameters that are not sharded.*'head\.weight'", plain, early)
     plain.head.requires_grad_(False)
@@ -438,11 +441,13 @@ def test_what_this_torch_lacks_of_fsdp2_is_refused_by_name():
 
     model, optimizer, _ = build()
     to_sharded, context = FSDPParam.to_sharded, model._get_fsdp_state()._state_ctx
+    unsharded = FSDPParam.__annotations__.pop("_unsharded_param")
     del FSDPParam.to_sharded, context.is_last_backward
     told = str(raised_by(FSDPTrainStep, model, optimizer))
     FSDPParam.to_sharded, context.is_last_backward = to_sharded, True
-    lacking = "FSDPStateContext.is_last_backward, FSDPParam.to_sharded. Use a torch from 2.8"
-    assert f"that torch {torch.__version__} does not have: {lacking}" in told
+    FSDPParam.__annotations__["_unsharded_param"] = unsharded
+    lacking = "FSDPStateContext.is_last_backward, FSDPParam.to_sharded, FSDPParam._unsharded_param"
+    assert f"that torch {torch.__version__} does not have: {lacking}. Use a torch from 2.8" in told
     FSDPTrainStep(model, optimizer)
 
 
