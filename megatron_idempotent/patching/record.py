@@ -425,7 +425,12 @@ class Limit(Hazard):
 
 def takes_help(program: Any) -> bool:
     """Return whether a program of a case file is told whether to call the helper."""
-    return "helped" in getattr(getattr(program, "__code__", None), "co_varnames", ())
+    code = getattr(program, "__code__", None)
+    # The names of local variables follow those of parameters.
+    return (
+        code is not None
+        and "helped" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    )
 
 
 def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:

@@ -218,8 +218,13 @@ def test_a_body_of_a_function_that_nobody_has_read_is_refused():
     assert f"b has body {body.hash}, reviewed are none" in reason
 
 
+def helped_is_a_local_name():
+    helped = True
+    return helped
+
+
 @pytest.mark.parametrize("missing", ["reproduce", "neighbour"])
-@pytest.mark.parametrize("wrong", [None, lambda: None])
+@pytest.mark.parametrize("wrong", [None, lambda: None, helped_is_a_local_name])
 def test_a_helper_is_shown_in_use_and_in_a_program_that_it_leaves_alone(
     missing, wrong, monkeypatch
 ):
