@@ -128,6 +128,7 @@ def _compare(part: _Global, asked: dict[str, Any]) -> None:
         if key == "rank":  # only decides who logs
             continue
         if key == "expert_tensor_parallel_size" and value is None:
+            # Asks for that of tensor parallelism.
             value = asked["tensor_model_parallel_size"]
         if key in known:
             if known[key] != value:
