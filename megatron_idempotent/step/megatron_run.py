@@ -189,6 +189,7 @@ def _call(backend: MegatronBackend, arguments: dict[str, Any], now: _Now, reduce
 def _forward_step(
     backend: MegatronBackend, loss: StepLoss, found: list[Reported], ghosts: bool, now: _Now
 ) -> Callable[..., Any]:
+    # The token count of each microbatch, because dividing by what is valid comes at the end.
     one = torch.ones((), dtype=torch.int, device=backend.device)
     multiplied = 1
     if not backend.per_token and multiplies_by_ranks():
@@ -218,7 +219,6 @@ def _forward_step(
             if total is None:
                 # Nothing is valid, but other ranks wait in the backward.
                 return no_gradient(output), one, {}
-            # A token count of one, because dividing by what is valid comes at the end.
             if total._base is not None:
                 # With deallocate_pipeline_outputs, which Megatron's arguments set, a schedule
                 # frees what the last stage returns as well, and refuses a view.
