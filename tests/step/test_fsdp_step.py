@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+import re
 import subprocess
 import sys
 import time
@@ -449,6 +452,34 @@ def test_what_this_torch_lacks_of_fsdp2_is_refused_by_name():
     lacking = "FSDPStateContext.is_last_backward, FSDPParam.to_sharded, FSDPParam._unsharded_param"
     assert f"that torch {torch.__version__} does not have: {lacking}. Use a torch from 2.8" in told
     FSDPTrainStep(model, optimizer)
+
+
+def test_each_part_of_fsdp2_that_a_step_uses_is_looked_for():
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+
+    from megatron_idempotent.step import fsdp, fsdp_run
+
+    theirs: set[str] = set()
+    for module in (_fsdp_param, _fsdp_param_group, _fsdp_state):
+        theirs.update(re.findall(r"self\.(\w+)", inspect.getsource(module)))
+    theirs -= {name for kind in (torch.nn.Module, torch.Tensor, tuple, type) for name in dir(kind)}
+    used = set()
+    for module in (fsdp_run, fsdp):
+        attributes = [
+            node
+            for part in ast.parse(inspect.getsource(module)).body
+            # For releases of torch that will not change.
+            if getattr(part, "name", None) not in ("reset", "_in_flight")
+            for node in ast.walk(part)
+            if isinstance(node, ast.Attribute)
+        ]
+        own = {node.attr for node in attributes if getattr(node.value, "id", None) == "self"}
+        used |= theirs & ({node.attr for node in attributes} - own)
+    check = ast.walk(ast.parse(inspect.getsource(fsdp_run.check_internals)))
+    asked = {node.value for node in check if isinstance(node, ast.Constant)}
+    # One is public, the other is used only where it is there.
+    assert used - asked <= {"reshard", "manual_backward_finalization_active"}
+    assert len(used) > 15
 
 
 def test_megatron_is_not_imported():
