@@ -734,8 +734,8 @@ def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
             *(
                 (
                     order_stable and getattr(config, name, False),
-                    f"{name}=True and order_stable=True, and computes gradients after the backward "
-                    "in which they are taken: set one of the two to False",
+                    f"{name}=True and order_stable=True: one computes gradients after the backward "
+                    "in which the other takes them. Set one of the two to False",
                 )
                 for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute")
             ),
