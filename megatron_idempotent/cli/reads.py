@@ -352,6 +352,10 @@ def needs_of(patch: Patch, trees: Sequence[SourceTree], known: Needs | None) -> 
     for need in known.names if known is not None else ():
         bare = need.name.lstrip(".") or need.modules[0].rpartition(".")[2]
         before.setdefault(bare, []).append(need)
+    # First, because `known` may have names that nobody knew then to be of others.
+    reads = frozenset(
+        (read, of) for read, of in reads if read.module or of or read.name not in elsewhere()
+    )
     found: set[Need | None] = set()
     for name in sorted({read.name for read, _ in reads}):
         if name in before:
