@@ -20,8 +20,10 @@ of 4096 tokens), and a round waits for the device before each of its readings of
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import megatron_idempotent
@@ -69,38 +71,35 @@ def measure(
     bench = tiny.build(overlap_grad_reduce=True, overlap_param_gather=True, **sizes)
     sides = {"stock": megatron_idempotent.revert, "patched": megatron_idempotent.apply}
 
+    step = functools.partial(bench.train_step, MICROBATCHES, data_seed=0)
+
     def change(name: str) -> None:
         sides[name]()
-        _step(bench)
+        step()
 
     seconds = in_turn(
         rounds,
-        dict.fromkeys(sides, lambda: _step(bench)),
+        dict.fromkeys(sides, step),
         before=change,
         clocks=(time.perf_counter, time.process_time),
         steps=STEPS,
         warm_up=WARM_UP,
         limit_s=limit_s,
     )
-    return seconds, _counts(bench, sides)
+    return seconds, _counts(step, sides)
 
 
-def _counts(bench: Any, sides: dict[str, Any]) -> dict[str, Any]:
+def _counts(step: Callable[[], None], sides: dict[str, Any]) -> dict[str, Any]:
     """Count what one step of each side asks of the device, and what patches add to it by name."""
     seen = {}
     for name, side in sides.items():
         side()
-        _step(bench)  # makes what is made once
-        seen[name] = activity(lambda: _step(bench))
+        step()  # makes what is made once
+        seen[name] = activity(step)
     return {
         **{name: found.totals() for name, found in seen.items()},
         "added": seen["patched"].added_to(seen["stock"]),
     }
-
-
-def _step(bench: Any) -> None:
-    bench.forward_backward(MICROBATCHES, data_seed=0)
-    bench.step()
 
 
 def main() -> None:

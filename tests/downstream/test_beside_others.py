@@ -260,8 +260,7 @@ def taken(name: str, order: str) -> bytes:
         actions[each]()
     model = tiny.build(dtype="bf16", overlap_param_gather=True)
     for seed in range(3):
-        model.forward_backward(2, data_seed=seed)
-        model.step()
+        model.train_step(2, data_seed=seed)
     params = [each.detach().float().flatten() for each in model.chunks[0].parameters()]
     return torch.cat(params).numpy().tobytes()
 
@@ -425,8 +424,7 @@ def restarted() -> tuple[list[int], bytes, bytes]:
         for seed in range(2):
             if fail and seed == 1:
                 model.on_microbatch = stop
-            model.forward_backward(2, data_seed=seed)
-            model.step()
+            model.train_step(2, data_seed=seed)
         params = [each.detach().float().flatten() for each in model.chunks[0].parameters()]
         return torch.cat(params).numpy().tobytes()
 

@@ -221,8 +221,7 @@ def rollouts(folder: str, calls: tuple[int, ...], applied: bool) -> bytes:
     seeds = iter(range(sum(calls)))
 
     def step() -> None:
-        model.forward_backward(3, data_seed=next(seeds))
-        model.step()
+        model.train_step(3, data_seed=next(seeds))
 
     for steps in calls:
         load(SLIME).train(model.chunks, [step] * steps)
