@@ -168,11 +168,7 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
 
     from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, WeightUpdate
     from megatron_idempotent.rl.weights.last_sent import LastSent
-    from megatron_idempotent.rl.weights.transports import (
-        DiskSender,
-        ProcessGroupSender,
-        receiver,
-    )
+    from megatron_idempotent.rl.weights.transports import DiskSender, ProcessGroupSender, receiver
 
     def told(source: int, what: Any = None) -> Any:
         box = [what]
@@ -194,8 +190,8 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
         told(0, (version, await sender.open(WeightUpdate(id=f"run/{version}", version=version))))
         for index, (name, tensor) in enumerate(weights.items()):
             bucket = Bucket.of(index, {name: tensor})
-            if kind == "deltas" or version == 1:
-                bucket = last.changed(bucket, whole=version == 1)
+            if kind == "deltas":
+                bucket = last.changed(bucket, whole=False)
             told(0, await sender.announce(bucket))
             await sender.transmit(bucket)
             told(1)
