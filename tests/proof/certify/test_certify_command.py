@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, Result, certify, 
 from megatron_idempotent.proof.certify import main as command
 from megatron_idempotent.proof.certify.draws import CALLS, MICROBATCHES, Draw
 from megatron_idempotent.proof.certify.layouts import WORDS, grid
-from megatron_idempotent.proof.certify.main import as_table, suspects
+from megatron_idempotent.proof.certify.main import as_json, as_table, suspects
 from megatron_idempotent.proof.certify.state_checks import EVERY
 
 RESULTS = [
@@ -76,6 +77,12 @@ def test_other_faults_have_the_silent_hazards_of_their_layout(check, layout, fau
     found = Result(check=check, layout=layout, verdict="failed", fault=fault)
     assert ("grad-scale-func" in suspects(found)) == wanted
     assert wanted or " in " not in fault or not suspects(found)
+
+
+def test_json_has_verdicts_and_seeds():
+    rows = json.loads(as_json(RESULTS))
+    assert [row["verdict"] for row in rows] == [each.verdict for each in RESULTS]
+    assert {row["seed"] for row in rows} == {7}
 
 
 def test_checks_name_hazards_that_there_are():
