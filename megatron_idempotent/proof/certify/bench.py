@@ -130,13 +130,30 @@ class Bench:
 
     def built(self, **more: Any) -> tiny.Tiny:
         """Build a model of the layout, with `more` arguments of `tiny.build`."""
+        settings = self._settings()
+        if "mtp" in self.layout.flags:
+            # Upstream's arguments allow MTP rotary positions or none; learned ones would be twice.
+            settings["model_overrides"] = {"position_embedding_type": "none"}
+        settings["config_overrides"] = {
+            "calculate_per_token_loss": True,
+            **settings["config_overrides"],
+            **getattr(self.adapter, "config_overrides", {}),
+        }
+        # It is for the framework to wire the config.
+        how = {"batch": MICRO_BATCH, "wire": False, **settings, **self.layout.options, **more}
+        return tiny.build(**how)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the arguments of `tiny.build` that steps which are held to the definition need."""
+        optimizer: dict[str, Any]
+        precise: dict[str, Any] = {}
+        config: dict[str, Any] = {}
         if self.double:
             torch.set_default_dtype(torch.float64)  # the norms' too
-            typed = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
-            precise: dict[str, Any] = {"ddp_overrides": {"grad_reduce_in_fp32": False}}
+            config |= {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
+            precise = {"ddp_overrides": {"grad_reduce_in_fp32": False}}
             optimizer = {"optimizer": "sgd", "sgd_momentum": _SGD["momentum"]}
         else:
-            typed, precise = {}, {}
             optimizer = {
                 "adam_beta1": _ADAM["beta1"],
                 "adam_beta2": _ADAM["beta2"],
@@ -145,34 +162,12 @@ class Bench:
         if self.layout.dtype == "fp16":
             optimizer["loss_scale"] = LOSS_SCALE
         # Layers that have a loss of their own.
-        layers: dict[str, Any] = {}
-        positions = {}
         if self.layout.experts:
-            layers |= {"moe_router_topk": oracle.TOPK, "moe_aux_loss_coeff": oracle.COEFFICIENT}
+            config |= {"moe_router_topk": oracle.TOPK, "moe_aux_loss_coeff": oracle.COEFFICIENT}
         if "mtp" in self.layout.flags:
-            layers |= {"mtp_num_layers": 1, "mtp_loss_scaling_factor": MTP_FACTOR}
-            # Upstream's arguments allow MTP rotary positions or none; learned ones would be twice.
-            positions = {"position_embedding_type": "none"}
+            config |= {"mtp_num_layers": 1, "mtp_loss_scaling_factor": MTP_FACTOR}
         rates = {"lr": self._rate, "min_lr": self._rate, "weight_decay": 0.0, "clip_grad": 0.0}
-        return tiny.build(
-            **{
-                "sequence": T,
-                "batch": MICRO_BATCH,
-                "config_overrides": {
-                    "calculate_per_token_loss": True,
-                    **typed,
-                    **layers,
-                    **getattr(self.adapter, "config_overrides", {}),
-                },
-                "optimizer_overrides": {**optimizer, **rates},
-                # It is for the framework to wire the config.
-                "wire": False,
-                "model_overrides": positions,
-                **precise,
-                **self.layout.options,
-                **more,
-            }
-        )
+        return {"config_overrides": config, "optimizer_overrides": optimizer | rates, **precise}
 
     def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
         """Return what an adapter gets of a model that was built."""
@@ -595,12 +590,14 @@ class Bench:
             ]
         if synced:
             ensure_params_synced(self.model.chunks)
-        mains = mains_of(self.model.optimizer) if self.half else {}
-        for value in (p for c in self.model.chunks for p in c.parameters() if self.half):
-            # Frozen before DDP, or of 32 bits, it is its own.
-            if not hasattr(value, "main_grad") or value.dtype == torch.float32:
-                itself = value.detach().to("cpu", torch.float32, copy=True).flatten()
-                mains.setdefault(value, Main(start=0, values=itself))
+        mains: dict[Any, Main] = {}
+        if self.half:
+            mains = mains_of(self.model.optimizer)
+            for value in (p for chunk in self.model.chunks for p in chunk.parameters()):
+                # Frozen before DDP, or of 32 bits, it is its own.
+                if not hasattr(value, "main_grad") or value.dtype == torch.float32:
+                    itself = value.detach().to("cpu", torch.float32, copy=True).flatten()
+                    mains.setdefault(value, Main(start=0, values=itself))
         return [
             dataclasses.replace(
                 part, value=part.value.detach().cpu().clone(), main=mains.get(part.value)

@@ -58,41 +58,30 @@ class States(Bench):
         """The result and the state of each step, in a run of nothing but steps."""
 
     def built(self, **more: Any) -> tiny.Tiny:
-        """Build a model with dropout, with what training runs set that the definition does not."""
-        layers: dict[str, Any] = {}
+        """Build a model with dropout, as the adapter changes it before DDP."""
+        return super().built(**{"before_ddp": getattr(self.adapter, "before_ddp", None), **more})
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what training runs set; the definition, to which no step is held, does not."""
+        config: dict[str, Any] = {"hidden_dropout": 0.1}
         if self.layout.experts:
-            layers = {
+            config |= {
                 "moe_router_enable_expert_bias": True,
                 "moe_router_score_function": "sigmoid",
                 "moe_router_topk": 2,
             }
         if "mtp" in self.layout.flags:
-            layers |= {"mtp_num_layers": 1}
-            more["model_overrides"] = {"position_embedding_type": "none"}
+            config |= {"mtp_num_layers": 1}
         scale = {"initial_loss_scale": 2.0**12, "loss_scale_window": 2, "min_loss_scale": 1.0}
-        return tiny.build(
-            **{
-                "batch": MICRO_BATCH,
-                "config_overrides": {
-                    "calculate_per_token_loss": True,
-                    "hidden_dropout": 0.1,
-                    **layers,
-                    **getattr(self.adapter, "config_overrides", {}),
-                },
-                "optimizer_overrides": {
-                    "lr": _RATE,
-                    "min_lr": 0.0,
-                    "weight_decay": 0.1,
-                    "clip_grad": 1.0,
-                    **(scale if self.layout.dtype == "fp16" else {}),
-                    **getattr(self.adapter, "optimizer_overrides", {}),
-                },
-                "wire": False,
-                "before_ddp": getattr(self.adapter, "before_ddp", None),
-                **self.layout.options,
-                **more,
-            }
-        )
+        optimizer = {
+            "lr": _RATE,
+            "min_lr": 0.0,
+            "weight_decay": 0.1,
+            "clip_grad": 1.0,
+            **(scale if self.layout.dtype == "fp16" else {}),
+            **getattr(self.adapter, "optimizer_overrides", {}),
+        }
+        return {"config_overrides": config, "optimizer_overrides": optimizer}
 
     def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
         """Return what an adapter gets, with a scheduler of rates and the folder."""
