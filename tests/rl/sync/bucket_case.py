@@ -59,6 +59,17 @@ class Trainer:
         self._place = place
         self.start_again()
 
+    @classmethod
+    async def followed(
+        cls, place: str, steps: int
+    ) -> tuple[Trainer, WeightsEngine, BucketFollower]:
+        """Return one that has published steps, and an engine that has them, with its follower."""
+        trainer, engine = cls(place), WeightsEngine()
+        await trainer.steps(steps)
+        following = follower(place, engine)
+        await following.catch_up()
+        return trainer, engine, following
+
     def start_again(self) -> None:
         """Forget everything but the weights, as a new process does."""
         self.publisher = BucketPublisher(self._place, **self._given)
@@ -146,15 +157,6 @@ class WeightsEngine:
 
 def follower(place: str, *engines: WeightsEngine, **more: Any) -> BucketFollower:
     return BucketFollower(place, engines, settings=QUICK, **more)
-
-
-async def followed(place: str, steps: int) -> tuple[Trainer, WeightsEngine, BucketFollower]:
-    """Return a trainer that has published steps, and an engine that has them, with its follower."""
-    trainer, engine = Trainer(place), WeightsEngine()
-    await trainer.steps(steps)
-    following = follower(place, engine)
-    await following.catch_up()
-    return trainer, engine, following
 
 
 def index_of(objects: Objects) -> Index:

@@ -11,18 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("zstandard")
 
-from bucket_case import (
-    SHAPES,
-    Trainer,
-    WeightsEngine,
-    bits,
-    followed,
-    follower,
-    index_of,
-    run,
-    unneeded,
-    url,
-)
+from bucket_case import SHAPES, Trainer, WeightsEngine, bits, follower, index_of, run, unneeded, url
 
 from megatron_idempotent.rl.engines import EngineError, EngineUnsupported, Request
 from megatron_idempotent.rl.sync import BucketPublisher, SyncFailed, WeightSync
@@ -63,7 +52,7 @@ def test_an_engine_that_missed_updates_takes_them_in_one_pause(
     place = url()
 
     async def scenario() -> None:
-        trainer, engine, following = await followed(place, 2)
+        trainer, engine, following = await Trainer.followed(place, 2)
         late = WeightsEngine("late")
         await trainer.steps(missed)
         with caplog.at_level(logging.INFO):
@@ -86,7 +75,7 @@ def test_an_engine_with_other_bits_than_its_version_has_gets_the_anchor_by_itsel
     place = url()
 
     async def scenario() -> None:
-        trainer, engine, following = await followed(place, 1)
+        trainer, engine, following = await Trainer.followed(place, 1)
         engine.model.state_dict(keep_vars=True)["up"].data.view(-1)[3] = 7.0
         await trainer.steps(1)
         found = await following.catch_up()
@@ -174,7 +163,7 @@ def test_a_trainer_that_is_started_again_goes_on_with_an_anchor() -> None:
     place = url()
 
     async def scenario() -> None:
-        trainer, engine, following = await followed(place, 2)
+        trainer, engine, following = await Trainer.followed(place, 2)
         trainer.start_again()
         assert (await trainer.sync.recover())[place].version == 2
         await trainer.steps(2)

@@ -14,17 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("zstandard")
 
-from bucket_case import (
-    Trainer,
-    WeightsEngine,
-    bits,
-    followed,
-    follower,
-    index_of,
-    run,
-    unneeded,
-    url,
-)
+from bucket_case import Trainer, WeightsEngine, bits, follower, index_of, run, unneeded, url
 
 from megatron_idempotent.rl.sync import BucketFollower, SyncFailed
 from megatron_idempotent.rl.weights import UpdateDamaged, UpdateRefused, WeightsError
@@ -66,7 +56,7 @@ def test_a_writer_that_is_killed_at_an_object_leaves_the_old_update_or_the_new_o
     place = url()
 
     async def scenario() -> None:
-        trainer, engine, following = await followed(place, 2)
+        trainer, engine, following = await Trainer.followed(place, 2)
         trainer.step(0.1)
         kill_at(trainer, write, after=after)
         with pytest.raises(Killed):
@@ -103,9 +93,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(
-    "key", ["objects", pytest.param("latest.json", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("key", ["objects", pytest.param(LATEST, marks=pytest.mark.exhaustive)])
 def test_a_process_that_is_killed_within_a_file_is_followed_by_the_next(
     tmp_path: Path, key: str
 ) -> None:
@@ -231,7 +219,7 @@ def test_a_bucket_that_lies_is_an_error_by_name_and_the_engine_serves_on(
     place = url()
 
     async def scenario() -> None:
-        trainer, engine, following = await followed(place, 2)
+        trainer, engine, following = await Trainer.followed(place, 2)
         await trainer.steps(1)
         lie(following, [], random.Random(seed))
         with pytest.raises(error, match=said):
