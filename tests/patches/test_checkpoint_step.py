@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from ranks import RELEASE, built, on_ranks, same
+from ranks import built, needs_release, on_ranks, same
 
 pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
+# 0.12's writer calls a private function of torch that takes one more argument today; 0.15
+# asserts that the step counter of torch's Adam has a parameter's shape.
+needs_release((0, 16), "releases before 0.16 cannot save torch's Adam of today")
 
 #: The formats that releases save from 0.16 on.
 DP, FULL = "dp_reshardable", "fully_reshardable"
 ONE_BUCKET = {"ddp_overrides": {"bucket_size": None}}
-
-
-# 0.12's writer calls a private function of torch that takes one more argument today; 0.15
-# asserts that the step counter of torch's Adam has a parameter's shape.
-@pytest.fixture(autouse=True)
-def _saves_what_torch_has():
-    if RELEASE < (0, 16):
-        pytest.skip(f"megatron-core {RELEASE} cannot save torch's Adam of today")
 
 
 def sharded(bench, sharding, is_loading):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
-from ranks import VIRTUAL, on_ranks, tiered
+from ranks import RELEASE, VIRTUAL, on_ranks, tiered
 from scenario import Bench
 
 from megatron_idempotent.proof.cpu import tiny
 
-BEFORE_REPLAY = Version(version("megatron-core")) < Version("0.16")
+BEFORE_REPLAY = RELEASE < (0, 16)
 replays = pytest.mark.skipif(BEFORE_REPLAY, reason="routers can be given experts from 0.16 on")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}

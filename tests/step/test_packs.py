@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from packaging.version import Version
-from ranks import on_ranks, tiered
+from ranks import RELEASE, on_ranks, tiered
 from scenario import DEADLINE_S, raised_by
 
 from megatron_idempotent.fp8 import TokenAlignment
@@ -18,8 +16,8 @@ from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.step import pack_batches
 
 #: Neither routers nor MTP layers know padding masks, or packs.
-BEFORE_PADDING_MASKS = Version(version("megatron-core")) < Version("0.16")
-MTP_SUMS = Version(version("megatron-core")) < Version("0.17")
+BEFORE_PADDING_MASKS = RELEASE < (0, 16)
+MTP_SUMS = RELEASE < (0, 17)
 #: A rounding of float64, in which gradients are compared.
 U = 2.0**-53
 #: Upstream computes the softmax of routers and of MTP's heads in float32, over no more words than

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from ranks import on_ranks, tiered
+from scenario import IS_0_12
 
 import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny
@@ -18,7 +17,6 @@ from megatron_idempotent.proof.cpu import tiny
 NUMBER = 4
 MOE = {"experts": 4, "config_overrides": {"moe_aux_loss_coeff": 1.0}}
 PER_TOKEN = {"config_overrides": {"moe_aux_loss_coeff": 1.0, "calculate_per_token_loss": True}}
-IS_0_12 = Version(version("megatron-core")) < Version("0.13")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "dp2, fp16": {"dtype": "fp16", "loss_scale": 256.0},

@@ -6,13 +6,12 @@ import random
 import re
 
 import pytest
+from ranks import RELEASE
 
-from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, certify, layout, run
 
 OWN = "megatron_idempotent.proof.certify.adapters"
-VERSION = found.release if (found := installed("megatron-core")) else ()
-OFFLOADS = pytest.mark.skipif(VERSION < (0, 16), reason="gradient buffers can be offloaded later")
+OFFLOADS = pytest.mark.skipif(RELEASE < (0, 16), reason="gradient buffers can be offloaded later")
 WEEKLY = pytest.mark.exhaustive
 
 #: The bug, the check that it was planted for, what is said of it, and the checks that fail too.
@@ -239,7 +238,7 @@ def test_a_right_adapter_in_an_unusual_style_passes(megatron_rank_pool, name, pl
     assert not {each.check: each.fault for each in found if each.verdict == "failed"}
 
 
-TOLD_OF_PADDING = pytest.mark.skipif(VERSION < (0, 16), reason="models are told of padding later")
+TOLD_OF_PADDING = pytest.mark.skipif(RELEASE < (0, 16), reason="models are told of padding later")
 
 
 @pytest.mark.parametrize(
@@ -300,7 +299,7 @@ def test_what_is_right_is_not_accused(megatron_rank_pool, adapter, check, where)
 def test_stock_megatron_is_judged_without_the_patches(
     megatron_rank_pool, adapter, check, where, stock, patched
 ):
-    if check != "swapped-adapters" and VERSION < (0, 16):
+    if check != "swapped-adapters" and RELEASE < (0, 16):
         pytest.skip("gradient buffers can be offloaded from 0.16 on")
     for on_stock, said in ((True, stock), (False, patched)):
         if said is None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from ranks import needs_release
 
-from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.proof.certify import STATE_CHECKS, certify, layout, run
 from megatron_idempotent.proof.certify.layouts import resharded
 
 pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
 
-VERSION = found.release if (found := installed("megatron-core")) else ()
-if VERSION < (0, 16):
-    pytest.skip("releases before 0.16 cannot save torch's Adam of today", allow_module_level=True)
+needs_release((0, 16), "releases before 0.16 cannot save torch's Adam of today")
 WEEKLY = pytest.mark.exhaustive
 ALONE, TWO, MIXED = "bf16-distopt", "dp2-bf16-distopt", "moe-fp16-distopt"
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import version
 from typing import Any
 
 import pytest
-from packaging.version import Version
+from ranks import RELEASE
 
-BEFORE_REPLAY = Version(version("megatron-core")) < Version("0.16")
 EXPERTS, NEAR = 6, 3
 PROMPT, TOKENS, SAMPLES = (5, 3, 7, 11), 24, 6
 
@@ -114,7 +112,7 @@ def compared(folder: Any, layout: dict[str, int]) -> None:
     assert min(preferred) > 0.05  # a router's own choice is another one, replayed or not
 
 
-@pytest.mark.skipif(BEFORE_REPLAY, reason="routers can be given experts from 0.16 on")
+@pytest.mark.skipif(RELEASE < (0, 16), reason="routers can be given experts from 0.16 on")
 @pytest.mark.parametrize("layout", [{}, pytest.param({"tp": 2}, marks=pytest.mark.exhaustive)])
 def test_replayed_logprobs_are_the_engines(megatron_ranks, tmp_path, layout):
     pytest.importorskip("transformers")
