@@ -30,14 +30,7 @@ class Served:
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self.server = VllmServer(
-            checkpoint,
-            arguments=ARGUMENTS,
-            environment=CPU_ENVIRONMENT
-            | {"PYTHONPATH": os.pathsep.join([str(HERE), *inherited()])},
-            extension="faults.FaultyWorker",
-            log=os.environ.get("VLLM_TEST_LOG"),
-        )
+        self.server = faulty_server(checkpoint, *ARGUMENTS)
         self._weights: tuple[Path, int] | None = None
 
     def __enter__(self) -> Served:
@@ -115,6 +108,13 @@ def fast(**seconds: float) -> Timeouts:
     return Timeouts(**{"control_s": 20.0, "commit_s": 20.0, "bucket_s": 20.0, **seconds})
 
 
-def inherited() -> list[str]:
-    """The path that this process was given."""
-    return [path for path in [os.environ.get("PYTHONPATH")] if path]
+def faulty_server(checkpoint: Path, *arguments: str, **environment: str) -> VllmServer:
+    """A server on the CPU whose workers take faults from tests; its log in $VLLM_TEST_LOG."""
+    path = filter(None, [str(HERE), os.environ.get("PYTHONPATH")])
+    return VllmServer(
+        checkpoint,
+        arguments=arguments,
+        environment={**CPU_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path), **environment},
+        extension="faults.FaultyWorker",
+        log=os.environ.get("VLLM_TEST_LOG"),
+    )

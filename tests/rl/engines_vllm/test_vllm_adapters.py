@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import pytest
 import torch
 from contract_base import ContractBase
 from safetensors.torch import save_file
-from served import ARGUMENTS, HERE, ONE_PROCESS, inherited
+from served import ARGUMENTS, ONE_PROCESS, faulty_server
 from tiny import read_weights
 from training import Training
 
 from megatron_idempotent.rl.engines import EngineUnsupported
-from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmEngine, VllmServer
+from megatron_idempotent.rl.engines.vllm import VllmEngine, VllmServer
 from megatron_idempotent.rl.sync import SyncSettings, WeightSync
 from megatron_idempotent.rl.weights.transports import SharedMemorySender
 
@@ -71,14 +70,7 @@ class TestAdapters(ContractBase):
         training = Factors(read_weights(old), 1)
         adapter = Factors(read_weights(old), 0).adapter(tmp_path / "first")
         lora = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"policy={adapter}")
-        with VllmServer(
-            old,
-            arguments=(*ARGUMENTS, *ONE_PROCESS, *lora),
-            environment=CPU_ENVIRONMENT
-            | {"PYTHONPATH": os.pathsep.join([str(HERE), *inherited()])},
-            extension="faults.FaultyWorker",
-            log=os.environ.get("VLLM_TEST_LOG"),
-        ) as server:
+        with faulty_server(old, *ARGUMENTS, *ONE_PROCESS, *lora) as server:
             asyncio.run(asyncio.wait_for(self.scenario(server, old, training, tmp_path), 200))
 
     async def scenario(

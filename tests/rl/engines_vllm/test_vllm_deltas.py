@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import torch
 from contract_base import ContractBase, next_update
-from served import ARGUMENTS, HERE, ONE_PROCESS, inherited
+from served import ARGUMENTS, ONE_PROCESS, faulty_server
 from training import Training, flipped
 
 from megatron_idempotent.rl.engines import EngineError, Request
-from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmEngine, VllmServer
+from megatron_idempotent.rl.engines.vllm import VllmEngine, VllmServer
 from megatron_idempotent.rl.sync import SyncReport, SyncSettings, WeightSync
 from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, UpdateRefused, checksum
 from megatron_idempotent.rl.weights.deltas import EncodedDelta, encode
@@ -38,14 +37,8 @@ class TestDeltas(ContractBase):
         shared.server.stop()
         more, environment, self.because = SERVERS[family]
         folder = make_model(family=family, vocabulary=64, dtype=torch.bfloat16)
-        path = {"PYTHONPATH": os.pathsep.join([str(HERE), *inherited()])}
-        with VllmServer(
-            folder,
-            arguments=("--dtype", "bfloat16", *ARGUMENTS[2:], *more),
-            environment=CPU_ENVIRONMENT | path | environment,
-            extension="faults.FaultyWorker",
-            log=os.environ.get("VLLM_TEST_LOG"),
-        ) as server:
+        arguments = ("--dtype", "bfloat16", *ARGUMENTS[2:], *more)
+        with faulty_server(folder, *arguments, **environment) as server:
             asyncio.run(asyncio.wait_for(self.scenario(server, Training(folder)), 200))
 
     async def scenario(self, server: VllmServer, training: Training) -> None:

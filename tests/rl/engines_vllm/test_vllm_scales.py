@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from pathlib import Path
 
 import pytest
 from contract_base import ContractBase, buckets, next_update
-from served import HERE, ONE_PROCESS, inherited
+from served import ONE_PROCESS, faulty_server
 from tiny import read_weights
 
-from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmEngine, VllmServer
+from megatron_idempotent.rl.engines.vllm import VllmEngine
 from megatron_idempotent.rl.weights import UpdateMismatch
 from megatron_idempotent.rl.weights.transports import SharedMemorySender
 
@@ -28,15 +27,7 @@ class TestVllmWithAnFp8Cache(ContractBase):
     def test_scales_take_effect_with_an_update_and_stay(self, old: Path, new: Path, shared) -> None:
         shared.server.stop()  # two engines would share two cores
         arguments = ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8", "--enforce-eager")
-        arguments += ONE_PROCESS
-        with VllmServer(
-            old,
-            arguments=arguments,
-            environment=CPU_ENVIRONMENT
-            | {"PYTHONPATH": os.pathsep.join([str(HERE), *inherited()])},
-            extension="faults.FaultyWorker",
-            log=os.environ.get("VLLM_TEST_LOG"),
-        ) as server:
+        with faulty_server(old, *arguments, *ONE_PROCESS) as server:
             asyncio.run(asyncio.wait_for(self.scenario(server, old, new), 480))
 
     async def scenario(self, server, old, new):
