@@ -143,14 +143,17 @@ def test_an_update_that_broke_off_on_all_ranks_can_be_undone(undo: bool) -> None
 def absent() -> float:
     """Runs on a rank: the other one never comes to the end of the step; seconds until that is
     told."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
     bench = Bench(step={"deadline_s": 2})
     step_id = bench.begin()
     bench.step.microbatch(step_id, bench.batch(1))
     start = time.monotonic()
     if bench.rank == 1:
-        time.sleep(3)
+        _get_default_store().wait(["told"])  # its connections last until then
         return 2.0
     told = raised_by(bench.step.finish, step_id)
+    _get_default_store().set("told", "")
     assert isinstance(told, SessionPoisoned)
     assert "not all ranks came to finish of step 'step-0' within 2 s" in str(told)
     waited = time.monotonic() - start
