@@ -148,7 +148,7 @@ H, V = 16, 600
 
 @pytest.mark.parametrize(("cut", "dtype"), [(False, "bfloat16"), (True, "float32")])
 @on_ranks(2)
-def test_it_is_what_the_hook_would_have_added(cut: bool, dtype: str) -> None:
+def test_main_grad_has_what_the_hook_would_have_added(cut: bool, dtype: str) -> None:
     """Megatron's DDP around a weight, two microbatches, fused and
     not."""
     from megatron.core import parallel_state
@@ -220,7 +220,7 @@ def test_it_is_what_the_hook_would_have_added(cut: bool, dtype: str) -> None:
                 assert torch.equal(plain, fused)
 
 
-def test_who_has_one_finds_zeros():
+def test_who_has_main_grad_finds_zeros_in_grad():
     """A plain tensor, with the attributes that Megatron gives it."""
     weight = torch.randn(V, H, dtype=torch.float64, requires_grad=True)
     hidden = torch.randn(5, H, dtype=torch.float64)
@@ -234,4 +234,8 @@ def test_who_has_one_finds_zeros():
     fused = weight.main_grad - 1
     weight.grad = None
     token_logprobs(**arguments).logprob.sum().backward()
-    torch.testing.assert_close(fused, weight.grad, rtol=1e-11, atol=1e-13)
+    # Either way an element adds up a product for each of 5 tokens, each product no larger than
+    # the hidden state; one way adds them to 1, which is taken away again.
+    bound_H = (2 * 5 + 2) * torch.finfo(torch.float64).eps / 2 * (1 + hidden.abs().sum(0))
+    assert ((fused - weight.grad).abs() <= bound_H).all()
+    assert weight.grad.any()
