@@ -16,6 +16,8 @@ from megatron_idempotent.proof import prove as proof
 from megatron_idempotent.proof.cpu.errors import RankError, RankFailure
 from megatron_idempotent.proof.prove import Finding
 
+DRAWN_TWICE = "Fault: pipeline stages 0 and 1 draw the same weights"
+
 
 @pytest.fixture
 def shared_ranks(megatron_rank_pool, mocker):
@@ -34,26 +36,29 @@ def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys, shar
     code, (finding,) = proved(capsys, "pipeline-seed-offset")
     assert code == 0
     assert finding["verdict"] == "proven"
-    assert finding["stock"] == "Fault: pipeline stages 0 and 1 draw the same weights"
+    assert finding["stock"] == DRAWN_TWICE
     assert finding["patched"] == "ok"
     assert finding["seconds"] > 0
 
 
 @pytest.mark.parametrize(
-    ("stock", "patched", "verdict"),
+    ("stock", "patched", "neighbour", "verdict"),
     [
-        ("ok", "ok", "stock_runs"),
-        ("ValueError: something else", "ok", "other_error"),
-        ("Fault: pipeline stages 0 and 1 draw the same weights", "no", "not_repaired"),
+        ("ok", "ok", "ok", "stock_runs"),
+        ("ValueError: something else", "ok", "ok", "other_error"),
+        (DRAWN_TWICE, "no", "ok", "not_repaired"),
+        (DRAWN_TWICE, "ok", "stock: ValueError: no", "other_error"),
+        (DRAWN_TWICE, "ok", "patched: other bits than stock's on ranks [1]", "false_alarm"),
     ],
 )
 def test_prove_fails_where_release_and_case_file_disagree(
-    stock, patched, verdict, capsys, mocker, shared_ranks
+    stock, patched, neighbour, verdict, capsys, mocker, shared_ranks
 ):
     def outcome(run, patch_id, *, applied, helped=False):
         return patched if list(applied) else stock
 
     mocker.patch.object(proof, "outcome", outcome)
+    mocker.patch.object(proof, "beside", return_value=neighbour)
     code, (finding,) = proved(capsys, "pipeline-seed-offset")
     assert (code, finding["verdict"]) == (1, verdict)
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_idempotent import token_logprobs
 from megatron_idempotent.logprobs import Sampling, token_kl, vocab_topk
-from megatron_idempotent.logprobs.sources import ProductParts
+from megatron_idempotent.logprobs.sources import ProductParts, blocks
 from megatron_idempotent.proof.cpu.probes import peak_bytes, watching_collectives
 
 V = 4096
@@ -246,3 +246,11 @@ def test_from_hidden_states_only_what_is_asked_for_is_multiplied_and_held():
         (stats.logprob.sum() + stats.entropy.sum()).backward()
 
     assert peak_bytes(step) <= 0.4 * tokens * columns * 4  # of logits and their gradient: 0.2
+
+
+def test_rows_that_follow_each_other_are_not_copied():
+    responses = torch.arange(64) % 16 >= 6
+    assert all(isinstance(each.rows, slice) for each in blocks([64], responses, 8))
+    every_other = torch.arange(64) % 2 == 0
+    assert not any(isinstance(each.rows, slice) for each in blocks([64], every_other, 16))
+    assert [each.rows for each in blocks([64], None, 48)] == [slice(0, 48), slice(48, 64)]

@@ -331,6 +331,24 @@ def test_an_export_holds_a_bucket_and_a_tensor_and_sends_each_shard_once(megatro
     assert first["messages"] == second["messages"] == 3 * 10 + 2
 
 
+def test_parts_have_to_follow_each_other_from_end_to_end():
+    from megatron_idempotent.rl.hf.export import TensorPart, _covers
+
+    both = [TensorPart(0, 0, 2, 0), TensorPart(0, 2, 3, 1)]
+    assert _covers(both, (5, 4))
+    for wrong in (
+        [],
+        both[:1],
+        both[1:],
+        [both[0], TensorPart(0, 3, 2, 1)],
+        [both[0], TensorPart(0, 1, 3, 1)],
+        [*both, TensorPart(0, 2, 3, 1)],
+        [both[0], TensorPart(1, 2, 2, 1)],
+        [*both, TensorPart(0, 5, 1, 1)],
+    ):
+        assert not _covers(wrong, (5, 4))
+
+
 def adapters_alone(root: Any, name: str, layout: dict[str, int], cut: bool) -> None:
     """Runs on a rank: the base with what the export brings is a model with its factors merged in.
 
