@@ -74,20 +74,19 @@ class Short(NamedTuple):
 
 
 def read(path: Path) -> Iterator[Short]:
-    """The examples of one line in a file's docstrings."""
+    """The examples in a file's docstrings."""
     text, file = path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix()
     for constant, owner in _docstrings(ast.parse(text), None):
-
-        def short(found: re.Match[str], code: str | None, value: str | None = None) -> Short:
-            line = constant.lineno + constant.value[: found.start()].count("\n")  # noqa: B023
-            return Short(file, line, code, value, owner)  # noqa: B023
-
-        for found in _EXAMPLE.finditer(constant.value):
-            yield short(found, found["code"], found["value"])
-            if found["more"] is not None:
-                yield short(found, found["more"])
-        for found in _BLOCK.finditer(constant.value):
-            yield short(found, textwrap.dedent(found[2]), BLOCK)
+        shown = [
+            (each, textwrap.dedent(each[2]), BLOCK) for each in _BLOCK.finditer(constant.value)
+        ]
+        for each in _EXAMPLE.finditer(constant.value):
+            shown.append((each, each["code"], each["value"]))
+            if each["more"] is not None:
+                shown.append((each, each["more"], None))
+        for each, code, value in shown:
+            line = constant.lineno + constant.value[: each.start()].count("\n")
+            yield Short(file, line, code, value, owner)
 
 
 def _docstrings(node: ast.AST, owner: str | None) -> Iterator[tuple[ast.Constant, str | None]]:
@@ -159,7 +158,7 @@ def check(example: Short) -> Checked:
         raise ValueError("no code in backticks follows")
     if example.code.startswith(tuple(OTHER)):
         return Checked(0, 0, 0)
-    if "\n" in example.code and example.value is BLOCK:
+    if example.value is BLOCK:
         return Checked(*hold(example, compile(example.code, "example", "exec", FLAGS)), 0)
     tree = tree_of(example.code)
     return Checked(*hold(example, tree), _make(example, tree, seen_by(example.file, tree)))

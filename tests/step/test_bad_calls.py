@@ -103,7 +103,9 @@ def _params(_: Any) -> Any:
 
 def _rows(*rows: tuple[Change, str]) -> Table:
     """A table of changes that need no name: each is known by what the error says."""
-    return {said: (change, said) for change, said in rows}
+    table = {said: (change, said) for change, said in rows}
+    assert len(table) == len(rows), "two would have one name"
+    return table
 
 
 #: What is wrong with a batch: the call with it, and what the error says.
