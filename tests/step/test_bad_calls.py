@@ -237,9 +237,7 @@ READY = _rows(
         "4 rows, of which sequence 1 has 30 tokens and a bin at most 24",
     ),
 )
-UNCUT = _rows(
-    (_with(), r"got 4 rows, and begin\(\) no micro_batch_size"),
-)
+UNCUT = _rows((_with(), r"got 4 rows, and begin\(\) no micro_batch_size"))
 
 LEARNED = {"model_overrides": {"position_embedding_type": "learned_absolute"}}
 BUDGET = {"micro_batch_size": None, "max_tokens_per_microbatch": 24}

@@ -129,10 +129,7 @@ def agreements(layout: str, number: int, last: bool) -> Counter[tuple[str, str, 
 ALWAYS = ("dp2, gathers", "pp2")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    tiered(LAYOUTS, ALWAYS, "matrix"),
-)
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS, "matrix"))
 def test_collectives_are_those_of_the_one_shot_step(megatron_ranks, layout):
     ranks, options = LAYOUTS[layout]
     for found in megatron_ranks(ranks, compared, options, timeout_s=180):

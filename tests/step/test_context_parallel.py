@@ -106,10 +106,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 ALWAYS = ("cp2, averaged, whole", "cp2 tp2, averaged", "cp2 dp2 ep2")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    tiered(LAYOUTS, ALWAYS),
-)
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
 def test_it_is_the_step_of_one_rank(megatron_ranks, layout):
     ranks, options, how = LAYOUTS[layout]
     cp = options["cp"]

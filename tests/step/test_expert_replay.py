@@ -60,10 +60,7 @@ ALWAYS = ("cp2, packs", "pp2 vpp2, recomputed")
 
 
 @replays
-@pytest.mark.parametrize(
-    "layout",
-    tiered(LAYOUTS, ALWAYS),
-)
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
 def test_each_router_takes_the_experts_of_its_own_tokens(megatron_ranks, layout):
     ranks, options, how = LAYOUTS[layout]
     found = megatron_ranks(ranks, taken, options, **how)

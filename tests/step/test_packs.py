@@ -218,10 +218,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    tiered(LAYOUTS, ALWAYS),
-)
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
 def test_a_budget_gives_the_step_of_rows_in_every_layout(megatron_ranks, bound, layout):
     ranks, options = LAYOUTS[layout]
     kind = "sequence" if layout == "pp2" else "token"

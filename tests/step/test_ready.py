@@ -82,10 +82,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
 ALWAYS = ("pp2 dp2, gathers", "pp2, experts, by sequence, summed", "tp2")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    tiered(LAYOUTS, ALWAYS),
-)
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
 def test_microbatches_of_any_shapes_in_one_call_are_those_of_a_call_each(megatron_ranks, layout):
     ranks, options, kind = LAYOUTS[layout]
     assert megatron_ranks(ranks, compared, options, kind) == [[]] * ranks
