@@ -12,6 +12,7 @@ from typing import Any
 from megatron_idempotent.rl.engines.protocol import RoutedExperts, Sample
 from megatron_idempotent.rl.metrics.loggers import Logger, Loggers
 from megatron_idempotent.rl.metrics.names import (
+    SYNC,
     InflightClock,
     counts_metrics,
     idle_metrics,
@@ -117,6 +118,7 @@ class Reporting:
         self._given: Sequence[Logger] = () if isinstance(loggers, Loggers) else loggers
         self._loggers = loggers if isinstance(loggers, Loggers) else Loggers([])
         self._since: float | None = None
+        self._row: tuple[dict[str, float], int] | None = None
 
     def open(self) -> None:
         """Start the thread that calls the loggers, so that none holds up the event loop."""
@@ -136,7 +138,7 @@ class Reporting:
     def step(
         self, groups: Sequence[RolloutGroup], outcome: StepOutcome, extra: Mapping[str, float]
     ) -> None:
-        """Log the row of the version that a step has just made, from `groups`.
+        """Make the row of the version that a step has just made, from `groups`; `release` logs it.
 
         `extra` are further metrics under their full names, such as `evaluation/reward`.
         """
@@ -149,7 +151,7 @@ class Reporting:
         generation = shared.inflight.take(now) if shared.inflight is not None else None
         learnt = {**shared.recipe.metrics(groups, version - 1), **outcome.metrics}
         lags = [version - 1 - group.oldest_version for group in groups]
-        self._loggers.log(
+        self._row = (
             {
                 **{f"train/{name}": value for name, value in learnt.items()},
                 "train/response_tokens": float(outcome.tokens),
@@ -160,13 +162,21 @@ class Reporting:
                 "timing/train/tokens_per_s": outcome.tokens / total_s if total_s else 0.0,
                 **idle_metrics(phases, total_s, generation=generation),
                 **counts_metrics(shared.buffer.counts, shared.dropped, shared.retries),
-                **{f"sync/{name}": value for name, value in shared.sync_metrics.items()},
                 **extra,
             },
-            step=version,
+            version,
         )
         for name, value in (("lag", max(lags, default=0)), ("trainer version", version)):
             shared.measure.count(name, value)
+
+    def release(self) -> None:
+        """Log the row that was made last, if it is not logged, with what its publish returned."""
+        if self._row is None:
+            return
+        (row, version), self._row = self._row, None
+        if version == self._shared.published:
+            row |= {f"{SYNC}{name}": value for name, value in self._shared.sync_metrics.items()}
+        self._loggers.log(row, step=version)
 
     def begin(self, metrics: Mapping[str, float] | None = None) -> None:
         """Start the clock of the next row: its times and averages begin now.

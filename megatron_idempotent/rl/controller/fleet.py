@@ -178,7 +178,10 @@ class Fleet:
         return {
             "pause_s": report.pause_s,
             "stage_s": report.stage_s,
+            "encode_s": report.encode_s,
+            "decode_s": report.decode_s,
             "bytes_sent": float(report.bytes_sent),
+            "bytes_whole": float(report.bytes_whole),
             "changed": report.elements_changed / max(1, report.elements),
             "engines": float(len(report.named("committed"))),
             "engines_behind": float(len(report.named("behind"))),

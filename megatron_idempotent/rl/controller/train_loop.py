@@ -89,10 +89,15 @@ class TrainPump:
                 finally:
                     # Also if one of these raised: the update is made, and has its row.
                     self._reporting.step(groups, outcome, extra)
+                    if self._publishing is None:
+                        self._reporting.release()
                 await self._checkpoints.save()
             await self._settled()
         finally:
-            await self._stop_publishing()
+            try:
+                await self._stop_publishing()
+            finally:
+                self._reporting.release()
 
     # An optimizer step --------------------------------------------------------------------------
 
@@ -324,6 +329,7 @@ class TrainPump:
                     await asyncio.sleep(shared.settings.look_again_s)
         shared.engines_back = False
         shared.published = version
+        self._reporting.release()  # if it waits for this
         shared.measure.mark("train", f"version {version}")
         shared.progressed()
 

@@ -32,6 +32,13 @@ EXPOSED_GENERATION = "exposed_generation"
 TRAINER_IDLE_RATIO = "timing/train/trainer_idle_ratio"
 ENGINE_IDLE_RATIO = "timing/train/engine_idle_ratio"
 
+SYNC = "sync/"
+"""The beginning of the names of what a publish of weights returned."""
+CHANGED = "sync/changed"
+"""The elements that were sent ÷ all elements."""
+BYTES_SENT = "sync/bytes_sent"
+BYTES_WHOLE = "sync/bytes_whole"
+
 ROLLOUTS = "rollouts/"
 """The beginning of a name that a field of `Counts` completes."""
 UNACCOUNTED = "rollouts/unaccounted"

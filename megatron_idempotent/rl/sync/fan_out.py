@@ -190,15 +190,20 @@ class Outgoing:
     def buckets(self) -> Generator[Bucket, None, None]:
         """Yield the buckets, once. Closing the generator closes the source."""
         try:
-            for bucket in self._buckets:
+            while True:
+                started = time.perf_counter()
+                bucket = next(self._buckets, None)
+                if bucket is None:
+                    return
                 sent = bucket
-                if self._whole or self._last is not None:
-                    elements = sum(each.numel() for each in bucket.tensors.values())
-                    self.size = self.size[0] + elements, self.size[1] + bucket.nbytes
                 if self._last is not None:
                     started = time.perf_counter()
                     sent = self._last.changed(bucket, whole=self._whole)
+                if not self._whole:
                     self.encode_s += time.perf_counter() - started
+                if self._whole or self._last is not None:
+                    elements = sum(each.numel() for each in bucket.tensors.values())
+                    self.size = self.size[0] + elements, self.size[1] + bucket.nbytes
                 self.bytes_sent += sent.nbytes
                 self.tensors_sent += len(sent.tensors)
                 for name, tensor in sent.tensors.items():

@@ -130,7 +130,8 @@ class SyncReport:
     bytes_whole: int
     """The number of bytes of the model, as it is sent whole."""
     encode_s: float
-    """Seconds in which rank 0 made deltas, or joined those of other ranks; it is in `stage_s`."""
+    """Seconds in which rank 0 made deltas, or waited for a source that finds changes; it is in
+    `stage_s`."""
     decode_s: float
     """Seconds in which the slowest engine checked and decoded deltas; it is in `stage_s`."""
     stage_s: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +76,16 @@ class Engines:
                 deltas=config.sync.deltas,
             )
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> Mapping[str, float]:
         """Bring the current weights to all engines, as `version`; collective if they are shared.
 
-        Engines that could not be updated, or are quarantined, get no requests. Errors: those of
-        `Fleet.publish`.
+        Engines that could not be updated, or are quarantined, get no requests. Returns metrics of
+        this rank's engines. Errors: those of `Fleet.publish`.
         """
-        if self._fleet is None:
-            follow(self._source, settings=self._settings)
-        else:
-            self._runner.run(self._fleet.publish(version))
+        if self._fleet is not None:
+            return self._runner.run(self._fleet.publish(version))
+        follow(self._source, settings=self._settings)
+        return {}
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Sample]:
         """Draw a sample for each request, in their order; collective if engines are shared.

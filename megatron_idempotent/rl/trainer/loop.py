@@ -5,7 +5,8 @@ train on the groups of all of them. All ranks meet in the policy's `train` and i
 asynchronous run (`async_run`) uses the same requests, scorer, recipe and policy.
 
 Metrics under `train/` and `evaluation/` are the same, bit for bit, when a run is repeated. Those
-under `timing/train/` depend on the clock, and those under `memory/train/` on the device.
+under `timing/train/` and seconds under `sync/` depend on the clock, and those under `memory/train/`
+on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_idempotent.proof import cpu
 from megatron_idempotent.rl.controller import RolloutGroup
 from megatron_idempotent.rl.engines import Sample
 from megatron_idempotent.rl.metrics.loggers import Loggers
-from megatron_idempotent.rl.metrics.names import RESPONSE_TOKENS, TOKENS_PER_S, TOTAL_S
+from megatron_idempotent.rl.metrics.names import RESPONSE_TOKENS, SYNC, TOKENS_PER_S, TOTAL_S
 from megatron_idempotent.rl.trainer.task.prompts import Prompt, PromptSet, rollout_prompts
 from megatron_idempotent.rl.trainer.task.reward import load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
@@ -120,11 +121,12 @@ class Loop:
 
             done = index + 1
             with watch.phase("sync_weights"):
-                self._publish(done)
+                published = self._publish(done)
             # Means over the samples or groups of all ranks.
             total = summed(group_sums(groups))
             metrics = {f"train/{name}": value for name, value in group_means(total).items()} | step
             metrics["train/response_length"] = step[RESPONSE_TOKENS] / total["samples"]
+            metrics |= {f"{SYNC}{name}": value for name, value in published.items()}
             if due(done, config.evaluation.every, last):
                 with watch.phase("evaluation"):
                     metrics |= self._evaluate(done)
@@ -135,10 +137,10 @@ class Loop:
                 with watch.phase("checkpoint"):
                     save_checkpoint(self._job, policy, done)
 
-    def _publish(self, done: int) -> None:
+    def _publish(self, done: int) -> Mapping[str, float]:
         """Bring the weights after a number of rollouts to the engines. Collective."""
         with self._policy.weights():
-            self._engines.publish(done)
+            return self._engines.publish(done)
 
     def _evaluate(self, done: int) -> Mapping[str, float]:
         """Measure the mean reward on held-out prompts after `done` rollouts. Collective.

@@ -22,6 +22,9 @@ from megatron_idempotent.rl.metrics.loggers import (
     logger_factories,
 )
 from megatron_idempotent.rl.metrics.names import (
+    BYTES_SENT,
+    BYTES_WHOLE,
+    CHANGED,
     GRAD_NORM,
     HELD_OUT,
     LOSS,
@@ -70,18 +73,25 @@ def print_summary(summary: Mapping[str, float], out: Path) -> None:
 def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any:
     """Draw reward and loss over steps as a PNG; `step` names their unit, such as "rollout".
 
-    At least one row has to have an evaluation. Returns matplotlib's figure.
+    Where deltas were sent, a third panel has what changed and what was sent. At least one row has
+    to have an evaluation. Returns matplotlib's figure.
     """
     # The object interface: pyplot would look for a display and keep the figure.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    sent = [
+        {"step": row["step"], CHANGED: 100 * row[CHANGED], BYTES_SENT: 100 * share}
+        for row in rows
+        if BYTES_WHOLE in row and (share := row[BYTES_SENT] / row[BYTES_WHOLE])
+    ]
+    heights = (5, 3, 3) if any(row[BYTES_SENT] < 100 for row in sent) else (5, 3)
+    figure = Figure(figsize=(8, 0.6 * sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    reward_axes, loss_axes = figure.subplots(
-        2, 1, sharex=True, gridspec_kw={"height_ratios": (5, 3)}
+    reward_axes, loss_axes, *sent_axes = figure.subplots(
+        len(heights), 1, sharex=True, gridspec_kw={"height_ratios": heights}
     )
-    for axes in (reward_axes, loss_axes):
+    for axes in (reward_axes, loss_axes, *sent_axes):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     reward_axes.plot(
@@ -101,12 +111,19 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any
             fontsize=9,
         )
     reward_axes.set(ylabel="mean reward", ylim=(0, 1.02))
-    # Above the axes, where no run has a line.
-    reward_axes.legend(
-        loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=2, frameon=False
-    )
     loss_axes.plot(*_column(rows, LOSS), linewidth=1, color="tab:blue", alpha=0.7)
-    loss_axes.set(ylabel="loss per token", xlabel=step)
+    loss_axes.set(ylabel="loss per token")
+    for axes in sent_axes:
+        for name, label in ((CHANGED, "elements sent"), (BYTES_SENT, "bytes sent")):
+            axes.plot(*_column(sent, name), label=label, linewidth=1, alpha=0.7)
+        axes.set(ylabel="% of the model", yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    for axes in (reward_axes, *sent_axes):
+        # Above the axes, where no run has a line.
+        axes.legend(
+            loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=2, frameon=False
+        )
+    figure.axes[-1].set_xlabel(step)
     figure.align_ylabels()
     figure.savefig(path, dpi=110)
     return figure

@@ -65,7 +65,7 @@ class ToyGenerator:
         await asyncio.sleep(self.publish_seconds)
         self.version = version
         self.events.append(("publish", version))
-        return {"pause_s": 0.25}
+        return {"pause_s": 0.25, "version": version}
 
     async def recover(self):
         return False

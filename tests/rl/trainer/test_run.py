@@ -217,8 +217,9 @@ def run_and_note_versions(job):
     noted, publish, generate = [], Engines.publish, Engines.generate
 
     def noting_publish(self, version):
-        publish(self, version)
+        published = publish(self, version)
         noted.append((version, set()))
+        return published
 
     def noting_generate(self, requests):
         samples = generate(self, requests)

@@ -134,11 +134,12 @@ def run_and_note(job, *, with_row_norms=False):
     publish, train = Engines.publish, MegatronPolicy.train
 
     def noting_publish(self, version):
-        publish(self, version)
+        published = publish(self, version)
         served = {}
         for engine in self._engines:
             served |= hashes(engine._updates._weights._tensors)
         noted.engine[version] = served
+        return published
 
     def noting_train(self, batch, *, index):
         if index == 0:
