@@ -198,6 +198,7 @@ class BucketPublisher:
 
     def _clean(self, index: Index | None) -> None:
         """Remove all that no listed update needs; a list of the store's may lack the newest."""
+        self._objects.remove_partials()
         listed = index.updates if index else ()
         try:
             needed = [Manifest(self._objects, self._run, each).keys for each in listed]

@@ -192,15 +192,15 @@ class Outgoing:
         try:
             while True:
                 started = time.perf_counter()
-                bucket = next(self._buckets, None)
-                if bucket is None:
-                    return
-                sent = bucket
+                sent = bucket = next(self._buckets, None)
                 if self._last is not None:
                     started = time.perf_counter()
-                    sent = self._last.changed(bucket, whole=self._whole)
+                    if bucket is not None:
+                        sent = self._last.changed(bucket, whole=self._whole)
                 if not self._whole:
                     self.encode_s += time.perf_counter() - started
+                if bucket is None or sent is None:
+                    return
                 if self._whole or self._last is not None:
                     elements = sum(each.numel() for each in bucket.tensors.values())
                     self.size = self.size[0] + elements, self.size[1] + bucket.nbytes

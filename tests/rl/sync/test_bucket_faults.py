@@ -19,7 +19,7 @@ from bucket_case import Trainer, WeightsEngine, bits, follower, index_of, run, u
 from megatron_idempotent.rl.sync import BucketFollower, SyncFailed
 from megatron_idempotent.rl.weights import UpdateDamaged, UpdateRefused, WeightsError
 from megatron_idempotent.rl.weights.transports import TransportError
-from megatron_idempotent.rl.weights.transports.bucket import Objects
+from megatron_idempotent.rl.weights.transports.bucket import Objects, _held
 
 LATEST = "latest.json"
 
@@ -93,7 +93,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("key", ["objects", pytest.param(LATEST, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("key", [LATEST, pytest.param("objects", marks=pytest.mark.exhaustive)])
 def test_a_process_that_is_killed_within_a_file_is_followed_by_the_next(
     tmp_path: Path, key: str
 ) -> None:
@@ -102,6 +102,8 @@ def test_a_process_that_is_killed_within_a_file_is_followed_by_the_next(
     assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
     (half,) = tmp_path.rglob("*.partial")
     assert half.stat().st_size
+    # What a writer that lives is writing stays.
+    alive = tmp_path / "latest.json.00000000.partial"
 
     async def scenario() -> None:
         trainer, engine = Trainer(str(tmp_path)), WeightsEngine()  # with the same weights
@@ -111,7 +113,9 @@ def test_a_process_that_is_killed_within_a_file_is_followed_by_the_next(
         await following.catch_up()
         assert (engine.versions.version, engine.bits) == (2, bits(trainer.tensors))
         trainer.version = 3
-        await trainer.steps(1)
+        with _held(alive):
+            await trainer.steps(1)
+            assert list(tmp_path.rglob("*.partial")) == [alive]
         assert unneeded(Objects(str(tmp_path))) == set()
         await following.catch_up()
         assert (engine.versions.version, engine.bits) == (4, bits(trainer.tensors))

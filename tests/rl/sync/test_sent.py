@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,28 @@ def test_elements_that_have_not_changed_are_left_out() -> None:
     assert reports[1].encode_s > 0 == reports[0].decode_s < reports[1].decode_s
     for engine in engines:
         assert all(engine.weights[name].equal(tensors_of(2)[name]) for name in NAMES)
+
+
+def test_a_source_that_finds_changes_has_its_seconds_counted_as_encoding() -> None:
+    source, engine = FindsChanges(1), MemoryEngine("a")
+    one = sync([engine])
+    asyncio.run(one.update(source, 1, deltas=True))
+    report = asyncio.run(one.update(source, 2, deltas=True))
+    assert source.encode_s <= report.encode_s <= report.stage_s
+    assert (report.tensors_sent, report.elements, report.bytes_whole) == (0, 4 * SIZE, 16 * SIZE)
+
+
+class FindsChanges(Source):
+    """Finds after some seconds that nothing has changed."""
+
+    finds_changes = True
+    encode_s = 0.05
+
+    def buckets(self, *, bucket_bytes: int, whole: bool = True) -> Iterator[Any]:
+        if whole:
+            yield from super().buckets(bucket_bytes=bucket_bytes)
+        else:
+            time.sleep(self.encode_s)
 
 
 @pytest.mark.parametrize("why", ["not taken", "started again", "interrupted"])

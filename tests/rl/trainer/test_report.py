@@ -11,6 +11,9 @@ pytest.importorskip("rich")
 
 from megatron_idempotent.rl.metrics.loggers import read_metrics
 from megatron_idempotent.rl.metrics.names import (
+    BYTES_SENT,
+    BYTES_WHOLE,
+    CHANGED,
     GRAD_NORM,
     HELD_OUT,
     LOSS,
@@ -78,6 +81,20 @@ def test_the_table_sums_time_and_finds_first_last_and_best_and_curves_are_drawn(
     assert legend.y0 >= axes.bbox.y1, "above the axes, it lies on no line"
     assert figure.bbox.contains(legend.x1, legend.y1)
     assert figure.bbox.containsx(legend.x0)
+
+
+def test_what_deltas_sent_is_drawn_where_there_were_any(tmp_path):
+    pytest.importorskip("matplotlib")
+    sent = {CHANGED: 1.0, BYTES_SENT: 200.0, BYTES_WHOLE: 200.0}
+    # Whole, a delta, nothing that changed; the first row has no publish.
+    each = ({}, sent, {**sent, CHANGED: 0.02, BYTES_SENT: 3.0}, {**sent, BYTES_SENT: 0.0})
+    rows = [{**row, **more} for row, more in zip(ROWS, each, strict=True)]
+    axes = draw_curves(rows, tmp_path / "curves.png", step="rollout").axes
+    assert [list(line.get_ydata()) for line in axes[2].lines] == [[100, 2], [100, 1.5]]
+    assert [line.get_label() for line in axes[2].lines] == ["elements sent", "bytes sent"]
+    for row in rows:
+        row.pop(BYTES_WHOLE, None)  # of an earlier release
+    assert len(draw_curves(rows, tmp_path / "curves.png", step="rollout").axes) == 2
 
 
 @pytest.mark.parametrize("threaded", [False, True])

@@ -86,7 +86,8 @@ def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "run"
-    overrides = [word for setting in SMALL for word in ("--set", setting)]
+    settings = (*SMALL, "sync.deltas=true")
+    overrides = [word for setting in settings for word in ("--set", setting)]
     code = main([*overrides, "--data", str(data), "--rollouts", "1", "--out", str(out)])
     assert code == 0
     said = capsys.readouterr()
@@ -110,7 +111,12 @@ def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     assert main([*checkpoint, "--resume", "--out", str(out), "--rollouts", "2", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     assert len(terminal.read_text().splitlines()) == len(lines) - 2, "nothing more"
-    assert [row["step"] for row in read_metrics(out / METRICS_FILE)] == [0, 1, 2]
+    found = read_metrics(out / METRICS_FILE)
+    assert [row["step"] for row in found] == [0, 1, 2]
+    for row in found[1:]:
+        assert 0 < row["sync/bytes_sent"] < row["sync/bytes_whole"]
+        assert row["sync/changed"] < 1
+        assert min(row["sync/encode_s"], row["sync/decode_s"]) > 0
 
     capsys.readouterr()
     damaged(out / "model-initial" / "model.safetensors")

@@ -7,9 +7,11 @@ import hashlib
 import importlib
 import logging
 import sys
+import threading
 import traceback
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +75,27 @@ def test_what_is_alike_has_one_name_whatever_was_in_memory_before() -> None:
         layout = BucketLayout.of("run/1", bucket)
         names.add(t.bucket.put_bucket(objects, "objects/", layout, bucket)["object"])
     assert len(names) == 1
+
+
+def test_no_write_to_a_folder_fails_where_another_process_clears_up(tmp_path: Path) -> None:
+    objects, ended = Objects(str(tmp_path)), threading.Event()
+    (dead := tmp_path / "latest.json.01234567.partial").write_bytes(b"half")
+    (mine := tmp_path / "film.partial").write_bytes(b"of somebody")
+
+    def clear_up() -> None:
+        while not ended.is_set():
+            objects.remove_partials()
+
+    clearing = threading.Thread(target=clear_up)
+    clearing.start()
+    try:
+        for number in range(300):
+            objects.write("latest.json", bytes([number % 256]))
+    finally:
+        ended.set()
+        clearing.join()
+    assert sorted(tmp_path.iterdir()) == [mine, tmp_path / "latest.json"]
+    assert not dead.exists()
 
 
 def told_by(error: BaseException) -> str:

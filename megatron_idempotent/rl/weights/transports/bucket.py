@@ -6,6 +6,8 @@ by the SHA-256 of its bytes, and is held to it whenever it is read.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -30,6 +32,7 @@ KIND = "bucket"
 _PUBLIC = {"endpoint_url", "region_name", "host", "port", "protocol"}
 _LEVEL, _THREADS = 1, 4  # bf16 weights shrink by a fifth, and at higher levels by no more
 _FAILS = object()
+_PARTIAL = ".partial"
 
 
 class Objects:
@@ -112,14 +115,15 @@ class Objects:
             return
 
         def replace() -> None:
-            partial = pathlib.Path(f"{path}.{secrets.token_hex(4)}.partial")
+            partial = pathlib.Path(f"{path}.{secrets.token_hex(4)}{_PARTIAL}")
             partial.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_bytes(content)
-                flush(partial)
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+            with _held(partial):
+                try:
+                    partial.write_bytes(content)
+                    flush(partial)
+                    os.replace(partial, path)
+                finally:
+                    partial.unlink(missing_ok=True)
 
         self._do(f"writing {key}", replace)
 
@@ -140,13 +144,26 @@ class Objects:
             return names
 
         names = self._do(f"listing {folder}", listed, absent=())
-        return {f"{folder}/{pathlib.PurePosixPath(name).name}" for name in names}
+        found = (pathlib.PurePosixPath(name).name for name in names)
+        return {f"{folder}/{name}" for name in found if not name.endswith(_PARTIAL)}
 
     def remove(self, keys: Iterable[str]) -> None:
         """Remove keys; those that are absent already: no-op."""
         for key in sorted(keys):
             remove = functools.partial(self._store.rm_file, f"{self._root}/{key}")
             self._do(f"removing {key}", remove, absent=None)
+
+    def remove_partials(self) -> None:
+        """Remove what writers to a folder left that died within a write; other stores: no-op."""
+        if not getattr(self._store, "local_file", False):
+            return
+        for folder in ("", "objects", "manifests"):
+            unique = "[0-9a-f]" * 8
+            for partial in pathlib.Path(self._root, folder).glob(f"*.{unique}{_PARTIAL}"):
+                # One that is being written is locked, as may be all where there are no locks.
+                with contextlib.suppress(OSError), partial.open("r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    partial.unlink()
 
     def _do(self, doing: str, call: Callable[[], Any], *, absent: Any = _FAILS) -> Any:
         """Return what the call does, or `absent` if there is no such key."""
@@ -168,6 +185,18 @@ class Objects:
             for form in (secret, urllib.parse.quote(secret, ""), urllib.parse.unquote(secret)):
                 told = told.replace(form, "***")
         return told
+
+
+@contextlib.contextmanager
+def _held(partial: pathlib.Path) -> Iterator[None]:
+    """Make a file, and keep it locked, so that `remove_partials` leaves it alone."""
+    while True:
+        with partial.open("wb") as file:
+            with contextlib.suppress(OSError):  # without locks nobody removes it, either
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if partial.exists():  # else it was removed before it was locked
+                yield
+                return
 
 
 def _values(options: Any) -> Iterator[str]:
