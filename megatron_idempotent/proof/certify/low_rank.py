@@ -263,6 +263,19 @@ class Adapted(nn.Module):
             output = (output - inside) * (adapter.weight_magnitude / self._norm()) + inside
         return output, bias
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return base and factors as distributed checkpoints take them, each cut as it is here."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        base, adapter = (f"{prefix}{name}." for name in ("to_wrap", "adapter"))
+        factors = self.adapter.state_dict(keep_vars=True)
+        cut = {n: f.partition_dim for n, f in factors.items() if hasattr(f, "partition_dim")}
+        found: dict[str, Any] = self.to_wrap.sharded_state_dict(base, sharded_offsets, metadata)
+        found |= make_sharded_tensors_for_checkpoint(factors, adapter, cut, sharded_offsets)
+        return found
+
 
 def _sharing(base: Any) -> int:
     """Return the number of ranks that share a layer's weight."""
