@@ -60,6 +60,30 @@ def among_zeros(tensor: Any, group: Any) -> Any:
     return pad(tensor, (size * before, size * (group.size() - 1 - before)))
 
 
+def is_cut(adapter: Any) -> bool:
+    """Return whether ranks share the weight of an adapter's layer; before 0.5 no field says so."""
+    return adapter.input_is_parallel or not adapter.linear_out.gather_output
+
+
+def drops(adapter: Any) -> bool:
+    """Return whether an adapter of Bridge's drops some of what it computes."""
+    return adapter.training and getattr(adapter.dropout, "p", 0) > 0
+
+
+def normalizing(base: Any, norm: Any) -> Any:
+    """Return a layer that normalizes its input, and returns that too, as one of the engine's."""
+    engine = grouped_layers()["TELayerNormColumnParallelLinear"]()
+    engine.weight, engine.bias, engine.config = base.weight, base.bias, base.config
+    engine.return_layernorm_output = engine.return_layernorm_output_gathered = True
+
+    def forward(x: Any) -> Any:
+        normed = norm(x)
+        return (base(normed)[0], normed), None
+
+    engine.forward = forward
+    return engine
+
+
 def build(
     kind: str | Callable[..., None],
     layout: dict[str, Any],

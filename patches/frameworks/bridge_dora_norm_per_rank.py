@@ -53,7 +53,7 @@ def begin(original: Original, self: Any, value: Any) -> None:
     original(self, value)
     if self.input_is_parallel:
         self.weight_magnitude.sequence_parallel = not self.disable_sequence_parallel_comm
-    elif self.base_linear_is_parallel:
+    elif _peft.is_cut(self):
         self.weight_magnitude.tensor_model_parallel = True
         self.weight_magnitude.partition_dim = 0
         self.weight_magnitude.partition_stride = 1

@@ -33,7 +33,7 @@ from . import _peft
 
 def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the adapter; of a layer that is not cut, over the positions of all ranks."""
-    if self.base_linear_is_parallel or not self.config.sequence_parallel:
+    if _peft.is_cut(self) or not self.config.sequence_parallel:
         return original(self, x, *args, **kwargs)
     from megatron.core.tensor_parallel import mappings
 

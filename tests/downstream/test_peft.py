@@ -26,6 +26,12 @@ SHARED = {"moe_shared_expert_intermediate_size": 64}
 OVERLAPPED = {**SHARED, "moe_shared_expert_overlap": True}
 GROUPED = {"grouped": True}
 TWO = {"n_adapters": 2, "dim": 8}  # of which halves have the 16 bytes that `_grouped_mm` asks for
+DROPS = {"dropout": 0.5}
+AFTER = {
+    "dropout_position": "post",
+    "target_modules": ["linear_qkv", "linear_proj", "linear_fc2"],  # ranks have halves of fc1
+    **DROPS,
+}
 OUTER, EACH = {"experts_shared_outer_loras": True}, {"share_expert_adapters": False}
 
 #: Name → (ranks, layout, arguments of `_peft.build`).
@@ -33,6 +39,8 @@ BRIDGE = {
     "LoRA tp": (2, {"tp": 2}, {}),
     "LoRA tp sp, rank 16": (2, SP, {"dim": 16}),
     "LoRA tp sp, fused": (2, SP, {"fused": True}),
+    "LoRA tp sp, dropout": (2, SP, DROPS),
+    "LoRA tp, dropout after": (2, {"tp": 2}, AFTER),
     "LoRA pp": (2, {"pp": 2, "layers_per_stage": 1}, {}),
     "LoRA cp": (2, {"cp": 2}, {}),
     "LoRA dp": (2, {}, {}),
@@ -53,6 +61,8 @@ BRIDGE = {
     ),
     "DoRA tp": (2, {"tp": 2}, {}),
     "DoRA tp sp, rank 16": (2, SP, {"dim": 16}),
+    "DoRA tp sp, dropout": (2, SP, DROPS),
+    "DoRA tp, dropout": (2, {"tp": 2}, DROPS),
     "MultiLoRA tp": (2, {"tp": 2}, TWO),
     "MultiLoRA tp sp": (2, SP, TWO),
     "MultiLoRA pp": (2, {"pp": 2, "layers_per_stage": 1}, TWO),
@@ -91,6 +101,8 @@ def built(source, kind, layout, more):
         from mcore_adapters import put as kind
     bench = _peft.build(kind, layout, **more)
     placed = []
+    if more.get("dropout"):
+        _drop_the_same(bench.chunks[0].module)
     for name, parameter in bench.chunks[0].module.named_parameters():
         whole, cuts = _place(name, parameter, bench.chunks[0].module)
         shape = list(parameter.shape)
@@ -103,6 +115,59 @@ def built(source, kind, layout, more):
         if parameter.requires_grad:
             placed.append((whole, cuts, parameter))
     return bench, placed
+
+
+def _drop_the_same(module):
+    """Let each adapter drop what its place in the whole model says, in all microbatches."""
+    import torch
+    from megatron.core import parallel_state
+
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    own = parallel_state.get_tensor_model_parallel_rank()
+
+    class Whole(torch.nn.Dropout):
+        def forward(self, x):
+            shape = list(x.shape)
+            if self.cut is not None:
+                shape[self.cut] *= ranks
+            keep = torch.rand(shape, generator=torch.Generator().manual_seed(self.seed)) > self.p
+            if self.cut is not None:
+                keep = keep.chunk(ranks, self.cut)[own]
+            return x * keep / (1 - self.p)
+
+    for name, adapter in module.named_modules():
+        if name.endswith(".adapter"):
+            features = adapter.input_is_parallel == (adapter.dropout_position == "pre")
+            positions = 0 if module.config.sequence_parallel else None
+            adapter.dropout = Whole(adapter.dropout.p)
+            adapter.dropout.cut = -1 if features else positions
+            adapter.dropout.seed = zlib.crc32(name.encode())
+
+
+def recomputed(source, kind, layout):
+    """Runs on a rank: the gradients without recomputation, and with each kind of it."""
+    import torch
+    from megatron_idempotent.patches.frameworks import _peft
+
+    import megatron_idempotent
+
+    sys.path.insert(0, source)
+    megatron_idempotent.apply()
+    found = []
+    for how in (
+        {},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ):
+        bench = _peft.build(kind, layout, config=how, **DROPS)
+        torch.manual_seed(5)
+        bench.forward_backward(2, data_seed=0)
+        found.append(bench.gradients())
+    return found
 
 
 def gradients(source, kind, layout, more):
@@ -208,6 +273,17 @@ def test_bridges_adapters_get_the_gradients_of_one_rank(megatron_ranks, name):
     if source is None:
         pytest.skip("no source of megatron-bridge is given")
     assert_as_one_rank(megatron_ranks, source, name.split()[0], BRIDGE[name])
+
+
+@pytest.mark.parametrize("layout", [SP, {"tp": 2}], ids=["sp", "tp"])
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
+def test_recomputed_adapters_drop_what_they_dropped(megatron_ranks, kind, layout):
+    source = os.environ.get("MEGATRON_BRIDGE_SOURCE")
+    if source is None:
+        pytest.skip("no source of megatron-bridge is given")
+    for right, *others in megatron_ranks(2, recomputed, source, kind, layout):
+        assert right.abs().max() > 0
+        assert [each.equal(right) for each in others] == [True, True]
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA"])

@@ -75,6 +75,8 @@ RECIPES = {
             "bridge-shared-outer-counted-again",
             "bridge-dora-norm-per-rank",
             "bridge-dora-scales-bias",
+            "bridge-dora-drops-otherwise",
+            "bridge-dropout-repeated",
             "bridge-dora-magnitudes-resharded",
             "bridge-expert-adapter-unsummed",
             "bridge-per-expert-adapter-detached",

@@ -41,6 +41,8 @@ class DistCheckpoint(SplitStep):
     keeps = ("scheduler", "random", "loss scale", "expert bias", "counters")
     reshards: tuple[str, ...] = ("dp",)
     sharding: str
+    whole = True
+    """False if some parameters are not saved."""
     persistent = False
     """True if one process writes all asynchronous saves, and none is forked for each."""
 
@@ -119,7 +121,7 @@ class DistCheckpoint(SplitStep):
 
     def _load_models(self, found: dict[str, Any]) -> None:
         for chunk, name in zip(self.subject.chunks, self._models(), strict=True):
-            chunk.module.load_state_dict(found[name])
+            chunk.module.load_state_dict(found[name], strict=self.whole)
 
     def _state(self, *, is_loading: bool = False) -> dict[str, Any]:
         models = self._models()
@@ -198,11 +200,19 @@ class OnHost(DPReshardable):
 
 
 class LowRank(DPReshardable):
-    """Trains low-rank adapters of 32 bits over a frozen base."""
+    """Trains low-rank adapters of 32 bits over a frozen base, and saves them alone."""
+
+    whole = False
 
     def before_ddp(self, module: Any) -> None:
         module.requires_grad_(False)
         low_rank.add(module, rank=2, wide=True)
+
+    def _models(self) -> dict[str, Any]:
+        return {
+            name: {key: value for key, value in state.items() if ".adapter." in key}
+            for name, state in super()._models().items()
+        }
 
 
 class Training(DistCheckpoint):

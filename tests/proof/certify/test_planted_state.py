@@ -83,6 +83,7 @@ def test_no_other_check_catches_it(megatron_rank_pool, bug, check, where, said):
         ("planted_state:Everything", "load-weights-alone"),
         ("planted_state:Everything", "offload-one-part"),
         ("megatron_idempotent.proof.certify.checkpoints:DPReshardable", "load-into-live-run"),
+        ("megatron_idempotent.proof.certify.checkpoints:LowRank", "load-into-new-model"),
     ],
 )
 def test_savers_that_are_right_are_not_accused(megatron_rank_pool, adapter, check):
