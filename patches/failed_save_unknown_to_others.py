@@ -34,22 +34,10 @@ _NOT_SAVED = "Take the run for not saved: the checkpoint before is the last one.
 
 def save_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Save on all ranks, or raise on all of them."""
-    import torch
-
     from megatron_idempotent.window import agreement
 
-    barrier = torch.distributed.barrier
-
-    def meet(*args: Any, **kwargs: Any) -> Any:
-        """Wait for all ranks, as upstream does, and hear of those that failed."""
-        return barrier(*args, **kwargs) if args or kwargs else agreement.meet(_NOT_SAVED)
-
-    torch.distributed.barrier = meet
-    try:
-        with agreement.as_one(_NOT_SAVED):
-            return original(*args, **kwargs)
-    finally:
-        torch.distributed.barrier = barrier
+    with agreement.as_one_at_barriers(_NOT_SAVED):
+        return original(*args, **kwargs)
 
 
 def reproduce() -> None:

@@ -192,6 +192,22 @@ def as_one(consequence: str) -> Iterator[None]:
         _session.as_one = False
 
 
+@contextmanager
+def as_one_at_barriers(consequence: str) -> Iterator[None]:
+    """Leave the block as `as_one` does, and `meet` at each barrier of all ranks within it."""
+    barrier = dist.barrier
+
+    def met(*args: Any, **kwargs: Any) -> Any:
+        return barrier(*args, **kwargs) if args or kwargs else meet(consequence)
+
+    dist.barrier = met
+    try:
+        with as_one(consequence):
+            yield
+    finally:
+        dist.barrier = barrier
+
+
 def meet(consequence: str, error: BaseException | None = None) -> None:
     """Raise on all ranks of an `as_one` block if one brings an error; outside of one, raise it.
 

@@ -1,0 +1,188 @@
+"""A `torch_dist` save that fails on rank 0 leaves the others waiting.
+
+Symptom:
+    The disk is full, a quota ends, or the folder is not there. Rank 0 raises, and the others wait
+    for it until their collective's timeout, in `dist_checkpointing.save` or, if the save is
+    asynchronous, where it is finalized. What other ranks cannot write is told to all of them.
+
+Cause:
+    Four times rank 0 does alone what may fail, and the others go on to the next collective: it
+    looks into the folder; until 0.18 it writes `common.pt` (`save_common`), whose contents 0.19
+    saves beside the tensors; it writes `.metadata` (`save_state_dict_async_finalize`), while the
+    others wait to hear whether tensors are written; and it writes `metadata.json`.
+
+Affects:
+    0.13 and later. What the patch does: before each of these collectives ranks tell each other
+    whether they have failed, and all raise. `.metadata` is written after all have heard of the
+    tensors. It costs six exchanges of a few bytes per save. A save must be called on all ranks, as
+    upstream's own barrier wants it. A queue of `nvidia-resiliency-ext` finalizes as before.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/core/dist_checkpointing/serialization.py,
+    `save`, at `save_common`; no thread found.
+
+Remove when:
+    `save` raises on all ranks where rank 0 cannot write.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ._case import Fault, Original, Patch, shared_folder, target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_NOT_SAVED = "Take the run for not saved: the checkpoint before is the last one."
+
+
+def save(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Save on all ranks, or raise on all of them."""
+    from megatron_idempotent.window import agreement
+
+    with agreement.as_one_at_barriers(_NOT_SAVED):
+        return original(*args, **kwargs)
+
+
+def meet(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Hear of ranks that failed, and go on to the collectives of `original` if there are none."""
+    from megatron_idempotent.window import agreement
+
+    agreement.meet(_NOT_SAVED)
+    return original(*args, **kwargs)
+
+
+def save_state_dict_async_finalize(
+    original: Original, storage_writer: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Write the metadata after all ranks have heard of the tensors, and tell them of it."""
+    from megatron_idempotent.window import agreement
+
+    finish, held = storage_writer.finish, []
+    storage_writer.finish = lambda *args, **kwargs: held.append((args, kwargs))
+    with agreement.as_one(_NOT_SAVED):
+        try:
+            original(storage_writer, *args, **kwargs)
+        finally:
+            del storage_writer.finish
+        error = None
+        try:
+            for given, named in held:
+                finish(*given, **named)
+        except Exception as failed:  # noqa: BLE001  all ranks raise it
+            error = failed
+        agreement.meet(_NOT_SAVED, error)
+
+
+def schedule_async_request(original: Original, self: Any, async_request: Any) -> Any:
+    """Have the functions that end an asynchronous save end it on all ranks, or raise on all."""
+    functions = async_request.finalize_fns
+    functions[:] = [functools.partial(_finalize, list(functions))]
+    return original(self, async_request)
+
+
+def _finalize(functions: list[Callable[[], None]]) -> None:
+    from megatron_idempotent.window import agreement
+
+    with agreement.as_one_at_barriers(_NOT_SAVED):
+        for each in functions:
+            each()
+
+
+def _state(value: float) -> dict[str, Any]:
+    import torch
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    weight, rank = torch.full((64,), value), torch.distributed.get_rank()
+    return {"weight": ShardedTensor.from_rank_offsets("weight", weight, (0, rank, 2)), "step": 1}
+
+
+def _join(path: Path, folder: Path) -> None:
+    """Do, on each rank that has failed, what a rank of stock waits for that has not."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    rank = torch.distributed.get_rank()
+    if path == folder:
+        if rank == 0:
+            folder.mkdir()
+        dist_checkpointing.save(_state(1.0), str(folder))
+    elif path.name == "common.pt":
+        if rank == 0:
+            path.rmdir()
+        dist_checkpointing.save(_state(1.0), str(folder), validate_access_integrity=False)
+    else:
+        if path.name == ".metadata":
+            torch.distributed.broadcast(torch.zeros(1, dtype=torch.int, device="cuda"), 0)
+        torch.distributed.barrier()
+
+
+def reproduce() -> None:
+    """Save without a folder, and where folders have the names of what rank 0 writes."""
+    from pathlib import Path
+
+    import torch
+    from megatron.core import dist_checkpointing
+
+    rank = torch.distributed.get_rank()
+    for name in ("", "common.pt", ".metadata", "metadata.json"):
+        folder, failed = Path(shared_folder()), [False, False]
+        path, raised = folder / name, False
+        if rank == 0:
+            (path.mkdir if name else path.rmdir)()
+        torch.distributed.barrier()
+        try:
+            dist_checkpointing.save(_state(1.0), str(folder))
+        except (OSError, RuntimeError):
+            raised = True
+            _join(path, folder)
+        torch.distributed.all_gather_object(failed, raised)
+        if failed[0] != failed[1]:
+            raise Fault(f"rank 0 could not write {name or 'a folder'}, and rank 1 waited for it")
+
+
+def neighbour() -> object:
+    """Save, and save asynchronously; return what is loaded."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    from megatron_idempotent.megatron.layer_specs import takes
+
+    folder, later = shared_folder(), shared_folder()
+    dist_checkpointing.save(_state(1.0), folder)
+    queue = AsyncCallsQueue()
+    how: dict[str, Any] = {"async_sharded_save": True}
+    if takes(dist_checkpointing.save, "async_strategy"):
+        how["async_strategy"] = "mcore"
+    queue.schedule_async_request(dist_checkpointing.save(_state(2.0), later, **how))
+    queue.maybe_finalize_async_calls(blocking=True)
+    loaded = [dist_checkpointing.load(_state(0.0), each) for each in (folder, later)]
+    return [str(each["step"]) + str(each["weight"].tolist()) for each in loaded]
+
+
+_STRATEGIES = "core.dist_checkpointing.strategies"
+PATCH = Patch(
+    "a torch_dist save that fails on rank 0 leaves the others waiting",
+    target("core.dist_checkpointing.serialization:save", save, "torch.distributed.barrier()"),
+    target("core.dist_checkpointing.state_dict_utils:save_preprocess", meet),
+    target(
+        f"{_STRATEGIES}.fully_parallel:FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
+        meet,
+    ),
+    target(f"{_STRATEGIES}.state_dict_saver:save_state_dict_async_plan", meet),
+    target(
+        f"{_STRATEGIES}.state_dict_saver:save_state_dict_async_finalize",
+        save_state_dict_async_finalize,
+        "storage_writer.finish(global_metadata, all_results)",
+    ),
+    target(
+        f"{_STRATEGIES}.async_utils:AsyncCallsQueue.schedule_async_request",
+        schedule_async_request,
+        "async_request.freeze()",
+    ),
+    since="0.13",
+    needs=("psutil",),
+)
