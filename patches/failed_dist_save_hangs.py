@@ -167,10 +167,15 @@ _STRATEGIES = "core.dist_checkpointing.strategies"
 PATCH = Patch(
     "a torch_dist save that fails on rank 0 leaves the others waiting",
     target("core.dist_checkpointing.serialization:save", save, "torch.distributed.barrier()"),
-    target("core.dist_checkpointing.state_dict_utils:save_preprocess", meet),
+    target(
+        "core.dist_checkpointing.state_dict_utils:save_preprocess",
+        meet,
+        "determine_global_metadata(sharded_part)",
+    ),
     target(
         f"{_STRATEGIES}.fully_parallel:FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
         meet,
+        "determine_main_replica_uniform_distribution",
     ),
     target(f"{_STRATEGIES}.state_dict_saver:save_state_dict_async_plan", meet),
     target(

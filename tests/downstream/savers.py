@@ -215,13 +215,13 @@ class Bridge(DistCheckpoint):
 
     def finish(self, **how: Any) -> Any:
         finished = super().finish(**how)
-        train = self.bridge.train_state  # as Bridge's `train` counts
+        train = self.bridge.state.train_state  # as Bridge's `train` counts
         train.step += 1
         train.consumed_train_samples += 4
         return finished
 
     def counters(self) -> dict[str, int]:
-        train = self.bridge.train_state
+        train = self.bridge.state.train_state
         return {"step": train.step, "consumed_train_samples": train.consumed_train_samples}
 
     def save(self) -> str:
@@ -234,13 +234,13 @@ class Bridge(DistCheckpoint):
 
     def load_weights(self, state: str) -> None:
         """Load with `load_optim` and `load_rng` off, and count on."""
-        kept, how = dict(vars(self.bridge.train_state)), self.bridge.checkpoint
+        kept, how = dict(vars(self.bridge.state.train_state)), self.bridge.checkpoint
         how.load_optim = how.load_rng = False
         try:
             self.load(state)
         finally:
             how.load_optim = how.load_rng = True
-            vars(self.bridge.train_state).update(kept)
+            vars(self.bridge.state.train_state).update(kept)
 
 
 class NemoRL(Bridge):
