@@ -51,7 +51,8 @@ _MAGIC = b"WDL1"
 CODEC = _MAGIC.decode()
 """The name of the encoding, for what lists deltas."""
 _ALL, _BITMAP = 0, 1
-_UNITS = {2: "<u1", 3: "<u2"}
+#: The type of a unit, and the unit of all ones.
+_UNITS = {2: ("<u1", 255), 3: ("<u2", 65535)}
 _ITEMSIZES = 1, 2, 4, 8
 #: Elements that are compared at once: their bits and differences stay in the cache.
 _BLOCK = 1 << 18
@@ -126,28 +127,27 @@ class EncodedDelta:
 
         Errors: `UpdateDamaged` for bytes that are no delta of such a tensor.
         """
-        blocks = [(at_K + start, by_K) for start, at_K, by_K in self.blocks()]
-        none = np.empty(0, np.int64), np.empty(0, f"i{self.itemsize}")
-        at_K, by_K = map(np.concatenate, zip(none, *blocks, strict=True))
-        return at_K, by_K
+        return _joined([(at_K + start, by_K) for start, at_K, by_K in self.blocks()], self.itemsize)
 
     def blocks(self) -> Iterator[tuple[int, Any, Any]]:
         """Yield the first place of each block, places in it as int64 [K], and new - old there.
 
-        Errors: those of `places`.
+        Errors: those of `places`, after the last block if they are about the whole.
         """
         data, end, changed = self._bytes, _HEADER_BYTES, 0
         for start in range(0, self.elements, _BLOCK):
             at_K, count, end = _read_places(data, end, min(_BLOCK, self.elements - start))
             if not count:
+                yield start, at_K, np.empty(0, f"<i{self.itemsize}")
                 continue
             signs, end = _taken(data, end, -(-count // 8))
             less_K = np.unpackbits(signs, count=count, bitorder="little").view(np.int8)
-            size_KB = np.zeros((count, self.itemsize), np.uint8)
+            by_K = np.zeros(count, f"<i{self.itemsize}")
             for byte in range(self.itemsize):
                 there, number, end = _read_places(data, end, count)
-                size_KB[there, byte], end = _taken(data, end, number)
-            by_K = size_KB.reshape(-1).view(f"<i{self.itemsize}")
+                values, end = _taken(data, end, number)
+                if number:
+                    by_K.view(np.uint8)[byte :: self.itemsize][there] = values
             by_K ^= -less_K  # ~(-d - 1) is d
             by_K += 1 - less_K
             changed += count
@@ -169,12 +169,22 @@ class Patch:
 
     def write(self) -> None:
         """Change the tensor in place, once."""
-        bytes_N = self.tensor.detach().reshape(-1).view(torch.uint8)
-        _add(bytes_N.numpy() if in_host_memory(bytes_N) else bytes_N, self.at_K, self.by_K)
+        to: Any = self.tensor.detach().reshape(-1).view(torch.uint8)
+        at_K, by_K = self.at_K, self.by_K
+        if in_host_memory(to):
+            to = to.numpy()
+        else:
+            at_K, by_K = (torch.from_numpy(each).to(to.device) for each in (at_K, by_K))
+        to.view(by_K.dtype)[at_K] += by_K
 
 
 def encode(
-    new: torch.Tensor, old: torch.Tensor, *, before: int | None = None, after: int | None = None
+    new: torch.Tensor,
+    old: torch.Tensor,
+    *,
+    before: int | None = None,
+    after: int | None = None,
+    write: bool = False,
 ) -> EncodedDelta:
     """Return what changed from `old` to `new`, by bits.
 
@@ -183,6 +193,7 @@ def encode(
         old: the same shape, type and device.
         before: `checksum(old)`, if it is known.
         after: `checksum(new)`, if it is known.
+        write: True to write into `old` what changed; it is contiguous, and on the host.
 
     Errors: `ValueError` for tensors that differ in shape, type or device.
     """
@@ -193,13 +204,19 @@ def encode(
             f"device, with {', '.join(map(str, _ITEMSIZES))} bytes an element"
         )
     new_N, old_N = _bits(new.cpu()), _bits(old.cpu())
+    before = checksum(old) if before is None else before
+
+    def block(start: int) -> tuple[int, list[Any]]:
+        new_B, old_B = new_N[start : start + _BLOCK], old_N[start : start + _BLOCK]
+        at_K, by_K = _nonzero(new_B - old_B)
+        if write:
+            old_B[at_K] += by_K
+        return _block(at_K, by_K, len(new_B))
+
     return _sealed(
-        (
-            _block(new_N[start : start + _BLOCK] - old_N[start : start + _BLOCK])
-            for start in range(0, len(new_N), _BLOCK)
-        ),
+        map(block, range(0, len(new_N), _BLOCK)),
         (new.dtype.itemsize, len(new_N)),
-        checksum(old) if before is None else before,
+        before,
         checksum(new) if after is None else after,
     )
 
@@ -224,20 +241,21 @@ def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch:
             f"a delta came for a tensor with strides {tensor.stride()}, which is written in "
             "place; give one that is contiguous"
         )
-    at_K, by_K = encoded.places()
+    old_N, found = tensor.detach().reshape(-1), []
     each, made = 8 // encoded.itemsize, tensor.nbytes
-    for start, words_W in word_blocks(tensor):
-        low, high = np.searchsorted(at_K, (start * each, (start + len(words_W)) * each))
-        if high > low:
-            words_W = words_W.clone() if isinstance(words_W, torch.Tensor) else words_W.copy()
-            _add(words_W, at_K[low:high] - start * each, by_K[low:high])
-        made += words_share(start, words_W, tensor.nbytes)
+    room_N = torch.empty_like(old_N[:_BLOCK])
+    for start, at_K, by_K in encoded.blocks():
+        new_N = room_N[: len(old_N) - start].copy_(old_N[start : start + _BLOCK])
+        Patch(new_N, at_K, by_K).write()
+        made += sum(words_share(*words) for words in word_blocks(new_N, start // each))
+        at_K += start
+        found.append((at_K, by_K))
     made %= 2**64
     if made == encoded.after:
-        return Patch(tensor, at_K, by_K)
+        return Patch(tensor, *_joined(found, encoded.itemsize))
     before = checksum(tensor)
     if before == encoded.after:
-        return Patch(tensor, at_K[:0], by_K[:0])
+        return Patch(tensor, *_joined([], encoded.itemsize))
     if before != encoded.before:
         raise UpdateRefused(
             f"a delta for a tensor with checksum {encoded.before:016x} came to one with "
@@ -257,11 +275,11 @@ def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
     verify(encoded, tensor).write()
 
 
-def _add(words_W: Any, at_K: Any, by_K: Any) -> None:
-    """Add to elements at some places in words or bytes, which are NumPy's or on a device."""
-    if isinstance(words_W, torch.Tensor):
-        at_K, by_K = (torch.from_numpy(each).to(words_W.device) for each in (at_K, by_K))
-    words_W.view(by_K.dtype)[at_K] += by_K
+def _joined(blocks: Sequence[tuple[Any, Any]], itemsize: int) -> tuple[Any, Any]:
+    """Return places and differences of all blocks."""
+    none = np.empty(0, np.int64), np.empty(0, f"i{itemsize}")
+    at_K, by_K = map(np.concatenate, zip(none, *blocks, strict=True))
+    return at_K, by_K
 
 
 def join(deltas: Sequence[EncodedDelta]) -> EncodedDelta:
@@ -308,9 +326,8 @@ def _united(
     def blocks() -> Iterator[tuple[int, list[Any]]]:
         for start in range(0, elements, _BLOCK):
             low, high = np.searchsorted(at_U, (start, start + _BLOCK))
-            by_N = np.zeros(min(_BLOCK, elements - start), by_U.dtype)
-            by_N[at_U[low:high] - start] = by_U[low:high]
-            yield _block(by_N)
+            count = min(_BLOCK, elements - start)
+            yield _block(at_U[low:high] - start, by_U[low:high], count)
 
     return _sealed(blocks(), (by_U.itemsize, elements), before, after)
 
@@ -331,42 +348,70 @@ def _sealed(
     return EncodedDelta(torch.frombuffer(data, dtype=torch.uint8))
 
 
-def _block(by_N: Any) -> tuple[int, list[Any]]:
-    """Return how many elements of a block changed, and the block in bytes."""
-    told, at_K = _places(by_N != 0)
-    if not len(at_K):
-        return 0, told
-    by_K = by_N[at_K]
-    less_K = by_K >> (8 * by_K.itemsize - 1)  # -1 or 0
-    size_KB = ((by_K ^ less_K) - less_K - 1).view(np.uint8).reshape(-1, by_K.itemsize)
-    told.append(np.packbits(less_K != 0, bitorder="little"))
-    for plane_K in map(np.ascontiguousarray, size_KB.T):
-        listed, at_M = _places(plane_K != 0)
-        values = plane_K[at_M]
-        if sum(map(len, listed)) + len(values) >= len(plane_K) + _PLACES_BYTES:
-            listed, values = [struct.pack(_PLACES, _ALL, len(plane_K), 0)], plane_K
-        told += [*listed, values]
-    return len(at_K), told
+def _block(at_K: Any, by_K: Any, count: int) -> tuple[int, list[Any]]:
+    """Return how many elements of a block of so many changed, and the block in bytes."""
+    told = _places(at_K, count)
+    if len(by_K):
+        less_K = by_K >> (8 * by_K.itemsize - 1)  # -1 or 0
+        size_K = (by_K ^ less_K) - less_K - 1
+        told.append(np.packbits(by_K < 0, bitorder="little"))
+        for byte in range(by_K.itemsize):
+            plane_K = np.ascontiguousarray(size_K.view(np.uint8)[byte :: by_K.itemsize])
+            at_M, values = _nonzero(plane_K)
+            listed = _places(at_M, len(plane_K))
+            if sum(map(len, listed)) + len(values) >= len(plane_K) + _PLACES_BYTES:
+                listed, values = [struct.pack(_PLACES, _ALL, len(plane_K), 0)], plane_K
+            told += [*listed, values]
+    return len(by_K), told
 
 
-def _places(there_N: Any) -> tuple[list[Any], Any]:
-    """Return a list of the places that are true, in bytes and as int64 [K]."""
-    # Of integers these would not be found in a tenth of the time, nor would a mask be an index.
-    at_K, count = there_N.nonzero()[0], len(there_N)
-    form, content = _BITMAP, np.empty(0, np.uint8)
-    if len(at_K) == count:
-        form = _ALL
-    elif len(at_K) * 8 >= count:
-        content = np.packbits(there_N, bitorder="little")
+def _nonzero(by_N: Any) -> tuple[Any, Any]:
+    """Return the places of numbers that are not 0, int64 [K], and those numbers, [K]."""
+    there_N = by_N != 0
+    padded_N = there_N if len(there_N) % 8 == 0 else np.append(there_N, [False] * 7)
+    eights_E = padded_N[: len(padded_N) & -8].view(np.uint64)
+    # First the eights that have one. NumPy jumps from one to the next where they are rare, which
+    # takes longer than to pass over them all.
+    at_E = (eights_E != 0).nonzero()[0]
+    if len(at_E) * 4 > len(eights_E) * 3:
+        at_K = there_N.nonzero()[0]
     else:
-        gaps = np.diff(at_K, prepend=-1) - 1
-        form = 2 if int((gaps // 255).sum()) <= len(at_K) else 3
-        goes_on = np.iinfo(_UNITS[form]).max
-        more_K = gaps // goes_on
-        filled = np.full(len(at_K) + int(more_K.sum()), goes_on, _UNITS[form])
-        filled[np.cumsum(more_K + 1) - 1] = gaps - more_K * goes_on
-        content = filled.view(np.uint8)
-    return [struct.pack(_PLACES, form, len(at_K), len(content)), content], at_K
+        inside_K = eights_E[at_E].view(bool).nonzero()[0]
+        at_K = at_E[inside_K >> 3]
+        at_K <<= 3
+        at_K += inside_K & 7
+    return at_K, by_N[at_K]
+
+
+def _places(at_K: Any, count: int) -> list[Any]:
+    """Return a list of places, int64 [K] of so many, in bytes."""
+    number = len(at_K)
+    form, content = 2, np.empty(0, np.uint8)
+    if number == count:
+        form = _ALL
+    elif number * 8 >= count:
+        there_N = np.zeros(count, bool)
+        there_N[at_K] = True
+        form, content = _BITMAP, np.packbits(there_N, bitorder="little")
+    elif number:
+        gaps_K = at_K.copy()
+        gaps_K[1:] -= at_K[:-1] + 1
+        for form, (unit, goes_on) in _UNITS.items():  # noqa: B007 (the last of them is used)
+            far_F = (gaps_K >= goes_on).nonzero()[0]
+            more_F = gaps_K[far_F] // goes_on
+            more = int(more_F.sum())
+            if more <= number:
+                break
+        units_K = gaps_K.astype(unit)
+        if more:
+            units_K[far_F] = gaps_K[far_F] % goes_on
+            ends_M = np.ones(number + more, bool)
+            ends_M[np.repeat(far_F, more_F) + np.arange(more)] = False
+            units_M = np.full(number + more, goes_on, unit)
+            units_M[ends_M] = units_K
+            units_K = units_M
+        content = units_K.view(np.uint8)
+    return [struct.pack(_PLACES, form, number, len(content)), content]
 
 
 def _read_places(data: Any, start: int, count: int) -> tuple[Any, int, int]:
@@ -374,16 +419,17 @@ def _read_places(data: Any, start: int, count: int) -> tuple[Any, int, int]:
     head, start = _taken(data, start, _PLACES_BYTES)
     form, number, size = struct.unpack(_PLACES, head)
     content, end = _taken(data, start, size)
-    at_K = np.full(0, 0)
+    at_K = np.empty(0, np.int64)
     if form == _ALL:
         at_K = np.arange(count)
     elif form == _BITMAP and size == -(-count // 8):
         at_K = np.unpackbits(content, count=count, bitorder="little").view(bool).nonzero()[0]
-    elif form in _UNITS and size % np.dtype(_UNITS[form]).itemsize == 0:
-        units = content.copy().view(_UNITS[form])
-        ends = units != np.iinfo(units.dtype).max
-        at_K = np.cumsum(units, dtype=np.int64)[ends]
-        at_K += np.arange(len(at_K))
+    elif form in _UNITS and size % (form - 1) == 0:
+        unit, goes_on = _UNITS[form]
+        units = content.copy().view(unit)
+        ends = units != goes_on
+        at_K = np.cumsum(units + ends.astype(np.int64))[ends]
+        at_K -= 1
     if len(at_K) != number or (number and at_K[-1] >= count):
         raise UpdateDamaged(
             f"a delta lists {number} places of {count} in form {form} and {size} bytes, which are "

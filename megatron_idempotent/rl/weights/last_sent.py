@@ -35,10 +35,9 @@ class LastSent:
 
     def delta(self, key: Any, new: torch.Tensor, *, before: int, after: int) -> EncodedDelta:
         """Return what has changed since the last time, and copy it; see `encode`."""
-        old = self._tensors[key]
-        delta = encode(new.detach().cpu(), old, before=before, after=after)
-        old.copy_(new)
-        return delta
+        return encode(
+            new.detach().cpu(), self._tensors[key], before=before, after=after, write=True
+        )
 
     def changed(self, bucket: Bucket, *, whole: bool) -> Bucket:
         """Return the bucket as it is to be sent: tensors that changed, as deltas where smaller.

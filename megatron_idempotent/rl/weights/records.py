@@ -41,11 +41,8 @@ def listed(texts: Sequence[str], separator: str = "; ") -> str:
     return separator.join([*texts[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
-# Odd constants of SplitMix64 (Steele, Lea and Flood 2014). On devices they are signed: torch has no
-# arithmetic on uint64, and int64 wraps around the same way.
-_PLACE, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
-#: Words of 8 bytes that are mixed at once: half a MB, so that the passes stay in the cache.
-WORDS = 1 << 16
+#: Words of 8 bytes that are mixed at once: a quarter of a MB, so that the passes stay in the cache.
+WORDS = 1 << 15
 
 
 class Part(NamedTuple):
@@ -81,16 +78,16 @@ class Part(NamedTuple):
 def checksum(tensor: torch.Tensor) -> int:
     """Return 64 bits, from 0 to 2**64 - 1, that tell two tensors' bytes apart, on any device.
 
-    It is a sum over words of 8 bytes, each mixed with its place, in integer arithmetic: the same on
-    every device and in every order. A change of one word always changes it, other changes all but
-    always. Shape and type do not count; compare them, too. It guards against transmission errors
-    and mix-ups, not against an adversary.
+    It is a sum over words of 8 bytes, each times an odd number for its place, in integer
+    arithmetic: the same on every device and in every order. A change of one word always changes it,
+    other changes all but always. Shape and type do not count; compare them, too. It guards against
+    transmission errors and mix-ups, not against an adversary.
 
     Args:
         tensor: any shape and type. One that is not contiguous is copied first.
     """
     nbytes = tensor.numel() * tensor.dtype.itemsize
-    return (nbytes + sum(words_share(*each, nbytes) for each in word_blocks(tensor))) % 2**64
+    return (nbytes + sum(words_share(*each) for each in word_blocks(tensor))) % 2**64
 
 
 def checksum_share(tensor: torch.Tensor, part: Part) -> int:
@@ -102,14 +99,13 @@ def checksum_share(tensor: torch.Tensor, part: Part) -> int:
     """
     import numpy as np
 
-    each, nbytes = 8 // tensor.dtype.itemsize, math.prod(part.shape) * tensor.dtype.itemsize
+    each = 8 // tensor.dtype.itemsize
     if part.consecutive:
-        first = part.of(0) // each
-        return sum(words_share(*found, nbytes) for found in word_blocks(tensor, first)) % 2**64
+        return sum(words_share(*found) for found in word_blocks(tensor, part.of(0) // each)) % 2**64
     total = 0
     for start, words_W in word_blocks(tensor):
         at_W = part.of(np.arange(start, start + len(words_W)) * each) // each
-        total += words_share(start, words_W, nbytes, at_W)
+        total += words_share(start, words_W, at_W)
     return total % 2**64
 
 
@@ -119,11 +115,11 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
 
 
 def word_blocks(tensor: torch.Tensor, first: int = 0) -> Iterator[tuple[int, Any]]:
-    """Yield a tensor's words of 8 bytes in blocks of half a MB, after the number of each's first.
+    """Yield a tensor's words of 8 bytes in blocks, after the number of each block's first.
 
-    They are counted from `first`, and blocks end at multiples of their size. Words on the host are
-    NumPy's uint64 [W], others torch's int64 [W]. If the last word has fewer bytes, it comes by
-    itself, on the host, with zeros after them.
+    Blocks have a quarter of a MB. Words are counted from `first`, and blocks end at multiples of
+    their size. Words on the host are NumPy's uint64 [W], others torch's int64 [W]. If the last word
+    has fewer bytes, it comes by itself, on the host, with zeros after them.
     """
     import numpy as np  # here: who sends no tensor, such as a simulation, needs neither
     import torch
@@ -145,38 +141,49 @@ def word_blocks(tensor: torch.Tensor, first: int = 0) -> Iterator[tuple[int, Any
         yield first + whole, np.frombuffer(rest, np.uint64)
 
 
-def words_share(start: int, words_W: Any, nbytes: int, at_W: Any = None) -> int:
+def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
     """Return what some words add to a tensor's checksum.
 
     Args:
         start: the number of the first word, of a block that `word_blocks` gave.
         words_W: the words.
-        nbytes: the number of bytes of the tensor.
         at_W: the words' places in the tensor, NumPy's int64 [W]; None for all from the first.
     """
     import torch
 
     device = words_W.device if isinstance(words_W, torch.Tensor) else None
     places_W = _places(device)
-    # The odd factor tells blocks apart: within them places repeat.
     if at_W is None:
-        first, factor = start % WORDS, 2 * (start // WORDS) + 1
-        if start * 8 + 8 > nbytes:
-            first, factor = 0, -1
-        places_W = places_W[first : first + len(words_W)]
+        places_W = places_W[start % WORDS : start % WORDS + len(words_W)]
+        factor = _factor(start // WORDS)
     else:
-        places_W = places_W[at_W % WORDS]
-        factor = (2 * (at_W // WORDS) + 1).view("u8")
-    mixed_W = words_W ^ places_W
-    if device is None:
-        mixed_W ^= mixed_W >> 32
-        mixed_W *= mixed_W.dtype.type(_MIX)
-        mixed_W ^= mixed_W >> 29
-    else:
-        # torch's shifts repeat the sign: without the masks a word and its complement would be one.
-        mixed_W.bitwise_xor_((mixed_W >> 32).bitwise_and_(2**32 - 1)).mul_(_MIX - 2**64)
-        mixed_W.bitwise_xor_((mixed_W >> 29).bitwise_and_(2**35 - 1))
-    return int(mixed_W.sum()) * factor if at_W is None else int((mixed_W * factor).sum())
+        places_W = places_W[at_W % WORDS] * _odd(at_W // WORDS)
+        factor = 1
+    # Or two changes of the highest bits would cancel: an odd number times 2**63 is 2**63.
+    mixed_W = words_W >> 32
+    if device is not None:
+        mixed_W &= 2**32 - 1  # torch's shift repeats the sign
+    mixed_W ^= words_W
+    mixed_W *= places_W
+    return int(mixed_W.sum()) * factor
+
+
+def _odd(numbers_N: Any) -> Any:
+    """Return an odd number of 64 bits for each: SplitMix64's (Steele, Lea and Flood 2014)."""
+    import numpy as np
+
+    mixed_N = numbers_N.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed_N ^= mixed_N >> np.uint64(shift)
+        mixed_N *= np.uint64(factor)
+    return mixed_N ^ mixed_N >> np.uint64(31) | np.uint64(1)
+
+
+@functools.lru_cache(1 << 12)
+def _factor(block: int) -> int:
+    import numpy as np
+
+    return int(_odd(np.array([block]))[0])
 
 
 @functools.cache
@@ -184,7 +191,7 @@ def _places(device: torch.device | None) -> Any:
     import numpy as np
     import torch
 
-    places_W = np.arange(WORDS, dtype=np.uint64) * np.uint64(_PLACE)
+    places_W = _odd(np.arange(WORDS) - WORDS)  # below the numbers of blocks
     on_host = torch.from_numpy(places_W.view(np.int64))
     return places_W if device is None else on_host.to(device)
 
