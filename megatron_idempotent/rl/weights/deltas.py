@@ -321,7 +321,7 @@ def _united(
     starts_U = np.flatnonzero(np.diff(at_K, prepend=-1))
     # A sum of no parts is no sum: reduceat() takes at least one.
     by_U = np.add.reduceat(by_K, starts_U, dtype=by_K.dtype) if len(starts_U) else by_K
-    at_U = at_K[starts_U]
+    at_U, by_U = at_K[starts_U][by_U != 0], by_U[by_U != 0]
 
     def blocks() -> Iterator[tuple[int, list[Any]]]:
         for start in range(0, elements, _BLOCK):
