@@ -43,6 +43,8 @@ class Contract(Record):
     """Names that the wrapper unpacks the result into, `_` for any; None if it does not unpack."""
     or_more: bool
     """True if the result may have more items than the wrapper names."""
+    yields: bool
+    """True if the wrapper is a generator around one."""
 
 
 def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
@@ -74,6 +76,7 @@ def contract_of(wrapper: Callable[..., Any]) -> Contract:
         takes_all=arguments.vararg is not None and arguments.kwarg is not None,
         items=items,
         or_more=or_more,
+        yields=_yields(_own_nodes(tree)),
     )
 
 
@@ -143,8 +146,10 @@ def _unmet(contract: Contract, tree: ast.FunctionDef | ast.AsyncFunctionDef) -> 
     if isinstance(tree, ast.AsyncFunctionDef):
         yield "is async, and its wrapper calls a plain function"
     own = list(_own_nodes(tree))
-    if any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in own):
+    if _yields(own) and not contract.yields:
         yield "is a generator, and its wrapper calls a plain function"
+    if contract.yields and not _yields(own):
+        yield "is no generator, and its wrapper yields what one does"
     for decorator in tree.decorator_list:
         if not watches(decorator):
             yield f"has the decorator `@{ast.unparse(decorator)}`, which nobody reviewed"
@@ -181,6 +186,10 @@ def _unmet_items(
         if not fits or any(w not in ("_", n) for w, n in zip(items, names, strict=False)):
             said = ast.unparse(node)
             yield f"has `{said[:80]}`, where its wrapper takes {wanted} from it"
+
+
+def _yields(own: Iterable[ast.AST]) -> bool:
+    return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in own)
 
 
 def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:

@@ -39,6 +39,33 @@ _REAL = (
 )
 
 
+_CONVERSION = (
+    "models.conversion.utils",
+    "models.conversion.transformers_compat",
+    "models.conversion.param_mapping",
+    "models.conversion.quant_mapping",
+    "utils.common_utils",
+    "models.conversion.mapping_registry",
+    "models.conversion.peft_bridge",
+    "models.conversion.quant_bridge",
+    "models.conversion.model_bridge",
+)
+#: Megatron's names of a layer's weights → Qwen's.
+_LAYER = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.experts.local_experts.*.linear_fc2": "mlp.experts.*.down_proj",
+}
+_WHOLE = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.final_layernorm": "model.norm",
+    "output_layer": "lm_head",
+}
+
+
 def unfuse(*layers: Any) -> None:
     """Let these layers' weight gradients come through autograd, where hooks see them."""
     for layer in layers:
@@ -285,6 +312,53 @@ def bridge(kind: str, **options: Any) -> Any:
         "MultiLoRA": "multi_lora",
     }
     return getattr(found[f"peft.{modules[kind]}"], kind)(**options)
+
+
+def exported(chunks: Any, *, merge: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what Bridge exports by Qwen's names: adapters alone, and the merged model or the base.
+
+    All ranks take part. Releases before 0.5 have other modules.
+    """
+    from transformers import PretrainedConfig
+
+    found = {
+        name: _standins.import_alone(f"megatron.bridge.{name}", "modelopt", "transformer_engine")
+        for name in _CONVERSION
+        if _standins.is_there(f"megatron.bridge.{name}")
+    }
+    fsdp: Any = importlib.import_module("megatron.bridge.training.fsdp_compat")
+    fsdp.MEGATRON_FSDP_TYPES = ()
+    kinds = found["models.conversion.param_mapping"]
+    layer = ("decoder.layers.*.", "model.layers.*.")
+    names = {f"{layer[0]}{ours}": f"{layer[1]}{theirs}" for ours, theirs in _LAYER.items()} | _WHOLE
+    mappings = [kinds.AutoMapping(f"{a}.weight", f"{b}.weight") for a, b in names.items()]
+    qkv = {each: f"{layer[1]}self_attn.{each}_proj.weight" for each in "qkv"}
+    mappings.append(kinds.QKVMapping(f"{layer[0]}self_attention.linear_qkv.weight", **qkv))
+    for ours, theirs in (("mlp.", "mlp."), ("mlp.experts.local_experts.*.", "mlp.experts.*.")):
+        both = {each: f"{layer[1]}{theirs}{each}_proj.weight" for each in ("gate", "up")}
+        mappings.append(kinds.GatedMLPMapping(f"{layer[0]}{ours}linear_fc1.weight", **both))
+
+    class Qwen(found["models.conversion.model_bridge"].MegatronModelBridge):  # type: ignore[misc]
+        provider_bridge = None
+
+        def mapping_registry(self) -> Any:
+            registry = found["models.conversion.mapping_registry"].MegatronMappingRegistry
+            return registry(*mappings)
+
+    modules, config = [each.module for each in chunks], PretrainedConfig()
+    config.tie_word_embeddings = False
+    factors = Qwen().stream_adapter_weights_megatron_to_hf(modules, show_progress=False)
+    # Of the tiny model's parameters some, such as norms' biases, have no counterpart.
+    tasks = [each for each in Qwen().build_conversion_tasks(config, modules) if each is not None]
+    merged = Qwen().stream_weights_megatron_to_hf(
+        modules,
+        config,
+        show_progress=False,
+        conversion_tasks=tasks,
+        merge_adapter_weights=merge,
+    )
+    alone, whole = ({name: value.clone() for name, value in each} for each in (factors, merged))
+    return alone, whole
 
 
 @functools.cache

@@ -203,6 +203,27 @@ def through_checkpoint(source, kind, layout, folder, load):
     return [whole for whole, _, each in placed if not torch.equal(each, kept[whole])]
 
 
+def exports(source, kind, layout, more, folder=None):
+    """Runs on a rank: what Bridge exports: adapters alone, the merged model, and the base.
+
+    With a folder the adapters are saved there, for peft.
+    """
+    from types import SimpleNamespace
+
+    from megatron_idempotent.patches.frameworks import _peft, _standins
+
+    bench, _ = built(source, kind, layout, more)
+    factors, merged = _peft.exported(bench.chunks)
+    _, base = _peft.exported(bench.chunks, merge=False)
+    if folder is not None:
+        bridge = _standins.import_alone("megatron.bridge.models.conversion.auto_bridge")
+        pairs = [SimpleNamespace(param_name=n, weight=each) for n, each in factors.items()]
+        own = SimpleNamespace(export_adapter_weights=lambda *_, **__: pairs, hf_pretrained=None)
+        config = _peft.bridge(kind, dim=4, alpha=8)
+        bridge.AutoBridge.save_hf_adapter(own, bench.chunks, folder, config)
+    return factors, merged, {name.replace(".base_layer", ""): v for name, v in base.items()}
+
+
 def cut(value, name, cuts):
     """Return a rank's part of a whole value; one of gate and up has a part of both."""
     import torch
@@ -293,6 +314,55 @@ def test_adapters_alone_are_saved_and_loaded_in_another_layout(megatron_ranks, t
         pytest.skip("no source of megatron-bridge is given")
     megatron_ranks(2, through_checkpoint, source, kind, SP, str(tmp_path), False)
     assert megatron_ranks(1, through_checkpoint, source, kind, {}, str(tmp_path), True) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("LoRA", SP), ("DoRA", SP), ("DoRA", {"pp": 2}), ("LoRA", MOE | SP | {"etp": 2})],
+    ids=["LoRA-tp", "DoRA-tp", "DoRA-pp", "LoRA-etp"],
+)
+def test_exports_of_two_ranks_are_those_of_one(megatron_ranks, kind, layout):
+    source = os.environ.get("MEGATRON_BRIDGE_SOURCE")
+    if source is None:
+        pytest.skip("no source of megatron-bridge is given")
+    stages = {"layers_per_stage": 1} if "pp" in layout else {}
+    alone = {name: value for name, value in layout.items() if name == "experts"}
+    (right,) = megatron_ranks(1, exports, source, kind, alone, {})
+    for found in megatron_ranks(2, exports, source, kind, layout | stages, {}):
+        for own, whole in zip(found, right, strict=True):
+            assert own.keys() == whole.keys()
+            assert [n for n in own if not own[n].allclose(whole[n], rtol=1e-5)] == []
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
+def test_peft_computes_with_an_export_what_the_merged_model_does(megatron_ranks, tmp_path, kind):
+    source = os.environ.get("MEGATRON_BRIDGE_SOURCE")
+    if source is None:
+        pytest.skip("no source of megatron-bridge is given")
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    import torch
+
+    found = megatron_ranks(2, exports, source, kind, SP, {}, str(tmp_path))
+    _, *both = found[0]
+    width = both[0]["model.layers.0.mlp.gate_proj.weight"].shape
+    config = transformers.LlamaConfig(
+        vocab_size=len(both[0]["lm_head.weight"]),
+        hidden_size=width[1],
+        intermediate_size=width[0],
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    merged, base = (transformers.LlamaForCausalLM(config).double().eval() for _ in both)
+    for model, weights in zip((merged, base), both, strict=True):
+        model.load_state_dict({name: weights[name].double() for name in model.state_dict()})
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        right, plain = (model(tokens).logits for model in (merged, base))
+        adapted = peft.PeftModel.from_pretrained(base, str(tmp_path)).double()
+        assert adapted(tokens).logits.allclose(right, atol=1e-5)
+    assert not plain.allclose(right, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", marked(MCORE))

@@ -77,6 +77,8 @@ RECIPES = {
             "bridge-dora-scales-bias",
             "bridge-dora-drops-otherwise",
             "bridge-dropout-repeated",
+            "bridge-dora-exported-as-lora",
+            "bridge-expert-adapter-exported-mixed",
             "bridge-dora-magnitudes-resharded",
             "bridge-expert-adapter-unsummed",
             "bridge-per-expert-adapter-detached",

@@ -48,6 +48,10 @@ def own_wrapper(original, steps, config):
     return timers
 
 
+def yielding(original, *args, **kwargs):
+    yield from original(*args, **kwargs)
+
+
 def puzzling(original, *args, **kwargs):
     call = arguments(original, args, kwargs)
     return [call[name] for name in call], original(*args, **kwargs)[0]
@@ -97,6 +101,7 @@ def test_a_wrapper_that_cannot_be_followed_is_no_wrapper_for_a_new_body():
         (wrapper, "run(steps, config, *, quiet=False)", "run(steps, **config)", "no parameter"),
         (wrapper, "def run", "async def run", "is async"),
         (wrapper, "log(count)", "yield count", "is a generator"),
+        (yielding, "log(count)", "pass", "is no generator"),
         (wrapper, "def run", "@staticmethod\ndef run", "the decorator `@staticmethod`"),
         (wrapper, "def run", "@cached(3)\ndef run", "the decorator `@cached(3)`"),
         (wrapper, "return count, timers", "return count, timers, 1", "takes `count, timers` from"),

@@ -1,0 +1,143 @@
+"""Bridge exports DoRA as LoRA, without its magnitudes, silently.
+
+Symptom:
+    An export of a model with DoRA, merged or of the adapters alone, is another model. Merged
+    weights have no magnitudes; `save_hf_adapter` writes `use_dora: true` and no
+    `lora_magnitude_vector`, and peft, which warns of the missing key, takes the rows' own norms.
+
+Cause:
+    The conversion looks for adapters by `.linear_in.weight` alone, and merges by `LoRAMerge`.
+
+Affects:
+    0.5 to main of August 2026, which export DoRA as LoRA from 0.3 on. What the patch does: it gives
+    each merged row the length that its magnitude says, and adds magnitudes to what is exported.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/conversion/peft_bridge.py
+
+Remove when:
+    Bridge exports `weight_magnitude`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from megatron_idempotent.patches._case import Fault, Original, Patch, gathered, target
+
+from . import _peft
+
+_MAGNITUDE = ".lora_magnitude_vector"
+
+
+def plan(original: Original, self: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build the tasks, and gather the magnitudes. All ranks of the model take part."""
+    tasks = original(self, megatron_model, *args, **kwargs)
+    several = isinstance(megatron_model, list)
+    self._magnitudes = _by_weight(self, megatron_model if several else [megatron_model])
+    return tasks
+
+
+def merge(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Merge the factors, and give each row the length of its magnitude."""
+    return _scaled(original(self, *args, **kwargs), self._magnitudes)
+
+
+def _scaled(merged: dict[str, Any], magnitudes: dict[str, Any]) -> dict[str, Any]:
+    for name, weight in list(merged.items()):
+        if (length := magnitudes.get(name)) is not None:
+            rows = weight.float()
+            scale = length.to(rows) / rows.norm(dim=1)
+            merged[name] = (scale[:, None] * rows).to(weight.dtype)
+    return merged
+
+
+def stream(original: Original, self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Yield the factors, and after both of a weight its magnitudes, by peft's name."""
+    for each in original(self, *args, **kwargs):
+        yield each
+        name = each[0].removesuffix(".lora_B.weight")
+        length = self._magnitudes.get(f"{name}.weight")
+        if name != each[0] and length is not None:
+            yield type(each)(name + _MAGNITUDE, length.to(each[1].device))
+
+
+def ranks_of(original: Original, adapter_weights: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+    """Read the ranks from the factors; magnitudes have none."""
+    factors = [each for each in adapter_weights if not each[0].endswith(_MAGNITUDE)]
+    return original(factors, *args, **kwargs)
+
+
+def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
+    """Return the magnitudes [rows] of all pipeline stages by Hugging Face's names of weights."""
+    import torch
+    from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    modules, own = unwrap_model(chunks), {}
+    for stage, module in enumerate(modules):
+        for name, layer in module.named_modules():
+            adapter: Any = getattr(layer, "adapter", None)
+            if hasattr(adapter, "get_weight_magnitude"):
+                rows = adapter.get_weight_magnitude().detach()
+                if not adapter.input_is_parallel and _peft.is_cut(adapter):
+                    group = parallel_state.get_tensor_model_parallel_group()
+                    rows = torch.cat(gathered(rows, group))
+                name = _megatron_local_name_to_global(modules, module.config, name, stage)
+                own[name] = rows.cpu()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    of_stages: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(of_stages, own, group=group)
+    found: dict[str, Any] = {}
+    for prefix, rows in (each for stage in of_stages for each in stage.items()):
+        names = bridge._get_base_hf_param_names_for_adapter(
+            bridge.mapping_registry(), prefix, None, ".weight"
+        )
+        parts = bridge._get_fused_adapter_linear_out_slices(modules, names, rows[:, None])
+        parts = parts or {names[0]: rows[:, None]}
+        found |= {name: each[:, 0] for name, each in parts.items() if hasattr(each, "shape")}
+    return found
+
+
+def reproduce() -> None:
+    """Compare a merged weight with the layer, and look for magnitudes among what is exported."""
+    import torch
+
+    bench = _peft.build("DoRA", {"tp": 2})
+    layer = bench.chunks[0].module.decoder.layers[0].self_attention.linear_proj
+    with torch.no_grad():
+        layer.adapter.weight_magnitude.mul_(2)
+    factors, merged = _peft.exported(bench.chunks)
+    name = "model.layers.0.self_attn.o_proj"
+    if not torch.allclose(merged[f"{name}.weight"].norm(dim=1), layer.adapter.weight_magnitude):
+        raise Fault("a merged weight's rows have not the length of their magnitudes")
+    if not factors[name + _MAGNITUDE].equal(layer.adapter.weight_magnitude):
+        raise Fault("the magnitudes are not exported")
+
+
+PATCH = Patch(
+    "Bridge exports DoRA without magnitudes, as if it were LoRA, silently",
+    target(
+        "bridge.models.conversion.peft_bridge:MegatronPeftBridge.build_adapter_conversion_tasks",
+        plan,
+        "self._megatron_global_adapters_info_all_pp_ranks(megatron_model)",
+    ),
+    target(
+        "bridge.models.conversion.peft_bridge:MegatronPeftBridge._merge_lora_adapter_weights",
+        merge,
+        "self._merge_single_adapter_weight",
+    ),
+    target(
+        "bridge.models.conversion.peft_bridge:MegatronPeftBridge.stream_adapter_weights_megatron_to_hf",
+        stream,
+        "self.build_adapter_conversion_tasks",
+    ),
+    target(
+        "bridge.models.conversion.peft_bridge:infer_rank_pattern_from_adapter_weights",
+        ranks_of,
+        "_split_hf_lora_weight_name(name)",
+    ),
+    since="0.5",
+)
