@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from megatron_idempotent.patches.frameworks import _standins
 from megatron_idempotent.patches.frameworks._workers import MICROBATCHES, Windows, methods
 
@@ -33,7 +34,6 @@ class Areal(Windows):
     """
 
     def __init__(self, *, dtype: str = "fp32", loss_scale: float = 1.0, **layout: Any) -> None:
-        import torch
         from megatron.core.distributed import finalize_model_grads
 
         super().__init__(dtype=dtype, with_optimizer=False, wire=False, **layout)
@@ -98,8 +98,6 @@ class Areal(Windows):
 
     def logprobs(self, seed: int) -> None:
         """Run a forward-only call of the engine's `forward_backward_batch`."""
-        import torch
-
         with torch.no_grad():
             self.engine.forward_backward_batch(self._batch(seed), self._measure, forward_only=True)
 

@@ -17,6 +17,11 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+
+import megatron_idempotent
+from megatron_idempotent.patching.catalog import hazards, patches
+from megatron_idempotent.proof.cpu import tiny
 
 
 def mindspeed() -> None:
@@ -196,7 +201,6 @@ NEIGHBOURS = {
 
 
 def standing() -> dict[str, int]:
-    from megatron_idempotent.patching.catalog import patches
     from megatron_idempotent.patching.patch_points import find_owner, namespace
 
     found = {}
@@ -211,8 +215,6 @@ def standing() -> dict[str, int]:
 
 def told(name: str, order: str) -> dict[str, tuple[str, str]]:
     """Install both in this order on a rank, apply twice, revert; return the rows in between."""
-    import megatron_idempotent
-
     importlib.import_module("megatron.training.training")
 
     neighbour = NEIGHBOURS[name]
@@ -248,11 +250,6 @@ def told(name: str, order: str) -> dict[str, tuple[str, str]]:
 
 def taken(name: str, order: str) -> bytes:
     """Take three steps beside the neighbour on a rank; return the parameters' bits."""
-    import torch
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
     importlib.import_module("megatron.training.training")
 
     actions = {"theirs": NEIGHBOURS[name].install, "ours": megatron_idempotent.apply}
@@ -267,9 +264,6 @@ def taken(name: str, order: str) -> bytes:
 
 def reproduced(name: str, hazard: str, order: str) -> None:
     """Run a hazard's reproduction on a rank beside the neighbour."""
-    import megatron_idempotent
-    from megatron_idempotent.patching.catalog import hazards
-
     importlib.import_module("megatron.training.training")
 
     actions = {"theirs": NEIGHBOURS[name].install, "ours": megatron_idempotent.apply}
@@ -326,8 +320,6 @@ def test_steps_beside_a_neighbour_have_the_bits_of_steps_with_it_alone(megatron_
     ("name", "hazard"), [(name, each) for name in NEIGHBOURS for each in NEIGHBOURS[name].shown]
 )
 def test_a_hazard_is_gone_in_both_orders(megatron_ranks, name, hazard):
-    from megatron_idempotent.patching.catalog import hazards
-
     ranks = hazards()[hazard].ranks
     with pytest.raises(Exception, match=hazards()[hazard].stock_error):
         megatron_ranks(ranks, reproduced, name, hazard, "theirs")
@@ -337,7 +329,6 @@ def test_a_hazard_is_gone_in_both_orders(megatron_ranks, name, hazard):
 
 def patched_again(order: str) -> tuple[bool, str, bool]:
     """Let MindSpeed patch again after both; return if ours stays, what is said, what helps."""
-    import megatron_idempotent
     from megatron_idempotent import VerificationError
 
     importlib.import_module("megatron.training.training")
@@ -374,11 +365,6 @@ def liger() -> None:
 
 def with_kernels(order: str) -> tuple[bytes, dict[str, str]]:
     """Take a step with Liger's kernels on a rank, in Triton's interpreter."""
-    import torch
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
     actions = {"theirs": liger, "ours": megatron_idempotent.apply}
     for each in order.split():
         actions[each]()
@@ -406,11 +392,6 @@ def test_liger_s_kernels_run_with_the_same_bits_in_both_orders(kernel_ranks):
 
 def restarted() -> tuple[list[int], bytes, bytes]:
     """Fail in the middle of a window inside of an in-process restart; return both runs' bits."""
-    import torch
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
     standing_at, attempts = [], []
 
     def steps(fail: bool) -> bytes:

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from megatron_idempotent import apply, report
 from megatron_idempotent.patching.catalog import MEGATRON, patches
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError
@@ -30,15 +31,12 @@ def source_of(distribution: str) -> str | None:
 
 def decided(patch_id: str) -> str:
     """Runs on a rank: what `apply()` would make of the patch."""
-    from megatron_idempotent import apply
-
     sys.path.insert(0, source_of(patches()[patch_id].distribution) or "")
     return apply(dry_run=True)[patch_id].status
 
 
 def reproduce(patch_id: str, applied: tuple[str, ...]) -> str:
     """Runs on a rank: one reproduction, and what became of its patch."""
-    from megatron_idempotent import report
     from megatron_idempotent.proof.prove import _reproduce
 
     sys.path.insert(0, source_of(patches()[patch_id].distribution) or "")

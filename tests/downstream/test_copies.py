@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 from loops import BRIDGE, SLIME, VERL, load, write
 
+import megatron_idempotent
 from megatron_idempotent.patching.source import locate
-from megatron_idempotent.proof.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError, tiny
 
 TAKEN = "config.no_sync_func is taken"
 REDUCED_EARLY = "has registered 3 gradients|Cannot set grad twice"  # the latter before 0.16
@@ -22,8 +23,6 @@ needs_training = pytest.mark.skipif(
 
 
 def apply():
-    import megatron_idempotent
-
     return megatron_idempotent.apply()
 
 
@@ -34,8 +33,6 @@ def status(patch_id: str) -> str:
 
 
 def build(**options):
-    from megatron_idempotent.proof.cpu import tiny
-
     model = tiny.build(**options)
     model.config.no_sync_func = None  # it is for the framework to set
     return model
@@ -51,7 +48,6 @@ def with_args(**options: object) -> None:
 
 def seen_from_absence_to_import(folder: str) -> list[tuple[str, str | None]]:
     """Runs on a rank: the outcome before the package is there, before its import and after it."""
-    import megatron_idempotent
 
     def row() -> tuple[str, str | None]:
         found = megatron_idempotent.apply()["verl-wiring-reentry"]

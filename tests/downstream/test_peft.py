@@ -14,6 +14,7 @@ import sys
 import zlib
 
 import pytest
+import torch
 
 EXPERTS, MICROBATCHES = 4, 4
 # As many terms as words, and a few roundings more, of each layer's softmaxes in float32.
@@ -91,7 +92,6 @@ def built(source, kind, layout, more):
     """
     if source:
         sys.path.insert(0, source)
-    import torch
     from megatron_idempotent.patches.frameworks import _peft
 
     import megatron_idempotent
@@ -182,7 +182,6 @@ def gradients(source, kind, layout, more):
 
 def through_checkpoint(source, kind, layout, folder, load):
     """Runs on a rank: save the adapters alone; or load them, and return which differ from those."""
-    import torch
     from megatron.core import dist_checkpointing, parallel_state
 
     bench, placed = built(source, kind, layout, {})
@@ -226,8 +225,6 @@ def exports(source, kind, layout, more, folder=None):
 
 def cut(value, name, cuts):
     """Return a rank's part of a whole value; one of gate and up has a part of both."""
-    import torch
-
     for dimension, rank, size in cuts:
         halves = [value]
         rows = dimension == value.dim() - 2 or value.dim() == 1

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from megatron_idempotent.fp8 import triton_blockwise
+from megatron_idempotent.fp8.blockwise import quantize_blockwise
 
 SHAPES = [(128, 128), (130, 40), (1, 300), (2, 257, 129), (3, 127, 1), (0, 5), (4, 0)]
 
 
 def compared(weight, **options) -> None:
     """Codes and scales, byte for byte."""
-    from megatron_idempotent.fp8.blockwise import quantize_blockwise
-
     torchs, ours = (
         quantize_blockwise(weight, triton=triton, **options) for triton in (False, True)
     )
@@ -64,8 +63,6 @@ def test_the_same_bytes_for_all_shapes_types_and_magnitudes(kernel_ranks):
 
 def not_finite() -> None:
     """Runs on a rank: the kernel tells of NaN too, which a maximum would pass over."""
-    from megatron_idempotent.fp8.blockwise import quantize_blockwise
-
     for value in (torch.nan, torch.inf, -torch.inf):
         weight = torch.ones(2, 300, 200)
         weight[1, 290, 131] = value

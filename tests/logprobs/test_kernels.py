@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import case, within_bounds
+from kernels import SHAPES, in_blocks, launches
+from test_against_float64 import alone_and_together, any_magnitude, confident
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_idempotent import token_logprobs
@@ -22,8 +24,6 @@ OF_HIDDEN = (9, 31, 33, 35, 71)
 
 def in_small_blocks(run: Callable[..., Any], *arguments: Any) -> Any:
     """Runs on a rank."""
-    from kernels import in_blocks
-
     with in_blocks():
         return run(*arguments)
 
@@ -37,8 +37,6 @@ def kernels(kernel_ranks) -> Callable[..., list[Any]]:
 def against_float64(first: int, last: int) -> list[bytes]:
     """Runs on a rank that shares the vocabulary with all others; in blocks of three shapes in
     turn, and some out of hidden states."""
-    from kernels import SHAPES, in_blocks, launches
-
     size, found, seen = dist.get_world_size(), [], set()
     shapes = list(SHAPES)
     for seed in range(first, last):
@@ -77,8 +75,6 @@ def test_within_what_rounding_allows_and_alike_on_all_ranks(kernels, ranks, firs
 def of_other_modules() -> None:
     """Runs on a rank: what torch is held to elsewhere."""
     from cases import against_float64
-    from kernels import in_blocks
-    from test_against_float64 import confident
     from test_gradients import changed_in_place
 
     with in_blocks("wide"):
@@ -93,9 +89,6 @@ def test_certain_tokens_outputs_that_are_changed_and_samplers_are_as_with_torch(
 
 def of_magnitudes() -> None:
     """Runs on a rank: logits of any magnitude, alone and among others."""
-    from kernels import in_blocks
-    from test_against_float64 import alone_and_together, any_magnitude, confident
-
     with in_blocks("wide"):
         any_magnitude()
         alone_and_together("grad")

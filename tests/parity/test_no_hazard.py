@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+import megatron_idempotent
 from megatron_idempotent.patching import OPEN, decide
 from megatron_idempotent.patching.source import locate
+from megatron_idempotent.proof.cpu import program, tiny
 
 WINDOWS = 3
 
@@ -70,9 +72,6 @@ def recorded(seen: list[str]) -> contextlib.AbstractContextManager[None]:
 
 def windows(layout: Layout, applied: bool) -> tuple[list[str], list[Any]]:
     """Runs on a rank: collectives of a few windows and steps, and losses, gradients, parameters."""
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import tiny
-
     if applied:
         megatron_idempotent.apply(strict=True)
     bench = tiny.build(**layout.options)
@@ -113,9 +112,6 @@ def test_windows_and_steps_are_stocks_to_the_bit_and_to_the_collective(layout, m
 
 def train(options: tuple[str, ...], applied: bool) -> tuple[list[str], list[float], bytes]:
     """Runs on a rank: one call of stock `train` over three iterations."""
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import program
-
     if applied:
         megatron_idempotent.apply(strict=True)
     running = program.start(options)

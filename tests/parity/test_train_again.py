@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
+import megatron_idempotent
 from megatron_idempotent.patching.source import locate
-from megatron_idempotent.proof.cpu import RankError
+from megatron_idempotent.proof.cpu import RankError, program
 
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 NO_SYNC = r"config\.no_sync_func must be None"
@@ -64,9 +65,6 @@ def train(
     layout: Layout, calls: tuple[int, ...], *, applied: bool
 ) -> tuple[list[float], bytes, int]:
     """Runs on a rank: losses seen on the last stage, the parameters' bytes, `args.iteration`."""
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import program
-
     if applied:
         megatron_idempotent.apply(strict=True)
     running = program.start(
@@ -87,9 +85,6 @@ def train_and_use(layout: Layout, folder: str) -> tuple[list[float], bytes, int]
     import torch
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training.checkpointing import save_checkpoint
-
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import program
 
     megatron_idempotent.apply(strict=True)
     # Or upstream starts a process for it, which imports Megatron: some ten seconds.
@@ -114,9 +109,6 @@ def train_and_use(layout: Layout, folder: str) -> tuple[list[float], bytes, int]
 
 def train_apply_revert(layout: Layout) -> str:
     """Runs on a rank: two calls that work, then what a third one says after `revert()`."""
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import program
-
     megatron_idempotent.apply(strict=True)
     running = program.start(layout.options)
     running.train(1)
@@ -181,9 +173,6 @@ def train_with_a_custom_no_sync() -> None:
     """Runs on a rank: somebody's own `no_sync_func` in the config."""
     from contextlib import nullcontext
 
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import program
-
     megatron_idempotent.apply(strict=True)
     running = program.start(["--overlap-grad-reduce"])
     running.config.no_sync_func = nullcontext
@@ -197,9 +186,6 @@ def test_a_custom_no_sync_func_still_meets_upstreams_assertion(megatron_ranks):
 
 def train_interrupted(completed: int) -> tuple[bool, int]:
     """Runs on a rank: one call whose optimizer raises after `completed` iterations."""
-    import megatron_idempotent
-    from megatron_idempotent.proof.cpu import program
-
     megatron_idempotent.apply(strict=True)
     running = program.start(OVERLAP, pp=2, vpp=2)
     step = running.optimizer.step

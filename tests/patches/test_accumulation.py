@@ -10,6 +10,7 @@ from layouts import some_of
 from ranks import VIRTUAL, built, fails, on_microbatch, on_ranks, same
 
 import megatron_idempotent
+from megatron_idempotent.patching.needs import Need, check_applied, providers
 from megatron_idempotent.proof.cpu import tiny
 
 TOTAL = 4
@@ -77,8 +78,6 @@ def test_any_split_of_a_step_has_the_gradient_of_one_call(megatron_ranks, layout
 
 @on_ranks(2)
 def test_any_of_the_patches_that_ask_windows_is_enough():
-    from megatron_idempotent.patching.needs import providers
-
     model = _moe(pp=2)
     want = _calls(model, [4])
     asking = [patch.id for patch in providers("schedules-ask-windows")]
@@ -257,7 +256,6 @@ def test_a_window_that_raises_leaves_the_config_as_it_was():
 @on_ranks(1)
 def test_a_patch_is_asked_for_without_its_hazard_only_where_it_is_a_door():
     from megatron_idempotent.patching.catalog import outlines
-    from megatron_idempotent.patching.needs import Need, check_applied, providers
 
     rows = {row.id: row for row in megatron_idempotent.apply()}
     asked = {name for patch in outlines().values() for name in patch.provides}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from megatron_idempotent.patches import _deferred_embedding, _neighbours
 from ranks import built, digest, on_ranks, same
 
 import megatron_idempotent
-from megatron_idempotent.proof.cpu import RankError
+from megatron_idempotent.megatron import ddp, schedules
+from megatron_idempotent.proof.cpu import RankError, tiny
 
 
 def deferring(*, applied: bool = True, **options):
     """A bench on two stages whose embedding's gradient is deferred."""
-    from megatron_idempotent.patches import _deferred_embedding
-
     if applied:
         megatron_idempotent.apply()
     return _deferred_embedding.build(**options)
@@ -21,8 +21,6 @@ def deferring(*, applied: bool = True, **options):
 @on_ranks(2)
 def test_a_window_that_raises_leaves_only_what_was_kept_before_it():
     from megatron_idempotent.patches.deferred_embedding_leftovers import schedule
-
-    from megatron_idempotent.megatron import schedules
 
     model = deferring(overlap_grad_reduce=False)
     kept = schedules.buffers(model.chunks)
@@ -52,8 +50,6 @@ def test_a_window_that_raises_leaves_only_what_was_kept_before_it():
 
 @on_ranks(2)
 def test_a_chained_step_computes_the_deferred_gradient_to_the_bit():
-    from megatron_idempotent.proof.cpu import tiny
-
     model = deferring(overlap_grad_reduce=False)
     model.forward_backward(4, data_seed=0)
     want = model.gradients()
@@ -69,8 +65,6 @@ def test_a_chained_step_computes_the_deferred_gradient_to_the_bit():
 @on_ranks(4)
 def test_overlapped_reductions_wait_for_the_deferred_gradient(distributed_optimizer):
     """The gradients are those without deferring, and reduced once."""
-    from megatron_idempotent.megatron import ddp
-
     options = {"distributed_optimizer": distributed_optimizer}
     models = [built(pp=2, **options), deferring(**options)]
     for data_seed, microbatches in enumerate((2, 2, 1, 3)):
@@ -112,9 +106,6 @@ def computed_by_the_caller(applied: bool) -> list[str]:
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel.schedules import finish_embedding_wgrad_compute
-    from megatron_idempotent.patches import _neighbours
-
-    from megatron_idempotent.megatron import schedules
 
     takes = len(inspect.signature(finish_embedding_wgrad_compute).parameters)
     found = []

@@ -14,6 +14,7 @@ from guard_failures import Broken, failing, guard, unguard
 from ranks import VIRTUAL, built, on_microbatch, on_ranks, same
 
 from megatron_idempotent import WindowAborted
+from megatron_idempotent.window import agree
 
 PIPELINE_SITES = ("data", "layer@1", "loss", "backward@0", "backward@1")
 DATA_PARALLEL_SITES = (
@@ -182,8 +183,6 @@ def test_a_guarded_window_costs_one_collective_and_changes_no_bit(layout):
 
 @on_ranks(2)
 def test_agree_raises_on_all_ranks_where_one_brings_an_error():
-    from megatron_idempotent.window import agree
-
     agree()
     error = Broken("cannot pack") if dist.get_rank() == 1 else None
     with pytest.raises(WindowAborted, match="rank 1: Broken: cannot pack") as aborted:

@@ -7,6 +7,7 @@ import importlib.util
 import warnings
 
 import pytest
+from megatron_idempotent.patches import _case
 from ranks import VIRTUAL, digest, on_ranks, same
 
 import megatron_idempotent
@@ -112,8 +113,6 @@ def export(model, overlap: bool) -> None:
 
 
 def save(model, overlap: bool) -> None:
-    from megatron_idempotent.patches import _case
-
     model.step()
     _case.begin_save(
         {str(i): chunk.module.sharded_state_dict() for i, chunk in enumerate(model.chunks)}
@@ -187,8 +186,6 @@ def test_every_rank_reads_what_a_run_without_overlap_has(ranks, kind, megatron_r
 @on_ranks("ranks")
 def test_the_watch_on_another_optimizer_is_not_believed(kind):
     """Ranks agree after a step and the call, with all patches but these two."""
-    from megatron_idempotent.patches import _case
-
     megatron_idempotent.apply(exclude=[STALE, ERASED])
     model = built(kind)
     model.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy
 from ranks import needs_release
 
+import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny
 
 needs_release((0, 13), "0.12 writes no checkpoint with a torch of today")
@@ -19,8 +20,6 @@ OPTIONS = {
 
 
 def built():
-    import megatron_idempotent
-
     megatron_idempotent.apply()
     return tiny.build(pp=STAGES, **OPTIONS)
 
@@ -65,8 +64,6 @@ def test_a_checkpoint_has_all_parameters_and_each_of_them_is_trained(tmp_path, m
 def embedding_gradient(deferred, applied):
     """Runs on a rank: the embedding's gradient, which both stages share, after a window."""
     from megatron_idempotent.patches import _deferred_embedding
-
-    import megatron_idempotent
 
     megatron_idempotent.apply(exclude=() if applied else ("mtp-tied-output-weight",))
     options = {**OPTIONS, "distributed_optimizer": False, "overlap_grad_reduce": False}

@@ -9,7 +9,7 @@ import types
 import pytest
 from toys import shout
 
-from megatron_idempotent.patching import Target
+from megatron_idempotent.patching import Target, patch_points
 from megatron_idempotent.patching.patch_points import (
     Conflict,
     PatchPoint,
@@ -272,8 +272,6 @@ def test_a_name_that_is_bound_after_the_references_were_counted_is_found(module,
 
 
 def test_modules_that_cannot_hold_a_function_are_not_looked_through(module, monkeypatch):
-    from megatron_idempotent.patching import patch_points
-
     looked = []
     stock = patch_points._held
     monkeypatch.setattr(

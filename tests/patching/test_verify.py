@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import on_ranks
 
+import megatron_idempotent
 from megatron_idempotent import VerificationError, verify
 
 
@@ -23,8 +24,6 @@ def one_without() -> str:
     """Rank 1 leaves one patch out."""
     import torch
 
-    import megatron_idempotent
-
     out = ["pipeline-seed-offset"] if torch.distributed.get_rank() == 1 else []
     megatron_idempotent.apply(exclude=out)
     return message_of_verify()
@@ -35,8 +34,6 @@ def replaced_on_one(strict: bool) -> str:
     import megatron.core.tensor_parallel.random as module
     import torch
 
-    import megatron_idempotent
-
     mine = torch.distributed.get_rank() == 1
     megatron_idempotent.apply(strict=strict and mine)
     if mine:
@@ -46,8 +43,6 @@ def replaced_on_one(strict: bool) -> str:
 
 def message_of_verify() -> str:
     """Type and text of what `verify()` raises."""
-    import megatron_idempotent
-
     try:
         megatron_idempotent.verify()
     except (megatron_idempotent.VerificationError, megatron_idempotent.PatchError) as error:
@@ -58,8 +53,6 @@ def message_of_verify() -> str:
 @on_ranks(2)
 def test_equal_ranks_agree() -> None:
     """Apply, verify."""
-    import megatron_idempotent
-
     megatron_idempotent.apply()
     assert (megatron_idempotent.verify()["pipeline-seed-offset"].status) == "applied"
 
@@ -88,8 +81,6 @@ def test_a_rank_that_fails_by_itself_does_not_leave_the_others_waiting(megatron_
 def test_a_rank_outside_of_the_group_is_not_asked() -> None:
     """A group of rank 1 alone: rank 0 has nothing to do with it."""
     import torch
-
-    import megatron_idempotent
 
     group = torch.distributed.new_group([1])
     megatron_idempotent.apply(exclude=["grad-scale-func"] * torch.distributed.get_rank())

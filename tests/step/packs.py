@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
+from roundings import output_roundings, roundings
 from scenario import Bench
 
 import megatron_idempotent
@@ -197,8 +198,6 @@ def allowed(kind: str, options: dict[str, Any], replicas: int = 1) -> float:
     logits below 8, and of the few that follow. Gradients are added up over at most 16 microbatches
     and the ranks.
     """
-    from roundings import roundings
-
     model = double(**options).chunks[0].module
     loss = PlainLoss() if kind == "token" else PlainSequenceLoss()
 
@@ -210,8 +209,6 @@ def allowed(kind: str, options: dict[str, Any], replicas: int = 1) -> float:
 
 def allowed_logprobs(lengths: tuple[int, ...]) -> float:
     """Runs on one rank: the bound of `output_roundings` for log-probs of all tokens."""
-    from roundings import output_roundings
-
     model = double().chunks[0].module
     batch = rows(dtype=torch.float64)
     batch["lengths"] = torch.tensor(lengths).cuda()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import fsdp_bench
 import torch
 from scenario import ROWS, Bench, TokenLoss, build, cut, data, forward, one_shot, parameters
 
@@ -82,8 +83,6 @@ class FSDPPair(Pair):
         self.split, self.whole = split.module, whole.parts
 
     def one_shot(self, batch: Any) -> float:
-        import fsdp_bench
-
         return fsdp_bench.one_shot(*self.whole, TokenLoss(), batch)[0]
 
     def logprobs(self, piece: Any) -> None:
@@ -101,8 +100,6 @@ class FSDPPair(Pair):
         assert torch.equal(got, want)
 
     def export(self) -> None:
-        import fsdp_bench
-
         with self.step.reading() as (model,):
             got = fsdp_bench.parameters(model)
         assert torch.equal(got, fsdp_bench.parameters(self.whole[0]))

@@ -10,6 +10,7 @@ from ranks import RELEASE, VIRTUAL, on_ranks, tiered
 from scenario import Bench
 
 from megatron_idempotent.proof.cpu import tiny
+from megatron_idempotent.step import ExpertReplay
 
 BEFORE_REPLAY = RELEASE < (0, 16)
 replays = pytest.mark.skipif(BEFORE_REPLAY, reason="routers can be given experts from 0.16 on")
@@ -130,8 +131,6 @@ def test_wrong_routes_are_refused_on_all_ranks_and_named() -> None:
 def test_routers_are_left_as_they_were_and_take_nothing_afterwards() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_idempotent.step import ExpertReplay
-
     model = tiny.build(experts=4, with_optimizer=False, config_overrides=FULL, wire=False)
     chunk = model.chunks[0]
     replay = ExpertReplay(model.chunks)
@@ -200,8 +199,6 @@ def _sorted(experts_BTK: Any) -> Any:
 
 @on_ranks(1)
 def test_a_model_or_a_megatron_that_cannot_replay_says_so() -> None:
-    from megatron_idempotent.step import ExpertReplay
-
     model = tiny.build(with_optimizer=False, wire=False)
     with pytest.raises(ValueError, match=r"TrainStep\(\) got a model without experts"):
         ExpertReplay(model.chunks, of="TrainStep()")
@@ -218,8 +215,6 @@ def test_a_model_or_a_megatron_that_cannot_replay_says_so() -> None:
 def test_dense_layers_have_no_place_among_the_routes() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-
-    from megatron_idempotent.step import ExpertReplay
 
     overrides = {"moe_layer_freq": [0, 1, 0, 1], "num_layers": 4}
     model = tiny.build(experts=4, with_optimizer=False, config_overrides=overrides, wire=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lora import Lora, use
 from ranks import tiered
 from scenario import Bench, Fault, differing
 
@@ -85,8 +86,6 @@ ALWAYS = (
 
 def compared(options: dict[str, Any], adapted: dict[str, Any]) -> dict[str, Any]:
     """Runs on a rank: two steps in pieces, and after aborted ones, against two one-shot ones."""
-    from lora import Lora
-
     count, parts = (4, [2, 2]) if options.get("vpp") else (3, [1, 2])
 
     def steps(pieces: list[int], last: bool) -> list[Any]:
@@ -115,8 +114,6 @@ def test_pieces_and_aborted_steps_are_the_step_at_once(megatron_ranks, layout):
 
 def told(options: dict[str, Any], adapted: dict[str, Any]) -> Any:
     """Runs on a rank: what the result of a step says, and the same for ranks without data."""
-    from lora import Lora
-
     bench = Bench(before_ddp=Lora(**adapted), **options)
     bench.scheduler.step(increment=8)  # the first rate is 0
     results = [
@@ -143,7 +140,6 @@ BOTH, ONE, OTHER = ("first", "second"), ("first",), ("second",)
 
 def in_turn(overlap: bool, turns: list[tuple[str, ...]]) -> list[bytes]:
     """Runs on a rank: parameters after steps that train some of the adapters each."""
-    from lora import Lora, use
 
     # No clipping: a norm is summed in another order where buckets are others.
     bench = Bench(
@@ -170,8 +166,6 @@ def test_adapters_may_take_turns_where_reductions_are_held_back(megatron_ranks):
 
 def head_gradients(instead: bool, options: dict[str, Any]) -> list[Any]:
     """Runs on a rank: gradients by log-probs of a frozen head, from hidden states or logits."""
-    from lora import Lora
-
     from megatron_idempotent.logprobs import model_logprobs
 
     megatron_idempotent.apply()
@@ -214,7 +208,6 @@ def stepped_on(options: dict[str, Any], adapted: dict[str, Any], clip: float) ->
     """Runs on a rank: the norm that a step tells; and of the gradients that this rank has stepped
     on,     as Adam's first moments tell, the sum of squares and the number.
     """
-    from lora import Lora
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
     megatron_idempotent.apply()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lora import Lora, use
 from ranks import on_ranks, tiered
 from scenario import ROWS, TokenLoss, documented, forward, raised_by
 
@@ -152,7 +153,6 @@ def test_steps_in_turn_are_each_its_own_run(megatron_ranks, layout):
 
 @on_ranks(2)
 def test_tenants_are_apart() -> None:
-    from lora import use
     from tenant_bench import only, own, parameters, step_of, tenants
 
     alice, bob = pair = tenants(("alice", "bob"), overlap_grad_reduce=False)
@@ -263,7 +263,6 @@ def test_steps_that_would_disturb_each_other_are_refused() -> None:
 @on_ranks(1)
 def test_the_documented_tenants_train() -> None:
     """Two tenants' steps by the documented function."""
-    from lora import Lora, use
     from megatron.core.optimizer import OptimizerConfig
     from tenant_bench import only, rows_of
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
+import call_sites
 import pytest
 from ranks import RELEASE, on_ranks
+from scenario import Bench, forward
 
 FORK = "dot_product_attention.py", "_GeneratorContextManager.__exit__"
 
@@ -21,10 +24,6 @@ def _fork_ends(found: set[Any]) -> Any:
 @on_ranks(1)
 def test_random_states(interrupted: str, held_by: str) -> None:
     """The attention's dropout is interrupted as its fork of random states ends."""
-    import gc
-
-    import call_sites
-    from scenario import forward
     from stopping import Steps
 
     options = {"config_overrides": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
@@ -66,9 +65,6 @@ def test_random_states(interrupted: str, held_by: str) -> None:
 def test_random_states_of_a_window() -> None:
     """`abort_window` handles the interrupt, and its traceback is freed early or
     late."""
-    import gc
-
-    import call_sites
     import torch
 
     import megatron_idempotent
@@ -111,7 +107,6 @@ def test_random_states_of_a_window() -> None:
 def test_random_states_in_use() -> None:
     """An inner fork is never left."""
     from megatron.core import tensor_parallel
-    from scenario import Bench
 
     def interrupted(chunk, microbatch):
         with tracker.fork():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from independent import off
 
 from megatron_idempotent.proof.certify import layout, oracle
+from megatron_idempotent.proof.certify.bench import HEADS, LAYERS, Bench
 
 HIDDEN, ROWS, POSITIONS = 8, 4, 6
 
@@ -17,8 +19,6 @@ def importable(monkeypatch, request):
 
 def truth_on(bench, rows, **how):
     """Runs on a rank: the truth of rows, and its gradient as one vector."""
-    from megatron_idempotent.proof.certify.bench import HEADS, LAYERS
-
     truth = oracle.truth_of(bench.known, [rows], layers=LAYERS, heads=HEADS, **how)
     return truth, torch.cat([each.flatten() for each in truth.gradient.values()])
 
@@ -26,7 +26,6 @@ def truth_on(bench, rows, **how):
 def bench_of(name):
     """Runs on a rank."""
     from megatron_idempotent.proof.certify.adapters import Megatron
-    from megatron_idempotent.proof.certify.bench import Bench
 
     return Bench(Megatron(), layout(name))
 
@@ -193,10 +192,6 @@ def measured(name: str, rounding: float) -> dict[str, tuple[float, float]]:
 
     Beside each stands the bound that certify has for it.
     """
-    from independent import off
-
-    from megatron_idempotent.proof.certify.bench import HEADS, LAYERS
-
     bench = bench_of(name)
     bench.known = {key: value.double() for key, value in bench.known.items()}
     # The product, the bias and the sum over ranks of a linear layer; others have fewer.
@@ -240,8 +235,6 @@ def test_the_bounds_are_twice_what_independent_roundings_come_to(megatron_ranks,
 
 def factors_measured() -> tuple[list[float], float]:
     """Runs on a rank: the same of the factors of adapters, of each kind; and the bound."""
-    from independent import off
-
     from megatron_idempotent.proof.certify.low_rank import LowRank
 
     host, found = bench_of("bf16"), []

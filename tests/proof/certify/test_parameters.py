@@ -77,8 +77,6 @@ def test_parts_that_do_not_fit_are_said(parts, said):
 
 def tell_apart() -> list[object]:
     """Runs on a rank: what the two memories say of a tensor, and what is left after the block."""
-    import torch
-
     from megatron_idempotent.proof.cpu.placement import naming_devices
 
     one = torch.ones(2, device="cuda")

@@ -6,7 +6,10 @@ Legend: S positions of all ranks, B rows, N heads, G query groups, D channels, Q
 import functools
 
 import pytest
+import torch
 from attention_truth import plain
+
+from megatron_idempotent.megatron.layer_specs import takes
 
 HEADS, CHANNELS, ROWS, POSITIONS = 4, 8, 2, 32
 #: Of a pack: real lengths, and with padding, each a multiple of 2 * 4 ranks.
@@ -50,8 +53,6 @@ def inputs(groups=HEADS, dtype=None, rows=ROWS, positions=POSITIONS, narrow=CHAN
 
     `narrow` are the channels of value and output.
     """
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(positions, rows, heads, channels, generator=generator, dtype=torch.float64)
@@ -97,11 +98,9 @@ AS_UPSTREAM = {
 
 def compare_with_upstream():
     """The cases in which a bit differs."""
-    import torch
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_idempotent.megatron.layer_specs import takes
     from megatron_idempotent.proof.cpu.attention import ExactAttention
 
     found, seen = [], 0
@@ -157,12 +156,10 @@ CASES = {
 
 def errors(cp, packed, dtype_name):
     """The largest error of each case, as a part of its bound."""
-    import torch
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_idempotent.logprobs import context_parallel_part
-    from megatron_idempotent.megatron.layer_specs import takes
     from megatron_idempotent.proof.cpu.attention import ExactAttention
 
     dtype = getattr(torch, dtype_name)
@@ -286,7 +283,6 @@ def test_recomputation_replays_dropout_in_packs_and_over_ranks(megatron_ranks, c
 
 
 def pack_of(real, padded=None, longest=None, qkv_format="thd"):
-    import torch
     from megatron.core.packed_seq_params import PackedSeqParams
 
     real, padded = (
@@ -327,8 +323,6 @@ def test_a_rank_with_padding_only_meets_the_others_in_the_backward(megatron_rank
 
 def refusals(cp):
     """Return the error of each wrong input."""
-    import torch
-
     from megatron_idempotent.proof.cpu.attention import ExactAttention, with_exact_attention
 
     [module] = modules(cp, (ExactAttention,))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 
 def mixed_in_a_product() -> None:
-    import torch
-
     torch.ones(2, device="cuda") * torch.ones(2)
 
 
 def mixed_in_a_backward() -> None:
-    import torch
 
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -28,41 +28,27 @@ def mixed_in_a_backward() -> None:
 
 
 def read_by_numpy() -> None:
-    import torch
-
     torch.ones(2).cuda().numpy()
 
 
 def drawn_by_a_host_generator() -> None:
-    import torch
-
     torch.rand(2, device="cuda", generator=torch.Generator())
 
 
 def reduced_from_the_host() -> None:
-    import torch
-    import torch.distributed as dist
-
     dist.all_reduce(torch.ones(2))
 
 
 def host_indexed_by_the_device() -> None:
-    import torch
-
     torch.ones(2)[torch.tensor([1], device="cuda")]
 
 
 def made_like_a_device_tensor() -> None:
-    import torch
-
     torch.zeros_like(torch.ones(2, device="cuda")) + torch.ones(2)
 
 
 def right() -> None:
     """Nothing of this is refused on a GPU."""
-    import torch
-    import torch.distributed as dist
-
     device = torch.ones(2, device="cuda")
     device * torch.tensor(3.0) + torch.ones(2).cuda() + torch.ones(2).to("cuda")
     device.copy_(torch.ones(2))

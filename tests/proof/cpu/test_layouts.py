@@ -4,6 +4,8 @@ import functools
 
 import pytest
 
+from megatron_idempotent.proof.cpu import tiny
+
 
 def train(steps=2, num_microbatches=4, **layout):
     """(losses of all steps, final parameters [P]), without clipping.
@@ -12,8 +14,6 @@ def train(steps=2, num_microbatches=4, **layout):
     decides its last bit. Adam goes element by element, and every cut is at a multiple of 64, so
     that no element changes between the vectors of a CPU and the rest after them.
     """
-    from megatron_idempotent.proof.cpu import tiny
-
     bench = tiny.build(**layout, optimizer_overrides={"clip_grad": 0.0})
     losses = []
     for seed in range(steps):
@@ -33,8 +33,6 @@ def trained(megatron_rank_pool):
 
 
 def overflow():
-    from megatron_idempotent.proof.cpu import tiny
-
     start = 2.0**16
     bench = tiny.build(
         dtype="fp16", optimizer_overrides={"initial_loss_scale": start, "hysteresis": 1}
@@ -53,8 +51,6 @@ def overflow():
 
 
 def gradients(**config_overrides):
-    from megatron_idempotent.proof.cpu import tiny
-
     bench = tiny.build(config_overrides=config_overrides)
     losses = bench.forward_backward(2, data_seed=3)
     return losses, bench.gradients()
@@ -64,8 +60,6 @@ def dropout_masks():
     """Masks drawn inside and outside of the tracker's region, per tensor-parallel rank."""
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    from megatron_idempotent.proof.cpu import tiny
 
     tiny.build(tp=2, with_optimizer=False)
     outside = torch.rand(8, device="cuda")

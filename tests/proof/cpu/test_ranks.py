@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import tomllib
+import torch
+import torch.distributed as dist
 
 import megatron_idempotent
 from megatron_idempotent.lazy import untried_torch
@@ -23,17 +25,12 @@ NEWEST = PROJECT["tool"]["megatron-idempotent"]["torch"]
 
 
 def rank_and_sum(offset, scale=1):
-    import torch
-    import torch.distributed as dist
-
     total = torch.tensor([float(dist.get_rank() + offset)], device="cuda")
     dist.all_reduce(total)
     return dist.get_rank(), total * scale, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]
 
 
 def fail_on(rank):
-    import torch.distributed as dist
-
     if dist.get_rank() == rank:
         raise ValueError(f"bad sample on {rank}")
     dist.barrier()
@@ -48,8 +45,6 @@ def leave():
 
 
 def hang_on(rank):
-    import torch.distributed as dist
-
     if dist.get_rank() == rank:
         wait_for_ever()
     dist.barrier()
@@ -71,7 +66,6 @@ def die_or_wait():
 
 def leave_traces():
     import megatron.core.parallel_state as parallel_state
-    import torch
 
     parallel_state.initialize_model_parallel()
     os.environ["LEFT_BEHIND"] = "1"
@@ -84,7 +78,6 @@ def patched():
 
 def find_traces():
     import megatron.core.parallel_state as parallel_state
-    import torch
 
     return (
         parallel_state.model_parallel_is_initialized(),
@@ -98,23 +91,16 @@ def seen_variable():
 
 
 def without_group():
-    import torch.distributed as dist
-
     return dist.is_initialized()
 
 
 def rendezvous_by_environment():
-    import torch.distributed as dist
-
     dist.init_process_group("nccl", device_id=None)
     return dist.get_backend(), dist.get_world_size()
 
 
 def send_and_free(batched):
     """Return what arrives of a tensor whose memory is released while it is being sent."""
-    import torch
-    import torch.distributed as dist
-
     megabytes = 16
     tensor = torch.full((megabytes << 18,), 7.0)
     if dist.get_rank() == 1:
@@ -137,8 +123,6 @@ def unpicklable():
 
 
 def wrong_sum_on(rank):
-    import torch.distributed as dist
-
     values = [1, 2, 3 + (dist.get_rank() == rank)]
     assert sum(values) == 6, "a sum"
     dist.barrier()

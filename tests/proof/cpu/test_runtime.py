@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_idempotent.proof import cpu
-from megatron_idempotent.proof.cpu import runtime, table
+from megatron_idempotent.proof.cpu import device, runtime, table
 
 DOC = Path(__file__).parents[3] / "docs" / "cpu-runtime.md"
 
@@ -123,7 +123,6 @@ def test_the_table_lists_exactly_what_is_replaced():
             if hasattr(_owner(name), name.rsplit(".", 1)[1])
         }
     assert missing == set()
-    from megatron_idempotent.proof.cpu import device
 
     with cpu.enabled():
         pass

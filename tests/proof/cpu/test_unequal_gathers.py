@@ -1,6 +1,8 @@
 """Collectives of unequal parts give what NCCL gives: the parts as they are, or their sums."""
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_idempotent.proof import cpu
 
@@ -9,17 +11,12 @@ SIZES = (3, 0, 5)
 
 def part(rank, dtype):
     """Return the part of `rank`, [rows, 2]; no two rows are alike."""
-    import torch
-
     rows = torch.arange(SIZES[rank] * 2) + 100 * rank + 1
     return rows.view(-1, 2).to(dtype)
 
 
 def gathered_wrong():
     """Names of the gathers whose outputs are not the parts of all ranks, in order."""
-    import torch
-    import torch.distributed as dist
-
     rank = dist.get_rank()
     wrong = []
 
@@ -61,9 +58,6 @@ def gathered_wrong():
 
 def sums_wrong():
     """Names of the reduce-scatters that are not the sums of all ranks' parts."""
-    import torch
-    import torch.distributed as dist
-
     rank = dist.get_rank()
     wrong = []
     for operation, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, 3)):
@@ -78,9 +72,6 @@ def sums_wrong():
 
 
 def sends_too_much():
-    import torch
-    import torch.distributed as dist
-
     dist.all_gather([torch.zeros(2), torch.zeros(3)], torch.zeros(4))
 
 

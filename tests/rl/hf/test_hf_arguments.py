@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from typing import Any
 
+import hf_programs
 import pytest
+import torch
+
+from megatron_idempotent.rl.hf import Architecture, build_gpt, load_hf
 
 #: Of a float32 model on CPU ranks; the model's own are those that are tested.
 PROGRAM = [
@@ -36,13 +41,7 @@ OWN = {
 
 def from_the_command_line(root: Any, name: str) -> dict[str, Any]:
     """Runs on a rank: fields of the configuration that differ, after logits were compared."""
-    import dataclasses
-
-    import hf_programs
-    import torch
-
     import megatron_idempotent
-    from megatron_idempotent.rl.hf import Architecture, load_hf
     from megatron_idempotent.rl.trainer.megatron_setup import build_megatron_model
 
     megatron_idempotent.apply()
@@ -73,12 +72,6 @@ def test_the_command_line_makes_the_same_model(megatron_ranks, checkpoints, name
 
 def frequencies(factors: list[float | None]) -> list[Any]:
     """Runs on a rank: those of whole models that are built for such embeddings."""
-    import dataclasses
-
-    import hf_programs
-
-    from megatron_idempotent.rl.hf import Architecture, build_gpt
-
     hf_programs.parallel()
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     sizes |= {"num_hidden_layers": 1, "vocab_size": 8, "head_dim": 128, "rope_theta": 500_000.0}
@@ -93,7 +86,6 @@ def frequencies(factors: list[float | None]) -> list[Any]:
 def test_rotary_frequencies_are_those_of_transformers_to_the_bit(megatron_ranks):
     pytest.importorskip("transformers")
     import hf_checkpoints
-    import torch
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

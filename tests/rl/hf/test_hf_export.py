@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import hf_programs
 import pytest
+import torch
+
+from megatron_idempotent.rl.hf import Architecture, Lora, MegatronWeights, load_hf
 
 
 def trained(root: Any, folder: Any) -> tuple[Any, list[Any], Any, Any]:
     """Runs on a rank: a model in DDP with a checkpoint's weights, and a function that makes a
     step."""
-    import hf_programs
-    import torch
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_idempotent import wire_train_config
-    from megatron_idempotent.rl.hf import Architecture, load_hf
 
     arch = Architecture.read(root / folder)
     config = hf_programs.config_of(arch)
@@ -82,11 +83,6 @@ def trained(root: Any, folder: Any) -> tuple[Any, list[Any], Any, Any]:
 def right_after_a_step(root: Any, name: str) -> bool:
     """Runs on two data-parallel ranks; returns whether rank 0's parameters lacked some of the
     step."""
-    import hf_programs
-    import torch
-
-    from megatron_idempotent.rl.hf import MegatronWeights, load_hf
-
     hf_programs.parallel()
     arch, chunks, optimizer, step = trained(root, name)
     source = MegatronWeights(chunks, arch)
@@ -158,11 +154,7 @@ def watch_messages(seen: list[int]) -> None:
 
 def left_early(root: Any) -> None:
     """Runs on two tensor-parallel ranks: every way to leave, and a whole export after each."""
-    import hf_programs
-    import torch
-
     from megatron_idempotent.fp8 import Fp8Export
-    from megatron_idempotent.rl.hf import MegatronWeights
 
     hf_programs.parallel(tp=2)
     arch, _, chunks = hf_programs.loaded(root / "llama")
@@ -247,10 +239,6 @@ def dropped(root: Any) -> None:
     import gc
     import warnings
 
-    import hf_programs
-
-    from megatron_idempotent.rl.hf import MegatronWeights
-
     hf_programs.parallel(tp=1)
     arch, _, chunks = hf_programs.loaded(root / "llama")
     source = MegatronWeights(chunks, arch)
@@ -274,11 +262,7 @@ BUCKET = 6 << 20
 def what_it_takes() -> dict[str, int]:
     """Runs on two tensor-parallel ranks with 64 MB; returns most bytes held, messages, sizes in
     bytes."""
-    import hf_programs
-    import torch
-
     from megatron_idempotent.proof.cpu.probes import peak_bytes
-    from megatron_idempotent.rl.hf import Architecture, MegatronWeights
 
     hf_programs.parallel(tp=2)
     arch = Architecture.of(
@@ -356,12 +340,9 @@ def adapters_alone(root: Any, name: str, layout: dict[str, int], cut: bool) -> N
     """
     import zlib
 
-    import hf_programs
-    import torch
     from megatron.core import parallel_state
 
     from megatron_idempotent.proof.certify.low_rank import SCALE, Adapted, add
-    from megatron_idempotent.rl.hf import Lora, MegatronWeights
     from megatron_idempotent.rl.hf.load import unwrapped
 
     hf_programs.parallel(**layout)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+
+from megatron_idempotent.rl.hf import FSDPWeights
 
 
 def sharded(root: Any, name: str) -> Any:
     """Runs on a rank: the checkpoint's model, each layer sharded."""
-    import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
@@ -25,9 +27,6 @@ def fsdp(root: Any) -> None:
     """Runs on two ranks."""
     import hf_checkpoints
     import hf_programs
-    import torch
-
-    from megatron_idempotent.rl.hf import FSDPWeights
 
     first = torch.distributed.get_rank() == 0
     for name in ("qwen2-tied", "moe", "moe-half"):
@@ -66,10 +65,7 @@ def test_weights_under_fsdp_have_the_names_and_values_of_the_checkpoint(
 
 
 def test_buckets_are_copies_on_one_process_too(checkpoints):
-    import torch
     from transformers import AutoModelForCausalLM
-
-    from megatron_idempotent.rl.hf import FSDPWeights
 
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "moe")
     (bucket,) = FSDPWeights(model).buckets(bucket_bytes=1 << 30)
@@ -81,10 +77,6 @@ def test_buckets_are_copies_on_one_process_too(checkpoints):
 
 
 def test_what_cannot_be_exported_is_refused():
-    import torch
-
-    from megatron_idempotent.rl.hf import FSDPWeights
-
     model = torch.nn.Module()
     model.kernel = torch.nn.Parameter(torch.zeros(2, 3, 4))
     with pytest.raises(ValueError, match=r"kernel has shape \[2, 3, 4\]"):

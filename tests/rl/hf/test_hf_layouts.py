@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import hf_checkpoints
+import hf_programs
 import pytest
+import torch
+
+from megatron_idempotent.rl.hf import MegatronWeights
 
 #: Some releases want sequence parallelism for it, whose tokens gloo gathers with this
 #: dispatcher only: those of the other are not as many on all ranks.
@@ -44,11 +48,6 @@ MORE: Layouts = {
 
 def through_megatron(root: Any, layout: dict[str, Any], names: tuple[str, ...]) -> None:
     """Runs on a rank: logits and an export of each; in float64, and on one rank in float32 too."""
-    import hf_programs
-    import torch
-
-    from megatron_idempotent.rl.hf import MegatronWeights
-
     sizes = {key: layout[key] for key in layout if key in ("tp", "pp", "vpp", "ep", "cp")}
     hf_programs.parallel(**sizes)
     more = {key: layout[key] for key in layout if key not in sizes}
@@ -100,11 +99,7 @@ def all_layouts(root: Any, layouts: list[tuple[dict[str, Any], tuple[str, ...]]]
 
 def replicas(root: Any) -> None:
     """Runs on four ranks: each of two replicas brings its weights to a rank of its own."""
-    import hf_programs
-    import torch
     import torch.distributed as dist
-
-    from megatron_idempotent.rl.hf import MegatronWeights
 
     hf_programs.parallel(tp=2)
     arch, _, chunks = hf_programs.loaded(root / "qwen3")

@@ -6,7 +6,17 @@ import json
 import shutil
 from typing import Any
 
+import hf_programs
 import pytest
+import torch
+
+from megatron_idempotent.rl.hf import (
+    Architecture,
+    CheckpointDamaged,
+    FailedElsewhere,
+    MegatronWeights,
+    load_hf,
+)
 
 
 def rewritten(source: Any, target: Any, change: Any) -> Any:
@@ -21,8 +31,6 @@ def rewritten(source: Any, target: Any, change: Any) -> Any:
 
 
 def spoil(tensors: dict[str, Any]) -> None:
-    import torch
-
     del tensors["model.layers.2.mlp.up_proj.weight"]
     tensors["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2, 3)
     tensors["model.norm.weight"] = torch.zeros(23)
@@ -109,11 +117,6 @@ MISFITS: dict[str, tuple[Any, Any, list[str]]] = {
 
 def misfits(good: Any, folder: Any) -> None:
     """Runs on a rank: what a load of each says; the model is as it was."""
-    import hf_programs
-    import torch
-
-    from megatron_idempotent.rl.hf import load_hf
-
     hf_programs.parallel()
     _, _, chunks = hf_programs.loaded(good)
     before = [parameter.clone() for parameter in chunks[0].parameters()]
@@ -151,11 +154,6 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_is_changed(
 
 def tied_and_another(root: Any, folders: list[Any]) -> None:
     """Runs on a rank: output layers that came with tied embeddings, and rounding."""
-    import hf_programs
-    import torch
-
-    from megatron_idempotent.rl.hf import Architecture, MegatronWeights, load_hf
-
     hf_programs.parallel()
     same, another, longer = folders
     _, _, chunks = hf_programs.loaded(same)
@@ -200,11 +198,6 @@ def test_tied_weights_may_come_twice_if_they_are_equal_and_types_are_not_narrowe
 
 def on_one_rank_only(root: Any, bad: Any) -> None:
     """Runs on two ranks with half of the vocabulary each: one has a damaged copy of the files."""
-    import hf_programs
-    import torch
-
-    from megatron_idempotent.rl.hf import CheckpointDamaged, FailedElsewhere, load_hf
-
     hf_programs.parallel(tp=2)
     _, _, chunks = hf_programs.loaded(root / "llama")
     second = torch.distributed.get_rank() == 1

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 from ranks import RELEASE
 
 EXPERTS, NEAR = 6, 3
@@ -18,7 +19,6 @@ def nearly_tied(folder: Any) -> None:
     Of three experts each, rows of the router differ in their last bits: rounding chooses.
     """
     import hf_checkpoints
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, more = hf_checkpoints.CASES["moe"]
@@ -57,7 +57,6 @@ async def drawn(folder: Any) -> list[Any]:
 def compared(folder: Any, layout: dict[str, int]) -> None:
     """Runs on a rank: the trainer's log-probs of samples, without and with their experts."""
     import hf_programs
-    import torch
     from megatron.core.transformer.moe.router import TopKRouter
 
     from megatron_idempotent import token_logprobs

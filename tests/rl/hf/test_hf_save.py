@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from megatron_idempotent.rl.hf import CheckpointMismatch, MegatronWeights, save_hf
+from megatron_idempotent.rl.weights import Bucket, TensorInfo
 
 
 class Failing:
@@ -18,13 +22,9 @@ class Failing:
         self._tensors, self._drop, self._error = tensors, drop, error
 
     def tensors(self) -> Any:
-        from megatron_idempotent.rl.weights import TensorInfo
-
         return tuple(TensorInfo.of(name, tensor) for name, tensor in self._tensors.items())
 
     def buckets(self, *, bucket_bytes: int) -> Any:
-        from megatron_idempotent.rl.weights import Bucket
-
         there = list(self._tensors.items())[: len(self._tensors) - self._drop]
         for index, (name, tensor) in enumerate(there):
             if self._error is not None and index == 3:
@@ -39,9 +39,6 @@ def names(folder: Path) -> list[str]:
 def saved(root: Any, target: Any, name: str, layout: dict[str, int], half: bool) -> None:
     """Runs on a rank: load and save, in one file and in several."""
     import hf_programs
-    import torch
-
-    from megatron_idempotent.rl.hf import MegatronWeights, save_hf
 
     hf_programs.parallel(**layout)
     arch, _, chunks = hf_programs.loaded(root / name)
@@ -64,7 +61,6 @@ def test_what_is_loaded_and_saved_is_the_same_checkpoint(
     megatron_ranks, checkpoints, tmp_path, name, ranks, layout
 ):
     import hf_checkpoints
-    import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -105,8 +101,6 @@ def test_what_is_loaded_and_saved_is_the_same_checkpoint(
 def test_a_checkpoint_that_cannot_be_finished_leaves_nothing(checkpoints, tmp_path):
     from safetensors.torch import load_file
 
-    from megatron_idempotent.rl.hf import CheckpointMismatch, save_hf
-
     like = checkpoints / "llama"
     tensors = load_file(like / "model.safetensors")
     for source, kind, said in (
@@ -132,8 +126,6 @@ def test_a_checkpoint_that_cannot_be_finished_leaves_nothing(checkpoints, tmp_pa
 
 def test_a_checkpoint_that_is_replaced_stays_until_the_new_one_is_complete(checkpoints, tmp_path):
     from safetensors.torch import load_file
-
-    from megatron_idempotent.rl.hf import save_hf
 
     like = checkpoints / "llama"
     tensors = load_file(like / "model.safetensors")
@@ -169,8 +161,6 @@ class Fresh(Failing):
     def buckets(self, *, bucket_bytes: int) -> Any:
         import weakref
 
-        from megatron_idempotent.rl.weights import Bucket
-
         before: Any = lambda: None  # noqa: E731 - as a dead reference
         for index, name in enumerate(self._tensors):
             self.held.append(before() is not None)
@@ -183,8 +173,6 @@ class Fresh(Failing):
 
 def test_no_bucket_is_held_while_the_next_one_is_made(checkpoints, tmp_path):
     from safetensors.torch import load_file
-
-    from megatron_idempotent.rl.hf import save_hf
 
     like = checkpoints / "llama"
     source = Fresh(load_file(like / "model.safetensors"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_idempotent.rl.hf import Architecture
+from megatron_idempotent.rl.hf import Architecture, Lora
 from megatron_idempotent.rl.hf.names import Names, Ranks, hf_shapes
 
 SIZES = {
@@ -113,7 +113,5 @@ def test_what_the_checkpoint_has_not_is_nothing(name):
 
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"rank": 4, "layers": ("linear_q",)}])
 def test_adapters_of_no_rank_or_in_no_known_layer_are_refused(settings):
-    from megatron_idempotent.rl.hf import Lora
-
     with pytest.raises(ValueError, match=r"allowed: 1 or more, and layers of linear_qkv"):
         Lora(**settings)

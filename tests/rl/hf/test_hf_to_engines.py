@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_idempotent.rl.sync import SyncFailed, SyncSettings, WeightSync, follow
+
 TOKENS = 24
 
 
@@ -18,7 +20,6 @@ def to_engines(root: Any, axis: str, name: str) -> None:
     import torch.distributed as dist
 
     from megatron_idempotent.rl.hf import MegatronWeights
-    from megatron_idempotent.rl.sync import SyncSettings, follow
 
     settings = SyncSettings(bucket_bytes=10_000, retry_wait_s=0.001)
     hf_programs.parallel(**{axis: 2})
@@ -42,7 +43,6 @@ async def serve_and_update(folder: Any, source: Any, settings: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
-    from megatron_idempotent.rl.sync import SyncFailed, WeightSync
 
     class Failing(TransformersEngine):
         fails = False

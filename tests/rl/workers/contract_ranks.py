@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 from contract_worker import FACTORY, FAILING_FACTORY, Unreadable
 
 from megatron_idempotent.rl.workers.protocol import RankFailed, RankGroup, RanksLost, WorkerSpec
@@ -206,8 +207,6 @@ class RankContract(OnOneLoop):
         run(scenario())
 
     def test_large_tensors_go_both_ways_bit_by_bit(self, ranks, run) -> None:
-        import torch
-
         from megatron_idempotent.rl.weights import checksum
 
         elements = 4 << 20
@@ -230,8 +229,6 @@ class RankContract(OnOneLoop):
         assert checksum(expected) == checksum(sent["weights"])
 
     def test_a_view_comes_without_the_rest_of_its_storage(self, ranks, run) -> None:
-        import torch
-
         row, column = run(ranks.call("view", 1024))[0]
         assert torch.equal(row, torch.arange(1024.0) + 1024)
         assert torch.equal(column, torch.arange(1024.0) * 1024 + 1)

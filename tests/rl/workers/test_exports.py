@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 from export_worker import FACTORY, weights
 
-from megatron_idempotent.rl.weights import Bucket, checksum
+from megatron_idempotent.rl.weights import Bucket, TensorInfo, checksum
 from megatron_idempotent.rl.workers import (
     EmbeddedRanks,
     RankFailed,
@@ -45,8 +45,6 @@ def collect(buckets: Iterator[Bucket]) -> list[Bucket]:
 
 
 def infos() -> list[Any]:
-    from megatron_idempotent.rl.weights import TensorInfo
-
     return [TensorInfo.of(name, tensor) for name, tensor in weights(3).items()]
 
 
