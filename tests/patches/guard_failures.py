@@ -57,7 +57,7 @@ def failing(model, site, index, here=True):
             model.on_microbatch = functools.partial(_on_microbatch, kind, trip)
         elif kind in ("layer", "backward"):
             for chunk in model.chunks:
-                layer = _layers(chunk)[int(depth)]
+                layer = next(m.layers for m in chunk.modules() if hasattr(m, "layers"))[int(depth)]
                 hook = functools.partial(_in_layer, kind, trip)
                 stack.callback(layer.register_forward_hook(hook).remove)
         elif kind == "dispatch":
@@ -83,7 +83,3 @@ def _in_layer(kind, trip, module, inputs, output):
 def _before(trip, start, *args, **kwargs):
     trip()
     return start(*args, **kwargs)
-
-
-def _layers(chunk):
-    return next(m.layers for m in chunk.modules() if hasattr(m, "layers"))

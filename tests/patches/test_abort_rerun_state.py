@@ -225,14 +225,11 @@ def test_loops_that_no_exception_has_left_run_as_often_as_on_stock():
                 runs += 1
         return runs
 
-    def elsewhere() -> list[Any]:
-        return [_asks(), _loop(int), _asks(), _asks()]
-
     for apply in (lambda: None, megatron_idempotent.apply):
         apply()
         assert (asked_by_a_helper(), tried_again(), retried_in_the_loop()) == (1, 1, 1)
         assert len(list(_in_pieces())) == 1
-        assert elsewhere() == [True, 0, True, False]
+        assert [_asks(), _loop(int), _asks(), _asks()] == [True, 0, True, False]
 
 
 @on_ranks(1, distributed=False)

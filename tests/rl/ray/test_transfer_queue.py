@@ -26,7 +26,7 @@ class TestTransferQueuePlane(PlaneContract):
             )
             with pytest.raises(KeyError, match="group 2"):
                 await plane.get(2)
-            await queue.async_kv_put("3", plane.partition, fields=some_tokens())
+            await queue.async_kv_put("3", plane.partition, fields={"tokens": torch.arange(3)})
             with pytest.raises(KeyError, match="group 3"):
                 await plane.get(3)
             for number in (2, 3):
@@ -71,10 +71,6 @@ class TestTransferQueuePlane(PlaneContract):
             assert await again.get(1) == group(1)
 
         self.run(lambda: TransferQueuePlane(partition="a run"), scenario)
-
-
-def some_tokens():
-    return {"tokens": torch.arange(3)}
 
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch):

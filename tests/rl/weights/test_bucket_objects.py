@@ -98,11 +98,6 @@ def test_no_write_to_a_folder_fails_where_another_process_clears_up(tmp_path: Pa
     assert not dead.exists()
 
 
-def told_by(error: BaseException) -> str:
-    """All that is printed of an error, and of what it came from."""
-    return "".join(traceback.format_exception(error)) + repr(error.__context__)
-
-
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict]:
     """The options of an S3 server in this process."""
@@ -189,7 +184,7 @@ def test_no_error_log_or_announcement_shows_a_key_or_a_token(
                 monkeypatch.setattr(objects._store, "pipe_file", fails)
             objects.write("latest.json", b"")
         except (t.TransportError, ValueError) as error:
-            said.append(told_by(error))
+            said.append("".join(traceback.format_exception(error)) + repr(error.__context__))
         else:
             raise AssertionError(place)
     found = caplog.text + "".join(said)
