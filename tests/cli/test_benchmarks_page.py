@@ -1,7 +1,5 @@
 """docs/benchmarks.md, its pictures and that of Megatron's history are what their data say."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

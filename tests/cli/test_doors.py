@@ -1,7 +1,5 @@
 """`init` and `auto` bring patches into programs that nobody edits."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

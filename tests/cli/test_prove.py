@@ -1,7 +1,5 @@
 """`prove` on the installed Megatron, on real ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

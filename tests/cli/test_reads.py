@@ -1,7 +1,5 @@
 """The table of what wrappers read of upstream says what their code does."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_idempotent.cli.reads import derived, installed_trees, renewed

@@ -1,7 +1,5 @@
 """Adapters are to be read and pasted, so they stay short."""
 
-from __future__ import annotations
-
 import pytest
 from adapters import EXAMPLES
 

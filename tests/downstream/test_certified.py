@@ -5,8 +5,6 @@ the folder `src` of Megatron-Bridge. Before a repair: `NEMO_RL_3659_SOURCE` (of 
 `SKYRL_2007_SOURCE` (of #2008).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each framework's own code that loads what a door names brings the patches into its process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

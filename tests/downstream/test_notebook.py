@@ -1,7 +1,5 @@
 """Functions and classes of a notebook's cells, run on ranks by a real kernel."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

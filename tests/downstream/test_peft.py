@@ -6,8 +6,6 @@ fused weight gradients and shared outer factors all is float32.
 that are installed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

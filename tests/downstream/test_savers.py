@@ -4,8 +4,6 @@
 `BRIDGE_SOURCE` the folder `src` of Megatron-Bridge.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

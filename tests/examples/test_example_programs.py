@@ -1,7 +1,5 @@
 """The programs and the notebook of examples/ say what they promise, on this session's ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

@@ -3,8 +3,6 @@
 It shows nothing of SGLang itself, on which the program was never run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """The command for a machine with a GPU: its folder of wheels, its environment and its report."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """One table of Megatron releases in pyproject.toml, and everything that names releases agrees."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

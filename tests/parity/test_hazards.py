@@ -3,8 +3,6 @@
 What is right beside it stays right.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

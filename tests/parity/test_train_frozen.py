@@ -3,8 +3,6 @@
 The adapters are those of tests/step/lora.py. Runs on the releases that carry `megatron.training`.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

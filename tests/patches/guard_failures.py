@@ -1,7 +1,5 @@
 """Make one rank fail at a chosen place of a window, and run windows under the guard."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """A step in any number of schedule calls has the gradient of one call, to the bit."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 

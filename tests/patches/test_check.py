@@ -1,7 +1,5 @@
 """`MEGATRON_IDEMPOTENT_CHECK=1` names what differs between replicas; off, it wraps nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 

@@ -1,7 +1,5 @@
 """A run that loads a checkpoint goes on as the run that saved it, in each format of the state."""
 
-from __future__ import annotations
-
 import pytest
 from ranks import built, needs_release, on_ranks, same
 

@@ -1,7 +1,5 @@
 """A process that builds its model again has one model: in memory, and where routing is replayed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from ranks import on_ranks

@@ -1,7 +1,5 @@
 """The weight of the MoE auxiliary losses, where schedules and direct backwards meet."""
 
-from __future__ import annotations
-
 import pytest
 from ranks import built, fails, on_microbatch, on_ranks, same
 

@@ -1,7 +1,5 @@
 """An MTP layer's gradient is the same on one context-parallel rank and on two."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 from ranks import needs_release

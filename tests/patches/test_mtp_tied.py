@@ -1,7 +1,5 @@
 """A tied model with MTP on two stages comes back from a checkpoint, and trains all that it has."""
 
-from __future__ import annotations
-
 import numpy
 from ranks import needs_release
 

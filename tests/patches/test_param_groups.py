@@ -1,7 +1,5 @@
 """Parameter groups that differ in their rates keep them when an optimizer is loaded."""
 
-from __future__ import annotations
-
 import pytest
 from ranks import RELEASE, built, on_ranks
 

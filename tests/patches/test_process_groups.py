@@ -1,7 +1,5 @@
 """Process groups are destroyed, and made again in place of broken ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from guard_failures import Broken, failing, guard

@@ -1,7 +1,5 @@
 """Adapters that are recomputed after frozen weights get the gradients that they get without."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

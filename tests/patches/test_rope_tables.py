@@ -1,7 +1,5 @@
 """Objects that rotary tables keep alive, and the call that frees them."""
 
-from __future__ import annotations
-
 import gc
 
 from ranks import on_ranks

@@ -1,7 +1,5 @@
 """A learning-rate scheduler that loads a state is where the state was, however often it loads."""
 
-from __future__ import annotations
-
 import pytest
 from ranks import on_ranks
 

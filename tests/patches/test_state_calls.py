@@ -1,7 +1,5 @@
 """Calls that look at a run's state, save it or put it back leave the next step's bits alone."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

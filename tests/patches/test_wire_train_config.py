@@ -1,7 +1,5 @@
 """`wire_train_config` is what an ordinary framework sets, and may be called again."""
 
-from __future__ import annotations
-
 import pytest
 from ranks import VIRTUAL, built, on_ranks, same
 

@@ -1,7 +1,5 @@
 """The pages for operators have each variable that is read, each status and each error."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re

@@ -1,7 +1,5 @@
 """The generated pages of the site have what users look for, and links that are right there."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """A person who pastes an error message into the site's search lands on its hazard."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import http.server

@@ -1,7 +1,5 @@
 """After a failed step on FSDP2, the next one is what it is where nothing has ever failed."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

@@ -1,7 +1,5 @@
 """FSDP2 and Megatron agree on the same weights and data."""
 
-from __future__ import annotations
-
 import pytest
 import scenario
 import torch

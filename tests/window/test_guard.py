@@ -1,7 +1,5 @@
 """Finds which ranks wait for each other inside of a model, by its config."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from ranks import on_ranks

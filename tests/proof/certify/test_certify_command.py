@@ -1,7 +1,5 @@
 """`megatron-idempotent certify`: what it prints, and what it refuses."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

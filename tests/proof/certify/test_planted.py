@@ -1,7 +1,5 @@
 """Each check catches the bugs that were planted for it; right adapters pass all of them."""
 
-from __future__ import annotations
-
 import random
 import re
 

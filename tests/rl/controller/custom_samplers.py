@@ -1,7 +1,5 @@
 """Samplers of a user's own, some of them wrong."""
 
-from __future__ import annotations
-
 from megatron_idempotent.rl.controller.samplers import FirstReadySampler
 
 

@@ -1,7 +1,5 @@
 """The buffer against a naive model, and what every mistake is told."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

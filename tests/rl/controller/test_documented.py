@@ -1,7 +1,5 @@
 """The controller's program in docs/controller.md prints what the page says."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step that fails is undone and taken again with its groups, and counts once."""
 
-from __future__ import annotations
-
 import pytest
 from toy import Toy, ToyStore, conserved, run_virtually
 from toy_faults import BAD, clean_steps, once

@@ -1,7 +1,5 @@
 """Drains, cancelled runs, stalls: what was begun is ended or undone, and the next run is right."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

@@ -1,7 +1,5 @@
 """Prompts, rollouts and the data plane: no group counts twice, and none is lost unseen."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """Weights that do not reach the engines, and engines that are lost and back."""
 
-from __future__ import annotations
-
 import pytest
 from toy import Toy, ToyStore, conserved, run_virtually
 from toy_faults import BAD, cut_off, once, publish_raises

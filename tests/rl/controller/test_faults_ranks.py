@@ -1,7 +1,5 @@
 """Ranks that are lost, and restores that fail: on from the newest checkpoint, buffer included."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups that are still being generated: samplers see them, and have them aborted."""
 
-from __future__ import annotations
-
 import asyncio
 import types
 

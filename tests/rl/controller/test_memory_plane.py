@@ -1,7 +1,5 @@
 """The data plane in memory does what every data plane does."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A step in one call: made once, undone where it fails, whatever the policy offers."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

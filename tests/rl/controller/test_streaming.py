@@ -1,7 +1,5 @@
 """The order of things in a run in which nothing fails."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -3,8 +3,6 @@
 `events` is what everything did, in order.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 

@@ -1,7 +1,5 @@
 """Faults that tests inject, and checks of what must hold after them."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 

@@ -1,7 +1,5 @@
 """Checkpoints for all tests of engines, made once; and readable failures in the contract."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 

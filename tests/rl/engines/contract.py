@@ -15,8 +15,6 @@ protocol alone: weights come in buckets, and what they did is seen in samples. T
 9 requests at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Shared by the tests of the engine in this process."""
 
-from __future__ import annotations
-
 import asyncio
 
 from contract_base import ContractBase

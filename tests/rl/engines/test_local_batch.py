@@ -1,7 +1,5 @@
 """The batch computes each request's rows, which join and leave between tokens, and draws tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import math

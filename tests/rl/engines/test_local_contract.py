@@ -1,7 +1,5 @@
 """The engine in this process keeps the contract of all engines."""
 
-from __future__ import annotations
-
 import contextlib
 
 from contract import EngineContract

@@ -1,7 +1,5 @@
 """Forty updates under load lose no token, repeat none, and mix no weights."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import dataclasses

@@ -1,7 +1,5 @@
 """Pauses that meet each other, resumes, new requests, and forwards that fail."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

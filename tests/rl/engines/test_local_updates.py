@@ -1,7 +1,5 @@
 """Updates that are given up, torn or loaded after a sleep, and the memory and types of weights."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 

@@ -1,7 +1,5 @@
 """Samples bring the experts that the engine's routers took, however they were interrupted."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 

@@ -1,7 +1,5 @@
 """A vLLM server, over HTTP, keeps the contract of all engines."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Updates of a real vLLM that go wrong half-way, servers that are killed, and clients that left."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

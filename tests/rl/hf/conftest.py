@@ -1,7 +1,5 @@
 """Checkpoints that transformers wrote, made once for all tests here."""
 
-from __future__ import annotations
-
 import pytest
 
 

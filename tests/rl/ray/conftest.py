@@ -1,8 +1,6 @@
 """A Ray cluster of this machine, and TransferQueue on it, for all tests: started once, when asked
 for, as they take ten and thirty seconds."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,7 +1,5 @@
 """Ranks in Ray actors: the contract of all kinds, where they run, and what they run in."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

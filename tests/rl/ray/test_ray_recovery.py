@@ -1,7 +1,5 @@
 """A run on Ray in which a rank, all ranks or the driver die goes on to the bits of one here."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The trainer on a Ray cluster: ranks and groups in its actors."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

@@ -1,7 +1,5 @@
 """Ray's hook for worker processes applies the patches before a worker imports anything."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Groups in TransferQueue come back as they were put."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

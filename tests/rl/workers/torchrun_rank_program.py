@@ -1,8 +1,6 @@
 """A program that torchrun runs in the tests: `… SPEC_FACTORY ARGUMENT_JSON DIRECTORY
 [COMMAND…]`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
