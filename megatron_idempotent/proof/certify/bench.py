@@ -55,7 +55,7 @@ _ROUTER = (EXPERTS + 32) * _FLOAT32
 #: Of a whole step in float32, layer by layer, as tests/step/roundings.py derives them.
 _ROUNDINGS = 4e5 * _FLOAT32
 #: Of a gradient and of log-probs in bfloat16: twice what three roundings of each operation's result
-#: come to, if they are independent of each other: tests/proof/certify/independent.py measures it.
+#: come to, if they are independent of each other: tests/proof/certify/test_oracle.py measures it.
 #: By the kind of loss, and whether layers have losses of their own: both round more. Roundings of
 #: float16 are an eighth of them.
 OF_BFLOAT16 = {

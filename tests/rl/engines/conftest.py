@@ -35,7 +35,7 @@ def new(make_model):
 @pytest.fixture
 def watched(old):
     """The first one's model, with an eye on its forwards."""
-    from watched import Watched
+    from local_cases import Watched
 
     return Watched(old)
 

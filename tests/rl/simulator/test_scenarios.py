@@ -1,14 +1,16 @@
-"""Distributions, and scenarios that are read from TOML."""
+"""Distributions, scenarios that are read from TOML, and stories that are drawn."""
 
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from random_story import some_story, tell
 
 from megatron_idempotent.rl.simulator.__main__ import SHIPPED, main
 from megatron_idempotent.rl.simulator.faults import Fault
@@ -154,3 +156,19 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
     assert "nowhere.toml: No such file" in capsys.readouterr().err
     assert main(["balanced", "--sweep", "staleness"]) == 2
     assert "write key=a,b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(45))
+def test_runs_that_are_cut_short_and_go_on_keep_what_holds_for_one_run(seed: int) -> None:
+    tell(some_story(random.Random(seed)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", range(1000, 6000, 100))
+def test_a_hundred_more_of_them(first: int) -> None:
+    for seed in range(first, first + 100):
+        try:
+            tell(some_story(random.Random(seed)))
+        except BaseException as error:
+            error.add_note(f"of the story with seed {seed}")
+            raise
