@@ -374,12 +374,16 @@ def _steps(bench: Bench, sizes: list[int], *, seed: int = 1, full: bool = False,
     return split_step(bench.step, bench.loss, batch, sizes, **how)
 
 
-def _once(bench: Bench, microbatches: int, *, seed: int = 1, full: bool = False) -> Any:
-    """The same at once, by a program with nothing but the engine."""
-    batch = bench.batch(microbatches, seed=seed, full=full)
+def at_once(bench: Bench, batch: dict[str, Any]) -> Any:
+    """The one-shot step of these rows; its gradient norm."""
     if bench.engine == "fsdp":
         return bench._fsdp.one_shot(*bench.parts, bench.loss, batch)[0]
     return one_shot(bench.model, bench.scheduler, bench.loss, batch)
+
+
+def _once(bench: Bench, microbatches: int, *, seed: int = 1, full: bool = False) -> Any:
+    """The same at once, by a program with nothing but the engine."""
+    return at_once(bench, bench.batch(microbatches, seed=seed, full=full))
 
 
 def _batch(bench: Bench, sizes: list[int], *, seed: int = 1, last: bool = False) -> Any:
