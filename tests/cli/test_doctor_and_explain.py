@@ -17,6 +17,7 @@ import termios
 from pathlib import Path
 
 import pytest
+from starts import started
 
 from megatron_idempotent.cli.doctor import notes
 from megatron_idempotent.cli.main import main
@@ -38,11 +39,8 @@ OFF = sum(not patch.default for patch in patches().values())
 
 
 def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environ = dict(os.environ, COLUMNS="80")
-    if path is not None:
-        environ["PYTHONPATH"] = str(path)
-    command = [sys.executable, "-c", PROBE, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
+    given = {} if path is None else {"PYTHONPATH": path}
+    return started(sys.executable, "-c", PROBE, *arguments, COLUMNS=80, **given)
 
 
 def copied(module: str, root: Path) -> Path:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import uv
-from starts import COMMAND, IMPORTS, ROOT, environment
+from starts import COMMAND, IMPORTS, ROOT, started
 
 from megatron_idempotent.cli.doors import HOOK
 
@@ -20,19 +19,10 @@ UV = uv.find_uv_bin()
 
 
 def said(*command: object, **given: str) -> str:
-    """Run a command outside of the repository; return what it printed, with its errors."""
-    done = subprocess.run(
-        [*map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(**given),
-        cwd="/",
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    """Run a command outside of the repository; return its errors and what it printed."""
+    done = started(*command, cwd="/", timeout_s=280, **given)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stderr + done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +134,8 @@ def test_a_rank_of_torchrun_that_comes_by_no_door_ends_the_job_with_its_number(t
     (tmp_path / "train.py").write_text(TRAINS)
     starts = f'[ "$RANK" = 0 ] || unset PYTHONPATH; exec {sys.executable} {tmp_path}/train.py'
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python")
-    done = subprocess.run(
-        [*COMMAND, "run", "--", sys.executable, *torchrun, "bash", "-c", starts],
-        capture_output=True,
-        text=True,
-        env=environment(MEGATRON_IDEMPOTENT_VERIFY="2"),
-        timeout=120,
-        check=False,
-    )
+    job = (*COMMAND, "run", "--", sys.executable, *torchrun, "bash", "-c", starts)
+    done = started(*job, MEGATRON_IDEMPOTENT_VERIFY=2)
     assert done.returncode == 1
     assert "VerificationError: no patches on rank 1, 2 s after the first training" in done.stderr
     assert "all of the job with `megatron-idempotent run`" in done.stderr

@@ -1,13 +1,11 @@
 """`prove` on the installed Megatron, on real ranks."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from starts import COMMAND, started
 
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.proof import prove as proof
@@ -130,15 +128,7 @@ def test_prove_tells_of_a_patch_or_helper_that_breaks_a_right_program(tmp_path):
         source = (tmp_path / name).read_text()
         assert source.count(right) == 1
         (tmp_path / name).write_text(source.replace(right, wrong))
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_idempotent", "prove", *FALSE_ALARMS, "--json"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = started(*COMMAND, "prove", *FALSE_ALARMS, "--json", cwd=tmp_path, PYTHONPATH=tmp_path)
     findings = {each["id"]: each for each in json.loads(done.stdout)}
     assert done.returncode == 1
     assert {each["verdict"] for each in findings.values()} == {"false_alarm"}

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+from starts import COMMAND, started
 
 TELLS = """
 import json, sys
@@ -58,21 +58,12 @@ def test_a_door_brings_the_patches_in(framework, tmp_path):
         pytest.skip(f"{variable} names no checkout")
     if "init_ray" in opens:  # Ray makes environments of workers with what this extra brings
         pytest.importorskip("aiohttp_cors", reason="`pip install 'ray[default]'`")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_IDEMPOTENT")}
-    path = os.pathsep.join(filter(None, [source, kept.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     program = opens if "told" in opens else opens + TELLS
-    started = [sys.executable, "-c", "import json\n" + program]
+    command = [sys.executable, "-c", "import json\n" + program]
     if "MEGATRON_IDEMPOTENT" in given:
-        started = [sys.executable, "-m", "megatron_idempotent", "run", "--", *started]
-    done = subprocess.run(
-        started,
-        capture_output=True,
-        text=True,
-        env={**kept, **given, "PYTHONPATH": path},
-        cwd=tmp_path,
-        timeout=300,
-        check=False,
-    )
+        command = [*COMMAND, "run", "--", *command]
+    done = started(*command, cwd=tmp_path, timeout_s=300, **given, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["timers-left-running"] in ("applied", "pending_import")

@@ -11,14 +11,16 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+from starts import COMMAND, started
 
 from megatron_idempotent.cli.main import main
 
@@ -68,12 +70,12 @@ def path_of(variables, modules=()) -> list[str]:
     return [os.environ[variable] for variable in variables]
 
 
-def environment(*path: object, **given: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_IDEMPOTENT")}
-    found = os.pathsep.join(filter(None, [*map(str, path), kept.get("PYTHONPATH")]))
-    binaries = os.pathsep.join([str(Path(sys.executable).parent), kept["PATH"]])
-    kept |= {"PATH": binaries, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "OMP_NUM_THREADS": "1"}
-    return {**kept, **given, "PYTHONPATH": found}
+def ran(*command: object, path: Iterable[object], **given: object) -> CompletedProcess[str]:
+    """Run a command with these folders on the path; return what it printed."""
+    folders = os.pathsep.join(filter(None, [*map(str, path), os.environ.get("PYTHONPATH")]))
+    binaries = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    given |= {"PATH": binaries, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "OMP_NUM_THREADS": "1"}
+    return started(*command, timeout_s=600, **given, PYTHONPATH=folders)
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +98,8 @@ def test_its_own_workers_have_the_patches_if_they_train(framework, hooked, tmp_p
     (standin := tmp_path / "standin" / "transformer_engine").mkdir(parents=True)
     (standin / "__init__.py").write_text(TRANSFORMER_ENGINE)
     path = [standin.parent, *sources] if "BRIDGE_SOURCE" in variables else sources
-    done = subprocess.run(
-        [hooked, Path(__file__).with_name("entries.py"), framework],
-        capture_output=True,
-        text=True,
-        env=environment(*path),
-        cwd=tmp_path,
-        timeout=600,
-        check=False,
-    )
+    entries = Path(__file__).with_name("entries.py")
+    done = ran(hooked, entries, framework, path=path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-8000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.keys() == trainers | others.keys()
@@ -145,15 +140,8 @@ def test_its_own_command_below_run_has_the_patches_on_its_ranks(framework, tmp_p
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     below = [each.format(source=source, port=port) for each in command]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_idempotent", "run", "--", sys.executable, *below],
-        capture_output=True,
-        text=True,
-        env=environment(source, NPROC_PER_NODE="2", MASTER_PORT=port),
-        cwd=tmp_path,
-        timeout=600,
-        check=False,
-    )
+    job = (*COMMAND, "run", "--", sys.executable, *below)
+    done = ran(*job, path=[source], cwd=tmp_path, NPROC_PER_NODE=2, MASTER_PORT=port)
     assert "No module named 'transformer_engine'" in done.stderr, done.stderr[-8000:]
     last = done.stderr.splitlines()[-1]
     # The command, torchrun and its agent are processes too, and import no Megatron.

@@ -1,4 +1,4 @@
-"""README says how large the shim is, and the entry points bring in nothing that is not used."""
+"""README says how large the shim is, and imports bring in nothing that is not used."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import subprocess
 import sys
 import tokenize
 from pathlib import Path
+
+import pytest
+from starts import started
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_idempotent"
@@ -113,3 +116,28 @@ def test_a_suite_that_uses_nothing_of_the_plugins_loads_nothing_else(tmp_path):
     assert {*last.split()} - {"megatron_idempotent.checkout"} == {
         *plugins, *rooms, "megatron_idempotent.lazy",
     }  # fmt: skip
+
+
+#: What a process is still without → what it has imported and called.
+WITHOUT = {
+    "torch megatron multiprocessing": "import {0}.proof.cpu, {0}.proof.cpu.pytest_plugin",
+    "torch rich matplotlib wandb": "import {0}.rl.controller.status_file;"
+    "from {0}.rl.metrics import loggers, names, timeline",
+    "torch megatron numpy": "from {0}.rl.workers import EmbeddedRanks, TorchrunRanks, wire;"
+    "wire.load(wire.dump([1, b'2']))",
+    "megatron": "from {0} import FSDPTrainStep",
+}
+
+
+@pytest.mark.parametrize(
+    "absent",
+    [
+        pytest.param(each, marks=pytest.mark.exhaustive) if each == "megatron" else each
+        for each in WITHOUT
+    ],
+)
+def test_what_needs_a_package_at_most_later_does_not_import_it(absent):
+    does = WITHOUT[absent].format("megatron_idempotent")
+    program = f"import sys; {does}; print(*set({absent.split()}) & sys.modules.keys())"
+    done = started(sys.executable, "-c", program)
+    assert (done.returncode, done.stdout) == (0, "\n"), done

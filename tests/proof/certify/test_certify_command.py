@@ -3,11 +3,11 @@
 import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from starts import started
 
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, Result, certify, layout
@@ -192,14 +192,7 @@ def test_pytest_runs_the_checks_of_an_adapter(tmp_path, request):
     path = os.pathsep.join((str(here), str(here.parents[1])))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     command += ["--certify", "planted:RefusesNoRows", "-k", "dp2-replica-without-rows"]
-    run = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=tmp_path,
-        check=False,
-    )
+    run = started(*command, cwd=tmp_path, timeout_s=600, PYTHONPATH=path)
     assert run.returncode == 1
     assert "IndexError in " in run.stdout
     assert f"1 failed, {len(CHECKS) * len(LAYOUTS)} deselected" in run.stdout, run.stdout

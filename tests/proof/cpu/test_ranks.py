@@ -13,6 +13,7 @@ import pytest
 import tomllib
 import torch
 import torch.distributed as dist
+from starts import started
 
 import megatron_idempotent
 from megatron_idempotent.lazy import untried_torch
@@ -407,9 +408,7 @@ def test_a_script_without_a_guard_is_told_so_instead_of_starting_ranks_without_e
         'RankPool(1, preload=("torch",)).run(1, nothing, distributed=False)\n',
         encoding="utf-8",
     )
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
-    )
+    run = started(sys.executable, script)
     assert run.returncode == 1
     *_, last = [line for line in run.stderr.splitlines() if "RuntimeError" in line]
     assert "unguarded.py starts ranks while a rank imports it" in last

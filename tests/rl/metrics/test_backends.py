@@ -1,10 +1,9 @@
 """TensorBoard, Weights & Biases, and loggers by import path."""
 
-import os
-import subprocess
 import sys
 
 import pytest
+from starts import started
 
 from megatron_idempotent.rl.metrics.loggers import (
     METRICS_FILE,
@@ -76,13 +75,8 @@ def test_the_real_wandb_takes_it_offline(tmp_path):
         "    logger.log({'train/loss': 0.5}, step=first_step + 1)\n"
         "    logger.close()\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
-        timeout=120,
-        check=True,
-    )
+    given = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    started(sys.executable, "-c", program, cwd=tmp_path, **given).check_returncode()
     (run_id,) = {path.stem for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")}
     assert run_id == f"run-{(tmp_path / 'wandb-run-id').read_text().strip()}"
 

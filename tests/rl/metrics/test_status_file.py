@@ -90,18 +90,3 @@ async def test_a_directory_that_is_not_there_is_told_and_one_that_vanishes_ends_
             file.unlink()
         folder.rename(tmp_path / "aside")
         await asyncio.sleep(0.05)
-
-
-def test_what_reads_a_run_needs_no_torch():
-    program = (
-        "import sys\n"
-        "import megatron_idempotent.rl.controller.status_file\n"
-        "import megatron_idempotent.rl.metrics.loggers\n"
-        "import megatron_idempotent.rl.metrics.names\n"
-        "import megatron_idempotent.rl.metrics.timeline\n"
-        "print([name for name in ('torch', 'rich', 'matplotlib', 'wandb') if name in sys.modules])"
-    )
-    told = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert told.stdout.strip() == "[]"

@@ -185,16 +185,6 @@ async def test_a_rank_ends_itself_when_its_connection_breaks_wherever_it_is(tmp_
         assert (rank.returncode, "is gone" in said) == (serve.ENDED, True)
 
 
-def test_importing_the_controllers_side_imports_neither_torch_nor_megatron() -> None:
-    program = (
-        "import sys, megatron_idempotent.rl.workers as w; w.EmbeddedRanks; w.TorchrunRanks;"
-        "from megatron_idempotent.rl.workers import wire; wire.load(wire.dump([1, b'2']));"
-        "print([name for name in ('torch', 'megatron', 'numpy') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
-
-
 async def test_large_buffers_pass_beside_the_pickle_and_are_not_copied() -> None:
     large, small = pickle.PickleBuffer(bytearray(b"x" * (1 << 20))), b"y" * 10
     parts = wire.dump([large, small])

@@ -1,4 +1,4 @@
-"""Starts programs for tests of doors."""
+"""Starts programs without the variables of this package, for tests of any room."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 COMMAND = (sys.executable, "-m", "megatron_idempotent")
 LOADED = "import sys; print(*sorted(m for m in sys.modules if m.startswith('megatron')))"
 #: A program that imports Megatron, if there is one, and says whether patches were applied.
@@ -21,17 +21,15 @@ print("megatron_idempotent.patching.api" in sys.modules)
 """
 
 
-def environment(**given: str) -> dict[str, str]:
+def environment(**given: object) -> dict[str, str]:
     """Return this process's environment without this package's variables, and with `given`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_IDEMPOTENT")}
-    return {**kept, **given}
+    return {**kept, **{name: str(value) for name, value in given.items()}}
 
 
 def started(
-    *command: object, cwd: str | None = None, **given: str
+    *command: object, cwd: object = None, timeout_s: float = 120, **given: object
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end in that environment; return its exit code and what it printed."""
-    words, env = [*map(str, command)], environment(**given)
-    return subprocess.run(
-        words, capture_output=True, text=True, env=env, cwd=cwd, timeout=120, check=False
-    )
+    how = {"env": environment(**given), "cwd": cwd, "timeout": timeout_s, "check": False}
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, **how)
