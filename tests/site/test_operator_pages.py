@@ -1,15 +1,20 @@
-"""The pages for operators have each variable that is read, each status and each error."""
+"""Pages have each variable that is read, status and error; of models, tests that there are."""
+
+from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 from pathlib import Path
+
+import pytest
 
 from megatron_idempotent.patching import settings
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "environment.md").read_text("utf-8")
-ROWS = dict(re.findall(r"^\| `([A-Z_]+)` \| ([^|]+) \|", PAGE, re.MULTILINE))
+ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text("utf-8")
+VARIABLES = dict(re.findall(r"^\| `([A-Z_]+)` \| ([^|]+) \|", ENVIRONMENT, re.MULTILINE))
 #: Set whatever the caller has, or Python's own.
 NOT_TOLD = {"PYTHONWARNINGS", "PYTHONPATH", "KINETO_LOG_LEVEL"}
 
@@ -22,7 +27,7 @@ def test_the_page_has_the_variables_of_the_code_and_no_others():
     named = set(re.findall(r'^ *[A-Z_, ]+ = (".*")$', text, re.MULTILINE))
     read |= {name for each in named for name in re.findall(r'"([A-Z]+_[A-Z_]+)"', each)}
     ours = {*settings.VARIABLES, *settings._ELSEWHERE}
-    assert {*ROWS} == read - NOT_TOLD | ours
+    assert {*VARIABLES} == read - NOT_TOLD | ours
 
 
 def test_the_page_has_the_defaults():
@@ -41,7 +46,7 @@ def test_the_page_has_the_defaults():
     assert {f"{settings.SWITCH}{rest}" for rest in values} == {*settings.VARIABLES}
     for rest, value in values.items():
         shown = "unset" if value is None or value == frozenset() else f"`{value:g}`"
-        assert ROWS[f"{settings.SWITCH}{rest}"] == shown
+        assert VARIABLES[f"{settings.SWITCH}{rest}"] == shown
 
 
 def test_a_user_learns_what_to_do_about_each_status_and_each_error():
@@ -67,3 +72,54 @@ def test_a_user_learns_what_to_do_about_each_status_and_each_error():
     errors = {name for name in entries if name in bases and raised(name)}
     assert len(errors) > 40
     assert not {name for name in {*statuses, *errors} if f"`{name}`" not in page}
+
+
+MODELS = (ROOT / "docs" / "supported-models.md").read_text(encoding="utf-8")
+STATES = {"yes", "refused", "unknown", "–", "no layout", "stand-in", "export only"}
+#: States that say more than one word.
+LONGER = {
+    *("yes, not on the output layer", "refused in part", "inputs only"),
+    *("Qwen3-MoE", "`FSDPTrainStep`", "[factors alone](weight-sync.md)"),
+}
+
+
+def rows() -> list[list[str]]:
+    lines = [line for line in MODELS.splitlines() if line.startswith("| [")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@functools.cache
+def literals() -> str:
+    """All strings of the package, with placeholders of f-strings left out."""
+    found = []
+    for path in (ROOT / "megatron_idempotent").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_each_feature_has_a_state_in_each_part_and_a_section():
+    titles = {
+        re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"(?m)^## (.+)$", MODELS)
+    }
+    assert len(rows()) > 15
+    for feature, *states in rows():
+        assert len(states) == 6
+        assert set(states) <= STATES | LONGER, feature
+        assert feature.rpartition("(#")[2].rstrip(")") in titles
+
+
+def test_each_test_that_shows_something_is_there():
+    named = re.findall(r"\]\(\.\./(tests/[^)#]+)\)", MODELS)
+    assert len(set(named)) > 25
+    assert not [path for path in named if not (ROOT / path).is_file()]
+
+
+@pytest.mark.parametrize(
+    "message", [" ".join(each.split()) for each in re.findall(r'(?<!`)"([^"`]{12,})"', MODELS)]
+)
+def test_an_error_that_is_quoted_is_one_of_the_code(message):
+    if message != "Refused":
+        assert message in literals()
