@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from starts import started
 
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.patching import OPEN, UNTRIED, Patch, Target
@@ -135,8 +135,7 @@ def test_drift_imports_neither_torch_nor_megatron(tree):
         "import sys; from megatron_idempotent.cli.main import main; main(sys.argv[1:]); "
         "sys.exit(str({'torch', 'megatron'} & set(sys.modules) or 0))"
     )
-    command = [sys.executable, "-c", probe, "drift", str(tree)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = started(sys.executable, "-c", probe, "drift", tree)
     assert result.stderr.strip() in ("", "0")
 
 

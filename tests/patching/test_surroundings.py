@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 
 import pytest
+from starts import COMMAND, started
 from toys import Toys
 
 from megatron_idempotent import VerificationError, report, verify
@@ -103,9 +101,7 @@ def test_a_class_with_slots_takes_nothing_of_ours(source, closed):
 
 
 def doctor(path: str) -> str:
-    command = [sys.executable, "-m", "megatron_idempotent", "doctor"]
-    environ = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    done = started(*COMMAND, "doctor", PYTHONPATH=path)
     assert done.returncode == 1, done.stderr
     return done.stdout
 

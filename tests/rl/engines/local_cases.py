@@ -7,26 +7,11 @@ import threading
 from pathlib import Path
 
 from contract_base import ContractBase
-from tiny import read_weights
 
 from megatron_idempotent.rl.engines import Request
 from megatron_idempotent.rl.engines.transformers_batch import RowCache, cache_argument
-from megatron_idempotent.rl.weights import Bucket, TensorInfo
 
 contract = ContractBase()
-
-
-class Source:
-    """The weights of a checkpoint."""
-
-    def __init__(self, directory):
-        self.weights = read_weights(directory)
-
-    def tensors(self):
-        return tuple(TensorInfo.of(name, tensor) for name, tensor in self.weights.items())
-
-    def buckets(self, *, bucket_bytes):
-        yield Bucket.of(0, self.weights)
 
 
 def request(seed=0, *, prompt=(5, 6, 7), **settings):

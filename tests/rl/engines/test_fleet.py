@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from training import Training
 
 pytest.importorskip("transformers")
 
 from contract_base import until
-from local_cases import Source
 
 from megatron_idempotent.rl.controller import EnginesLost, Fleet, PoisonedPrompt
 from megatron_idempotent.rl.engines import EngineDead, EngineError, Request
@@ -57,7 +57,7 @@ def make_fleet(new):
                 for i in range(samples)
             ]
 
-        made.append(Fleet(engines, source=Source(new), requests=requests, score=score))
+        made.append(Fleet(engines, source=Training(new), requests=requests, score=score))
         return made[-1]
 
     yield make

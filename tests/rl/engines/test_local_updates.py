@@ -7,8 +7,9 @@ import pytest
 import torch
 from contract import merged
 from contract_base import buckets, cut, listed, next_update
-from local_cases import Source, begun, contract, request, works
+from local_cases import begun, contract, request, works
 from tiny import FAMILIES, read_weights
+from training import Training
 from transformers import AutoModelForCausalLM
 
 from megatron_idempotent.fp8.blockwise import E4M3, dequantize_blockwise
@@ -166,7 +167,7 @@ async def test_asleep_it_holds_nothing_and_awake_it_serves_what_it_is_given(
 async def test_a_sync_wakes_it_with_the_new_weights(engine, new):
     await engine.sleep()
     sync = WeightSync([engine], settings=SyncSettings(colocated=True))
-    report = await sync.update(Source(new), 1)
+    report = await sync.update(Training(new), 1)
     assert report.named("committed") == ("e1",), report.describe()
     await works(engine, new, 1)
 

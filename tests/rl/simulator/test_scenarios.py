@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from random_story import some_story, tell
+from starts import started
 
 from megatron_idempotent.rl.simulator.__main__ import SHIPPED, main
 from megatron_idempotent.rl.simulator.faults import Fault
@@ -125,8 +125,7 @@ def test_a_scenario_needs_neither_torch_nor_megatron_and_help_not_even_pydantic(
     )
 
     def run(without: str, *arguments: str) -> tuple[int, str]:
-        command = [sys.executable, "-c", program, without, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = started(sys.executable, "-c", program, without, *arguments)
         return done.returncode, done.stdout + done.stderr
 
     code, told = run("torch,megatron", "simulate", "balanced", "--set", "steps=2")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import host_gpu
 import pytest
-import torch
-from weight_peers import PeerError, Peers
+from weight_peers import PeerError, Peers, filled
 
-from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, WeightUpdate
+from megatron_idempotent.rl.weights import UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights import transports as t
 from megatron_idempotent.rl.weights.transports import cuda_ipc
 
@@ -23,15 +22,11 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ipc, "Gpu", host_gpu.HostGpu)
 
 
-def bucket(index: int, megabytes: int = 1) -> Bucket:
-    return Bucket.of(index, {"w": torch.full((megabytes << 18,), float(index))})
-
-
 @pytest.mark.usefixtures("on_host")
 async def test_what_cannot_be_opened_is_named(peers: Peers) -> None:
     sender = t.CudaIpcSender()
     opened = await sender.open(UPDATE)
-    announced = dict(await sender.announce(bucket(0)))
+    announced = dict(await sender.announce(filled(0)))
     receiver = t.receiver(opened)
     with pytest.raises(UpdateDamaged, match=r"failed with 201: .* is this another process"):
         receiver.receive(announced)
@@ -48,7 +43,7 @@ async def test_what_cannot_be_opened_is_named(peers: Peers) -> None:
         receiver.receive(announced)
     # The trainer has gone on: nobody has that memory any more.
     peers[0].ask("open", name="late", opened=opened, rank=1)
-    announced = await sender.announce(bucket(0))
+    announced = await sender.announce(filled(0))
     await sender.close()
     with pytest.raises(PeerError, match="failed with 400: invalid resource handle; is this"):
         peers[0].ask("receive", name="late", announced=announced)

@@ -9,19 +9,14 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from weight_peers import Peers
+from weight_peers import Peers, filled
 
-from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, WeightUpdate
+from megatron_idempotent.rl.weights import UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights import transports as t
 from megatron_idempotent.rl.weights.transports import shared_memory
 
 UPDATE = WeightUpdate(id="run/1", version=1)
 GRAIN = 1 << 21
-
-
-def bucket(index: int, megabytes: int = 1) -> Bucket:
-    return Bucket.of(index, {"w": torch.full((megabytes << 18,), float(index))})
 
 
 def mine() -> list[pathlib.Path]:
@@ -31,7 +26,7 @@ def mine() -> list[pathlib.Path]:
 async def test_a_segment_of_the_wrong_size_is_refused() -> None:
     sender = t.SharedMemorySender()
     receiver = t.receiver(await sender.open(UPDATE))
-    announced = dict(await sender.announce(bucket(0)))
+    announced = dict(await sender.announce(filled(0)))
     path = shared_memory.DIRECTORY / announced["segment"]
     with pytest.raises(UpdateDamaged, match=f"it has {GRAIN} bytes, {GRAIN + 1} were announ"):
         receiver.receive({**announced, "segment_bytes": GRAIN + 1})
@@ -49,7 +44,7 @@ async def test_a_segment_of_the_wrong_size_is_refused() -> None:
 async def test_nothing_but_a_segment_is_read() -> None:
     sender = t.SharedMemorySender()
     receiver = t.receiver(await sender.open(UPDATE))
-    announced = await sender.announce(bucket(0))
+    announced = await sender.announce(filled(0))
     for name in ("/etc/passwd", "other", f"{shared_memory.PREFIX}./../../etc/passwd", None):
         with pytest.raises(UpdateDamaged, match="is not a trainer's segment"):
             receiver.receive({**announced, "segment": name})
@@ -60,7 +55,7 @@ async def test_a_worker_that_ends_unlinks_nothing_and_complains_of_nothing(peers
     sender, worker = t.SharedMemorySender(), peers[0]
     opened = await sender.open(UPDATE)
     worker.ask("open", name="r", opened=opened, rank=1)
-    announced = await sender.announce(bucket(0))
+    announced = await sender.announce(filled(0))
     worker.ask("receive", name="r", announced=announced)
     said = worker.end()
     assert "resource_tracker" not in said

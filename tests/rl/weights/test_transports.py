@@ -13,7 +13,7 @@ import host_gpu
 import pytest
 import torch
 from transport_peer import described
-from weight_peers import PeerError, Peers, buckets_of
+from weight_peers import PeerError, Peers, buckets_of, filled
 
 from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights import transports as t
@@ -237,10 +237,6 @@ async def test_a_bucket_of_another_update_is_refused(kind: str, make: Make) -> N
     await sender.close()
 
 
-def bucket(index: int, megabytes: int = 1) -> Bucket:
-    return Bucket.of(index, {"w": torch.full((megabytes << 18,), float(index))})
-
-
 @pytest.mark.parametrize("kind", IN_MEMORY)
 async def test_two_segments_serve_any_number_of_buckets_of_any_size(
     kind: str, make: Make, peers: Peers, tmp_path: pathlib.Path
@@ -252,23 +248,23 @@ async def test_two_segments_serve_any_number_of_buckets_of_any_size(
     seen = set()
 
     async def announced(index: int, megabytes: int = 1) -> str:
-        found = await sender.announce(bucket(index, megabytes))
+        found = await sender.announce(filled(index, megabytes))
         received = peers[0].ask("receive", name="two", announced=found)
-        assert received["tensors"] == owned(bucket(index, megabytes))["tensors"]
+        assert received["tensors"] == owned(filled(index, megabytes))["tensors"]
         assert len(left_behind(tmp_path)) <= 2
         return str(found[place])
 
     for index, megabytes in enumerate((2, 1, 2, 2, 1, 2)):
         seen.add(await announced(index, megabytes))
         if index:
-            await sender.release(bucket(index - 1))
+            await sender.release(filled(index - 1))
     assert len(seen) == 2
     larger = await announced(6, 6)
     assert larger not in seen
-    await sender.release(bucket(6))
+    await sender.release(filled(6))
     assert await announced(7, 5) == larger
     with pytest.raises(t.TransportError, match=r"buckets \[5, 7\] hold both segments; release"):
-        await sender.announce(bucket(8))
+        await sender.announce(filled(8))
     assert await announced(7, 5) == larger  # again, into its own segment
     await sender.close()
     assert left_behind(tmp_path) == []
@@ -291,7 +287,7 @@ async def test_memory_that_is_not_there_is_an_error_and_the_next_bucket_comes(
     with pytest.raises(t.TransportError, match=rf"no room for a segment of \d+ {said}"):
         await sender.announce(too_much)
     assert left_behind(tmp_path) == []
-    assert (await sender.announce(bucket(0)))["index"] == 0
+    assert (await sender.announce(filled(0)))["index"] == 0
     await sender.close()
     assert left_behind(tmp_path) == []
 

@@ -198,3 +198,8 @@ def buckets_of(seed: int, count: int = 3) -> list[Bucket]:
         for index in range(count - 1)
     ]
     return [*buckets, Bucket.of(count - 1, every_kind_of_tensor(seed))]
+
+
+def filled(index: int, megabytes: int = 1) -> Bucket:
+    """Return a bucket of one tensor, whose elements are all its index."""
+    return Bucket.of(index, {"w": torch.full((megabytes << 18,), float(index))})
