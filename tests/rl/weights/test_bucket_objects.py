@@ -48,23 +48,19 @@ def test_an_object_that_is_not_what_was_written_is_refused() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no zstd at all", "shorter", "longer"])
-def test_an_object_that_holds_something_else_is_refused(content: bytes | str) -> None:
+async def test_an_object_that_holds_something_else_is_refused(content: bytes | str) -> None:
     import zstandard
 
     sender = t.BucketSender(url())
     bucket = Bucket.of(0, {"w": torch.arange(100.0)})
-
-    async def scenario() -> None:
-        receiver = t.receiver(await sender.open(UPDATE))
-        announced = dict(await sender.announce(bucket))
-        size = {"shorter": 399, "longer": 1 << 30}.get(content, 0)
-        stored = zstandard.compress(bytes(size)) if size else content
-        announced["object"] = receiver._objects.put("transfer-0-", stored)
-        with pytest.raises(UpdateDamaged, match=r"cannot be decompressed|bytes or more, and 400 w"):
-            receiver.receive(announced)
-        await sender.close()
-
-    asyncio.run(scenario())
+    receiver = t.receiver(await sender.open(UPDATE))
+    announced = dict(await sender.announce(bucket))
+    size = {"shorter": 399, "longer": 1 << 30}.get(content, 0)
+    stored = zstandard.compress(bytes(size)) if size else content
+    announced["object"] = receiver._objects.put("transfer-0-", stored)
+    with pytest.raises(UpdateDamaged, match=r"cannot be decompressed|bytes or more, and 400 w"):
+        receiver.receive(announced)
+    await sender.close()
 
 
 def test_what_is_alike_has_one_name_whatever_was_in_memory_before() -> None:
@@ -134,29 +130,25 @@ def test_objects_lie_on_an_s3_server(s3: dict, made: str) -> None:
         Objects("s3://absent", s3).write("latest.json", b"")
 
 
-def test_a_worker_has_the_credentials_of_its_own_environment(
+async def test_a_worker_has_the_credentials_of_its_own_environment(
     s3: dict, made: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = t.BucketSender(made, options=s3)
     bucket = Bucket.of(0, {"w": torch.arange(100.0)})
-
-    async def scenario() -> None:
-        opened = await sender.open(UPDATE)
-        announced = await sender.announce(bucket)
-        assert not any(word in str((opened, announced)) for word in (KEY, SECRET))
-        for name, value in (
-            ("AWS_ACCESS_KEY_ID", KEY),
-            ("AWS_SECRET_ACCESS_KEY", SECRET),
-            ("AWS_ENDPOINT_URL", s3["endpoint_url"]),
-        ):
-            monkeypatch.setenv(name, value)
-        received = await asyncio.to_thread(lambda: t.receiver(opened).receive(announced))
-        assert torch.equal(received.tensors["w"], bucket.tensors["w"])
-        await sender.close()
-        left = sender._objects._store.find("weights")
-        assert not any("transfer" in name for name in left)
-
-    asyncio.run(scenario())
+    opened = await sender.open(UPDATE)
+    announced = await sender.announce(bucket)
+    assert not any(word in str((opened, announced)) for word in (KEY, SECRET))
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", KEY),
+        ("AWS_SECRET_ACCESS_KEY", SECRET),
+        ("AWS_ENDPOINT_URL", s3["endpoint_url"]),
+    ):
+        monkeypatch.setenv(name, value)
+    received = await asyncio.to_thread(lambda: t.receiver(opened).receive(announced))
+    assert torch.equal(received.tensors["w"], bucket.tensors["w"])
+    await sender.close()
+    left = sender._objects._store.find("weights")
+    assert not any("transfer" in name for name in left)
 
 
 def test_no_error_log_or_announcement_shows_a_key_or_a_token(
