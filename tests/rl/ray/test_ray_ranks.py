@@ -31,93 +31,74 @@ class TestRayFactory(FactoryContract):
     pass
 
 
-def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 120))
-
-
-def test_a_rank_has_the_surroundings_that_torchrun_gives_and_memory_of_its_own(cluster):
-    async def scenario():
-        ranks = RayRanks(SPEC, 2, environment={"OF_THE_RUN": "yes"})
-        try:
-            await ranks.start()
-            told = await ranks.call("tell")
-            assert [each["RANK"] for each in told] == ["0", "1"]
-            assert [each["LOCAL_RANK"] for each in told] == ["0", "1"]
-            for each in told:
-                assert (each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) == ("2", "2")
-                assert (each["OF_THE_RUN"], each["cpu"], each["main"]) == ("yes", True, True)
-            assert told[0]["MASTER_ADDR"] == told[1]["MASTER_ADDR"]
-            assert int(told[0]["MASTER_PORT"]) == int(told[1]["MASTER_PORT"]) > 0
-            # Large enough to travel beside the pickle.
-            array = numpy.arange(1 << 18)
-            for doubled in await ranks.call("double", array):
-                assert (doubled == 2 * array).all()
-                doubled += 1
-        finally:
-            await ranks.close()
-
-    run(scenario)
-
-
-def test_a_cluster_without_room_is_an_error_that_names_both(cluster):
-    async def scenario():
-        ranks = RayRanks(SPEC, 3, num_cpus=4, resources={"lathe": 1}, start_timeout_s=0.2)
-        for _ in range(2):
-            with pytest.raises(RanksLost, match=r"3 x \(4 CPU, 1 lathe\).*PACK.*of 8 CPU free"):
-                await ranks.start()
-        with pytest.raises(RanksLost, match=r"start\(\)"):
-            await ranks.call("tell")
+async def test_a_rank_has_the_surroundings_that_torchrun_gives_and_memory_of_its_own(cluster):
+    ranks = RayRanks(SPEC, 2, environment={"OF_THE_RUN": "yes"})
+    try:
+        await ranks.start()
+        told = await ranks.call("tell")
+        assert [each["RANK"] for each in told] == ["0", "1"]
+        assert [each["LOCAL_RANK"] for each in told] == ["0", "1"]
+        for each in told:
+            assert (each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) == ("2", "2")
+            assert (each["OF_THE_RUN"], each["cpu"], each["main"]) == ("yes", True, True)
+        assert told[0]["MASTER_ADDR"] == told[1]["MASTER_ADDR"]
+        assert int(told[0]["MASTER_PORT"]) == int(told[1]["MASTER_PORT"]) > 0
+        # Large enough to travel beside the pickle.
+        array = numpy.arange(1 << 18)
+        for doubled in await ranks.call("double", array):
+            assert (doubled == 2 * array).all()
+            doubled += 1
+    finally:
         await ranks.close()
-        assert not reserved(cluster)
-
-    run(scenario)
 
 
-def test_a_start_that_is_cancelled_leaves_nothing_behind(cluster):
-    async def scenario():
-        ranks = RayRanks(SPEC, 2)
-        starting = asyncio.ensure_future(ranks.start())
-        while not reserved(cluster):
-            await asyncio.sleep(0.01)
-        starting.cancel()
-        await asyncio.wait([starting])
-        assert starting.cancelled()
-        await ranks.close()
-        assert not reserved(cluster)
-        while any(
-            each["ActorClassName"] == "RankActor" and each["State"] != "DEAD"
-            for each in cluster.state.actors().values()
-        ):
-            await asyncio.sleep(0.05)
-
-    run(scenario)
-
-
-def test_an_argument_that_ranks_cannot_read_is_an_error_and_leaves_no_actor(cluster):
-    async def scenario():
-        ranks = RayRanks(WorkerSpec(factory="ray_cases:Surroundings", argument=Unreadable()), 2)
-        with pytest.raises(RanksLost, match=r"could not be started.*this cannot be read"):
+async def test_a_cluster_without_room_is_an_error_that_names_both(cluster):
+    ranks = RayRanks(SPEC, 3, num_cpus=4, resources={"lathe": 1}, start_timeout_s=0.2)
+    for _ in range(2):
+        with pytest.raises(RanksLost, match=r"3 x \(4 CPU, 1 lathe\).*PACK.*of 8 CPU free"):
             await ranks.start()
+    with pytest.raises(RanksLost, match=r"start\(\)"):
+        await ranks.call("tell")
+    await ranks.close()
+    assert not reserved(cluster)
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing_behind(cluster):
+    ranks = RayRanks(SPEC, 2)
+    starting = asyncio.ensure_future(ranks.start())
+    while not reserved(cluster):
+        await asyncio.sleep(0.01)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+    await ranks.close()
+    assert not reserved(cluster)
+    while any(
+        each["ActorClassName"] == "RankActor" and each["State"] != "DEAD"
+        for each in cluster.state.actors().values()
+    ):
+        await asyncio.sleep(0.05)
+
+
+async def test_an_argument_that_ranks_cannot_read_is_an_error_and_leaves_no_actor(cluster):
+    ranks = RayRanks(WorkerSpec(factory="ray_cases:Surroundings", argument=Unreadable()), 2)
+    with pytest.raises(RanksLost, match=r"could not be started.*this cannot be read"):
+        await ranks.start()
+    await ranks.close()
+    assert not reserved(cluster)
+
+
+async def test_a_killed_rank_is_told_with_what_ray_knows_of_its_end(cluster):
+    spec = WorkerSpec(factory="ray_cases:Surroundings", argument=[])
+    ranks = RayRanks(spec, 1)
+    try:
+        await ranks.start()
+        (pid,) = await ranks.call("process")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RanksLost, match=r"rank 0 was lost .*ActorDiedError"):
+            await ranks.call("process")
+    finally:
         await ranks.close()
-        assert not reserved(cluster)
-
-    run(scenario)
-
-
-def test_a_killed_rank_is_told_with_what_ray_knows_of_its_end(cluster):
-    async def scenario():
-        spec = WorkerSpec(factory="ray_cases:Surroundings", argument=[])
-        ranks = RayRanks(spec, 1)
-        try:
-            await ranks.start()
-            (pid,) = await ranks.call("process")
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(RanksLost, match=r"rank 0 was lost .*ActorDiedError"):
-                await ranks.call("process")
-        finally:
-            await ranks.close()
-
-    run(scenario)
 
 
 def reserved(cluster):

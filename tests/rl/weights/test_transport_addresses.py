@@ -17,21 +17,17 @@ UPDATE = WeightUpdate(id="run/1", version=1)
 SMALL = Bucket.of(0, {"w": torch.arange(10.0)})
 
 
-def test_the_processes_own_groups_are_left_alone() -> None:
+async def test_the_processes_own_groups_are_left_alone() -> None:
     sender = t.ProcessGroupSender()
-
-    async def scenario() -> Bucket:
-        receiver = t.receiver(await sender.open(UPDATE))
-        announced = await sender.announce(SMALL)
-        received, _ = await asyncio.gather(
-            asyncio.to_thread(receiver.receive, announced), sender.transmit(SMALL)
-        )
-        assert not dist.is_initialized()
-        receiver.close()
-        await sender.close()
-        return received
-
-    assert torch.equal(asyncio.run(scenario()).tensors["w"], SMALL.tensors["w"])
+    receiver = t.receiver(await sender.open(UPDATE))
+    announced = await sender.announce(SMALL)
+    received, _ = await asyncio.gather(
+        asyncio.to_thread(receiver.receive, announced), sender.transmit(SMALL)
+    )
+    assert not dist.is_initialized()
+    receiver.close()
+    await sender.close()
+    assert torch.equal(received.tensors["w"], SMALL.tensors["w"])
     assert not dist.is_initialized()
 
 
@@ -44,21 +40,17 @@ async def test_only_the_given_address_is_listened_at() -> None:
     await sender.close()
 
 
-def test_an_address_that_cannot_be_listened_at_is_an_error_and_another_open_works() -> None:
+async def test_an_address_that_cannot_be_listened_at_is_an_error_and_another_open_works() -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         sender = t.ProcessGroupSender(port=port)
         with pytest.raises(t.TransportError, match=f"cannot listen at '127.0.0.1', port {port}"):
-            asyncio.run(sender.open(UPDATE))
-
-    async def scenario() -> None:
-        await sender.open(UPDATE)
-        await sender.close()
-
-    asyncio.run(scenario())
+            await sender.open(UPDATE)
+    await sender.open(UPDATE)
+    await sender.close()
     elsewhere = t.ProcessGroupSender("192.0.2.1")  # of a network kept for documentation
     with pytest.raises(t.TransportError, match=r"'192\.0\.2\.1', port 0: .* of this machine"):
-        asyncio.run(elsewhere.open(UPDATE))
+        await elsewhere.open(UPDATE)
 
 
 @pytest.mark.parametrize(

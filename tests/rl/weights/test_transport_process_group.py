@@ -126,27 +126,24 @@ async def test_a_trainer_that_is_gone_is_an_error_when_the_time_is_over() -> Non
         receiver.receive(announced)
 
 
-def test_workers_of_an_earlier_open_are_kept_out_of_the_next_one(peers: Peers) -> None:
+async def test_workers_of_an_earlier_open_are_kept_out_of_the_next_one() -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
     sender = t.ProcessGroupSender(port=port, timeout_s=1.0)
 
-    async def scenario() -> None:
-        early = t.receiver(await sender.open(UPDATE))
-        announced = await sender.announce(SMALL)
-        await sender.close()
-        again = await sender.open(UPDATE)
-        assert again["port"] == port
-        stray = asyncio.to_thread(early.receive, announced)
-        with pytest.raises(t.TransportTimeout, match=r"workers \[1\] of 1"):
-            await asyncio.gather(sender.transmit(SMALL), asyncio.create_task(_fails(stray)))
-        await sender.close()
-
-    async def _fails(receiving: object) -> None:
+    async def fails(receiving: object) -> None:
         with pytest.raises(UpdateDamaged):
             await receiving
 
-    asyncio.run(scenario())
+    early = t.receiver(await sender.open(UPDATE))
+    announced = await sender.announce(SMALL)
+    await sender.close()
+    again = await sender.open(UPDATE)
+    assert again["port"] == port
+    stray = asyncio.to_thread(early.receive, announced)
+    with pytest.raises(t.TransportTimeout, match=r"workers \[1\] of 1"):
+        await asyncio.gather(sender.transmit(SMALL), asyncio.create_task(fails(stray)))
+    await sender.close()
 
 
 async def test_a_port_of_ones_own_is_free_again_at_once(peers: Peers) -> None:
