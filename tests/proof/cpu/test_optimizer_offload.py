@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ranks import on_ranks
+
 #: (fraction of the parameters on the host, copies overlap, precision-aware optimizer)
 KINDS = [
     *((fraction, overlap, False) for fraction in (0.0, 0.5, 1.0) for overlap in (False, True)),
@@ -38,7 +40,8 @@ def trained(overrides: dict[str, Any]) -> tuple[Any, list[float], float]:
     return model.parameters(), norms, host / sum(each.numel() for each in stepped)
 
 
-def all_kinds() -> None:
+@on_ranks(2)
+def test_an_optimizer_on_the_host_computes_what_it_does_on_the_device() -> None:
     import torch
 
     want = None  # that of fraction 0: an optimizer that is not hybrid has not torch's fused Adam
@@ -56,7 +59,3 @@ def all_kinds() -> None:
         assert found[1] == want[1]
         # Whole parameters go there, until there are enough of them.
         assert fraction <= found[2] <= (fraction + 0.2 if 0 < fraction < 1 else fraction)
-
-
-def test_an_optimizer_on_the_host_computes_what_it_does_on_the_device(megatron_ranks):
-    megatron_ranks(2, all_kinds)

@@ -7,6 +7,7 @@ from typing import Any
 import hf_programs
 import pytest
 import torch
+from ranks import on_ranks
 
 from megatron_idempotent.rl.hf import Architecture, Lora, MegatronWeights, load_hf
 
@@ -152,13 +153,14 @@ def watch_messages(seen: list[int]) -> None:
     dist.batch_isend_irecv = watched
 
 
-def left_early(root: Any) -> None:
-    """Runs on two tensor-parallel ranks: every way to leave, and a whole export after each."""
+@on_ranks(2)
+def test_ranks_stay_in_step_whoever_leaves_an_export_early(checkpoints: Any) -> None:
+    """Every way to leave, and a whole export after each."""
     from megatron_idempotent.fp8 import Fp8Export
 
     hf_programs.parallel(tp=2)
-    arch, _, chunks = hf_programs.loaded(root / "llama")
-    stored = hf_programs.stored(root / "llama")
+    arch, _, chunks = hf_programs.loaded(checkpoints / "llama")
+    stored = hf_programs.stored(checkpoints / "llama")
     source = MegatronWeights(chunks, arch)
     first = torch.distributed.get_rank() == 0
 
@@ -230,17 +232,14 @@ def left_early(root: Any) -> None:
         MegatronWeights(chunks, arch)
 
 
-def test_ranks_stay_in_step_whoever_leaves_an_export_early(megatron_ranks, checkpoints):
-    megatron_ranks(2, left_early, checkpoints)
-
-
-def dropped(root: Any) -> None:
-    """Runs on a rank: an export that nobody closes, and one that is at its end."""
+@on_ranks(1)
+def test_an_export_that_is_dropped_half_way_warns_and_sends_nothing(checkpoints: Any) -> None:
+    """An export that nobody closes, and one that is at its end."""
     import gc
     import warnings
 
     hf_programs.parallel(tp=1)
-    arch, _, chunks = hf_programs.loaded(root / "llama")
+    arch, _, chunks = hf_programs.loaded(checkpoints / "llama")
     source = MegatronWeights(chunks, arch)
     said = r"dropped after [1-9]\d* of \d+ tensors, and other ranks"
     with pytest.warns(ResourceWarning, match=said):
@@ -250,10 +249,6 @@ def dropped(root: Any) -> None:
         assert list(source.buckets(bucket_bytes=4000))
         source.buckets(bucket_bytes=4000).close()
         gc.collect()
-
-
-def test_an_export_that_is_dropped_half_way_warns_and_sends_nothing(megatron_ranks, checkpoints):
-    megatron_ranks(1, dropped, checkpoints)
 
 
 BUCKET = 6 << 20

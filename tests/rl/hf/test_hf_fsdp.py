@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 from megatron_idempotent.rl.hf import FSDPWeights
 
@@ -23,22 +24,23 @@ def sharded(root: Any, name: str) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def fsdp(root: Any) -> None:
+@on_ranks(2)
+def test_weights_under_fsdp_have_the_names_and_values_of_the_checkpoint(checkpoints: Any) -> None:
     """Runs on two ranks."""
     import hf_checkpoints
     import hf_programs
 
     first = torch.distributed.get_rank() == 0
     for name in ("qwen2-tied", "moe", "moe-half"):
-        model = sharded(root, name)
-        stored = hf_programs.stored(root / name)
+        model = sharded(checkpoints, name)
+        stored = hf_programs.stored(checkpoints / name)
         found = hf_programs.exported(FSDPWeights(model))
         if first:
             hf_programs.same(found, stored)
         found = hf_programs.exported(FSDPWeights(model, dtype=torch.bfloat16))
         if first:
             hf_programs.same(found, {each: t.bfloat16() for each, t in stored.items()})
-    model = sharded(root, "qwen2-tied")
+    model = sharded(checkpoints, "qwen2-tied")
     model.set_reshard_after_forward(False)
     shards = list(model.parameters())  # as an optimizer has them
     model(hf_checkpoints.tokens_BT())  # which leaves parameters whole
@@ -46,7 +48,7 @@ def fsdp(root: Any) -> None:
         for shard in shards:
             shard.add_(1.0)
     source = FSDPWeights(model)
-    stored = hf_programs.stored(root / "qwen2-tied")
+    stored = hf_programs.stored(checkpoints / "qwen2-tied")
     for _ in range(2):
         if first:
             with source.buckets(bucket_bytes=3000) as buckets:
@@ -56,12 +58,6 @@ def fsdp(root: Any) -> None:
         found = hf_programs.exported(source)
         if first:
             hf_programs.same(found, {each: tensor + 1.0 for each, tensor in stored.items()})
-
-
-def test_weights_under_fsdp_have_the_names_and_values_of_the_checkpoint(
-    megatron_ranks, checkpoints
-):
-    megatron_ranks(2, fsdp, checkpoints)
 
 
 def test_buckets_are_copies_on_one_process_too(checkpoints):

@@ -8,6 +8,7 @@ import hf_checkpoints
 import hf_programs
 import pytest
 import torch
+from ranks import on_ranks
 
 from megatron_idempotent.rl.hf import MegatronWeights
 
@@ -80,29 +81,27 @@ def through_megatron(root: Any, layout: dict[str, Any], names: tuple[str, ...]) 
         ),
     ],
 )
+@on_ranks("ranks", timeout_s=180.0)
 def test_logits_are_those_of_transformers_and_weights_come_back_as_they_were(
-    megatron_ranks, checkpoints, ranks, layouts
-):
-    megatron_ranks(ranks, all_layouts, checkpoints, layouts, timeout_s=180.0)
-
-
-def all_layouts(root: Any, layouts: list[tuple[dict[str, Any], tuple[str, ...]]]) -> None:
-    """Runs on a rank: one launch for all that have so many."""
+    checkpoints: Any, layouts: list[tuple[dict[str, Any], tuple[str, ...]]]
+) -> None:
+    """One launch for all that have so many."""
     for layout, names in layouts:
         try:
-            through_megatron(root, layout, names)
+            through_megatron(checkpoints, layout, names)
         except ValueError as error:
             # Before 0.16 there are no more tensor-parallel ranks than heads of keys.
             if not str(error).startswith("num_query_groups (2) must be a multiple of"):
                 raise
 
 
-def replicas(root: Any) -> None:
-    """Runs on four ranks: each of two replicas brings its weights to a rank of its own."""
+@on_ranks(4)
+def test_each_replica_can_export_to_a_rank_of_its_own(checkpoints: Any) -> None:
+    """Each of two replicas brings its weights to a rank of its own."""
     import torch.distributed as dist
 
     hf_programs.parallel(tp=2)
-    arch, _, chunks = hf_programs.loaded(root / "qwen3")
+    arch, _, chunks = hf_programs.loaded(checkpoints / "qwen3")
     replica, within = divmod(dist.get_rank(), 2)
     with torch.no_grad():
         for parameter in chunks[0].parameters():
@@ -115,9 +114,5 @@ def replicas(root: Any) -> None:
     if within:
         assert not found
         return
-    stored = hf_programs.stored(root / "qwen3")
+    stored = hf_programs.stored(checkpoints / "qwen3")
     hf_programs.same(found, {name: tensor + float(replica) for name, tensor in stored.items()})
-
-
-def test_each_replica_can_export_to_a_rank_of_its_own(megatron_ranks, checkpoints):
-    megatron_ranks(4, replicas, checkpoints)

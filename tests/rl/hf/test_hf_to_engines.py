@@ -7,36 +7,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 from megatron_idempotent.rl.sync import SyncFailed, SyncSettings, WeightSync, follow
 
 TOKENS = 24
-
-
-def to_engines(root: Any, axis: str, name: str) -> None:
-    """Runs on a rank: two updates; in the first one engine fails, in the second all."""
-    import hf_programs
-    import torch
-    import torch.distributed as dist
-
-    from megatron_idempotent.rl.hf import MegatronWeights
-
-    settings = SyncSettings(bucket_bytes=10_000, retry_wait_s=0.001)
-    hf_programs.parallel(**{axis: 2})
-    arch, _, chunks = hf_programs.loaded(root / name, params_dtype=torch.float32)
-    source = MegatronWeights(chunks, arch)
-    with torch.no_grad():
-        for parameter in chunks[0].parameters():
-            parameter.mul_(0.5)
-    if dist.get_rank() == 0:
-        asyncio.run(serve_and_update(root / name, source, settings))
-    else:
-        follow(source, settings=settings)
-        follow(source, settings=settings)
-    # Were a rank still in an export, or ahead of the other, this would not add up.
-    total = torch.ones(())
-    dist.all_reduce(total)
-    assert total == 2
 
 
 async def serve_and_update(folder: Any, source: Any, settings: Any) -> None:
@@ -104,5 +79,30 @@ def request(number: int) -> Any:
         pytest.param("ep", "moe", marks=pytest.mark.exhaustive),
     ],
 )
-def test_engines_that_fail_do_not_keep_the_trainers_ranks(checkpoints, megatron_ranks, axis, name):
-    megatron_ranks(2, to_engines, checkpoints, axis, name)
+@on_ranks(2)
+def test_engines_that_fail_do_not_keep_the_trainers_ranks(
+    checkpoints: Any, axis: str, name: str
+) -> None:
+    """Two updates; in the first one engine fails, in the second all."""
+    import hf_programs
+    import torch
+    import torch.distributed as dist
+
+    from megatron_idempotent.rl.hf import MegatronWeights
+
+    settings = SyncSettings(bucket_bytes=10_000, retry_wait_s=0.001)
+    hf_programs.parallel(**{axis: 2})
+    arch, _, chunks = hf_programs.loaded(checkpoints / name, params_dtype=torch.float32)
+    source = MegatronWeights(chunks, arch)
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.mul_(0.5)
+    if dist.get_rank() == 0:
+        asyncio.run(serve_and_update(checkpoints / name, source, settings))
+    else:
+        follow(source, settings=settings)
+        follow(source, settings=settings)
+    # Were a rank still in an export, or ahead of the other, this would not add up.
+    total = torch.ones(())
+    dist.all_reduce(total)
+    assert total == 2
