@@ -13,6 +13,7 @@ import zlib
 
 import pytest
 import torch
+from ranks import tiered
 
 EXPERTS, MICROBATCHES = 4, 4
 # As many terms as words, and a few roundings more, of each layer's softmaxes in float32.
@@ -276,14 +277,7 @@ def assert_as_one_rank(megatron_ranks, source, kind, case):
     assert seen == set(whole)
 
 
-def marked(cases):
-    return [
-        pytest.param(each, marks=() if each in USUAL else pytest.mark.exhaustive, id=each)
-        for each in cases
-    ]
-
-
-@pytest.mark.parametrize("name", marked(BRIDGE))
+@pytest.mark.parametrize("name", tiered(BRIDGE, USUAL))
 def test_bridges_adapters_get_the_gradients_of_one_rank(megatron_ranks, name):
     source = os.environ.get("MEGATRON_BRIDGE_SOURCE")
     if source is None:
@@ -360,7 +354,7 @@ def test_peft_computes_with_an_export_what_the_merged_model_does(megatron_ranks,
     assert not plain.allclose(right, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", marked(MCORE))
+@pytest.mark.parametrize("name", tiered(MCORE, USUAL))
 def test_mcore_bridges_adapters_get_the_gradients_of_one_rank(megatron_ranks, name):
     for package in ("peft", "mcore_bridge"):
         if importlib.util.find_spec(package) is None:

@@ -6,6 +6,7 @@ What is right beside it stays right.
 import re
 
 import pytest
+from ranks import tiered
 
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.record import Limit
@@ -15,10 +16,7 @@ AFFECTED = affected()
 PATCHED = [hazard_id for hazard_id in AFFECTED if hazard_id in patches()]
 #: Megatron and the case file decide what stock does, and nothing of ours: `make test` sees one in
 #: eight; `prove` sees all on each release, in `make gate` and `make matrix`.
-STOCK = [
-    pytest.param(name, marks=pytest.mark.exhaustive if number % 8 else ())
-    for number, name in enumerate(AFFECTED)
-]
+STOCK = tiered(AFFECTED, AFFECTED[::8])
 BESIDE = [name for name in AFFECTED if hazards()[name].neighbour is not None]
 REPAIRED = [name for name in AFFECTED if not isinstance(hazards()[name], Limit)]
 

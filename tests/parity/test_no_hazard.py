@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from ranks import tiered
 
 import megatron_idempotent
 from megatron_idempotent.patching import OPEN, decide
@@ -94,12 +95,7 @@ ALWAYS = ("overlap", "fp16", "pp2-dp2", "moe-ep2", "tp2-sp")
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(each, marks=() if str(each) in ALWAYS else pytest.mark.matrix)
-        for each in LAYOUTS
-    ],
-    ids=str,
+    "layout", tiered(LAYOUTS, [each for each in LAYOUTS if each.name in ALWAYS], "matrix"), ids=str
 )
 def test_windows_and_steps_are_stocks_to_the_bit_and_to_the_collective(layout, megatron_ranks):
     stock = megatron_ranks(layout.ranks, windows, layout, False, timeout_s=120)

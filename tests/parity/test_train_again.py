@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass
 
 import pytest
+from ranks import tiered
 
 import megatron_idempotent
 from megatron_idempotent.patching.source import locate
@@ -56,9 +57,7 @@ MEGATRON_FSDP = (
 )
 #: One has what all others have, and all run on every release. Two ranks with overlap are in the
 #: test with more between the calls.
-SOME = [
-    pytest.param(each, marks=() if each == LAYOUTS[3] else pytest.mark.matrix) for each in LAYOUTS
-]
+SOME = tiered(LAYOUTS, LAYOUTS[3:4], "matrix")
 
 
 def train(
