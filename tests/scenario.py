@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import ranks
 import torch
-from ranks import RELEASE
 
 import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny
@@ -29,7 +28,7 @@ from megatron_idempotent.step.packs import context_parallel_ranks
 
 ROWS, T = tiny.BATCH, tiny.SEQUENCE
 DEADLINE_S = 20.0
-IS_0_12 = RELEASE < (0, 13)
+IS_0_12 = ranks.RELEASE < (0, 13)
 
 
 class TokenLoss:
@@ -349,10 +348,7 @@ class Bench:
 
     def digest(self) -> str:
         """Names of the state."""
-        digest = hashlib.sha256()
-        for tensor in self.state():
-            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        return ranks.digest(*(tensor.cpu().contiguous() for tensor in self.state()))
 
     @property
     def rebuild(self) -> Any:
