@@ -7,16 +7,24 @@ printed again after an update of the package.
 from __future__ import annotations
 
 import argparse
+import importlib
 import shlex
 import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron_idempotent import __version__
 from megatron_idempotent.lazy import naming_the_remedy
-from megatron_idempotent.patching.catalog import hazards
 
 _FILES = frozenset({"PATH", "FILE", "DIR", "FOLDER"})
+
+#: Metavar → the mapping, or the function, that has its words.
+_NAMED = {
+    "ID": "patching.catalog:hazards",
+    "CHECK": "proof.certify.state_checks:EVERY",
+    "LAYOUT": "proof.certify.layouts:LAYOUTS",
+    "SCENARIO": "rl.simulator.__main__:shipped",
+}
 
 SHELLS = {
     "bash": "megatron-idempotent completion bash >> ~/.bashrc",
@@ -68,29 +76,14 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def _words(action: argparse.Action) -> tuple[str, ...]:
     """Return the values that an argument may have by its metavar, or by the trainer's settings."""
-    named = _NAMED.get(str(action.metavar))
-    if named is not None:
-        return tuple(named())
+    if action.metavar == "SECTION.KEY=VALUE":
+        return tuple(f"{name}=" for name in _settings())
+    if action.metavar in _NAMED:
+        module, _, name = _NAMED[str(action.metavar)].partition(":")
+        named = getattr(importlib.import_module(f"megatron_idempotent.{module}"), name)
+        return tuple(named() if callable(named) else named)
     section, _, key = action.dest.partition(".")
     return _settings().get(f"{section}.{key}", ()) if key else ()
-
-
-def _checks() -> Sequence[str]:
-    from megatron_idempotent.proof.certify.state_checks import EVERY
-
-    return tuple(EVERY)
-
-
-def _layouts() -> Sequence[str]:
-    from megatron_idempotent.proof.certify.layouts import LAYOUTS
-
-    return tuple(LAYOUTS)
-
-
-def _scenarios() -> Sequence[str]:
-    from megatron_idempotent.rl.simulator.__main__ import shipped
-
-    return shipped()
 
 
 def _settings() -> dict[str, tuple[str, ...]]:
@@ -104,12 +97,3 @@ def _settings() -> dict[str, tuple[str, ...]]:
         for section, kind in config.SECTIONS.items()
         for key, hint in typing.get_type_hints(kind).items()
     }
-
-
-_NAMED: dict[str, Callable[[], Sequence[str]]] = {
-    "ID": lambda: tuple(hazards()),
-    "CHECK": _checks,
-    "LAYOUT": _layouts,
-    "SCENARIO": _scenarios,
-    "SECTION.KEY=VALUE": lambda: [f"{name}=" for name in _settings()],
-}
