@@ -14,12 +14,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from . import tiny
-
-if TYPE_CHECKING:
-    import torch
 
 VOCABULARY = 128
 SEQUENCE = 32
@@ -107,7 +106,6 @@ def start(
     Raises:
         ModuleNotFoundError: the installed release does not carry `megatron.training`.
     """
-    import torch
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.core.rerun_state_machine import RerunDataIterator
@@ -232,8 +230,6 @@ def _provider(
 
 def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield (tokens [B, T], positions [B, T], mask [1, 1, T, T], True where hidden), endlessly."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     positions_BT = torch.arange(SEQUENCE, device="cuda").expand(size, -1)
     hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda").tril() < 0.5

@@ -18,12 +18,11 @@ import dataclasses
 import importlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
 
 from megatron_idempotent.megatron.layer_specs import takes
-
-if TYPE_CHECKING:
-    import torch
 
 VOCABULARY, SEQUENCE, BATCH = 128, 32, 2
 HIDDEN, HEADS = 64, 4
@@ -69,8 +68,6 @@ class Tiny:
         Global microbatch g = i * DP size + DP rank has the same data in every layout, so that two
         ranks with n microbatches and one rank with 2n compute the same gradient.
         """
-        import torch
-
         if zero_first and not forward_only:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -136,8 +133,6 @@ class Tiny:
         With the distributed optimizer only this rank's shards are reduced. Under Megatron-FSDP they
         are the gradients that the optimizer would step with. The vector is on the host.
         """
-        import torch
-
         found: list[Any] = []
         for chunk in self.chunks:
             if not _in_fsdp(chunk):
@@ -190,8 +185,6 @@ class Tiny:
 
     def _inputs(self) -> tuple[Callable[[Any], Any], Any, Any, dict[str, Any]]:
         """Make a function that cuts [B, T], the part's positions, a mask, a pack's arguments."""
-        import torch
-
         # The runtime makes "cuda" the CPU.
         rows, length = self._shape
         lengths = self.lengths or (length,)
@@ -237,7 +230,6 @@ def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
     A loss function without tokens returns such a share: shares add up over these ranks, because the
     schedule multiplies by their number, and DDP then averages.
     """
-    import torch
     from megatron.core import parallel_state
 
     ranks = parallel_state.get_context_parallel_world_size()
@@ -254,7 +246,6 @@ def microbatches(
     data_seed: int, batch: int = BATCH, sequence: int = SEQUENCE, vocabulary: int = VOCABULARY
 ) -> Iterator[torch.Tensor]:
     """Yield this data-parallel rank's token ids [B, T], without end."""
-    import torch
     from megatron.core import parallel_state
 
     index = parallel_state.get_data_parallel_rank()
@@ -267,8 +258,6 @@ def microbatches(
 
 def inputs(data_seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens [B, T], positions [B, T] and a mask [1, 1, T, T], True where hidden."""
-    import torch
-
     tokens_BT = next(microbatches(data_seed))
     positions_BT = torch.arange(SEQUENCE, device="cuda").expand(BATCH, -1)
     return tokens_BT, positions_BT, torch.ones(1, 1, SEQUENCE, SEQUENCE).tril().cuda() < 0.5
@@ -279,8 +268,6 @@ def parameters_of(chunks: Sequence[Any]) -> torch.Tensor:
 
     Under Megatron-FSDP they are the parts that this rank's optimizer holds.
     """
-    import torch
-
     tensors = [
         getattr(each, "_local_tensor", each).detach()
         for chunk in chunks
@@ -348,7 +335,6 @@ def build(
     before DDP wraps it, where a framework freezes parameters and adds adapters. Weights depend on
     `seed` and not on tp.
     """
-    import torch
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -489,7 +475,6 @@ def _stream_of_a_graph() -> Iterator[None]:
     Autograd runs a parameter's hooks on the stream that DDP registered them on, and a capture
     refuses to wait for the default stream.
     """
-    import torch
     from megatron.core import full_cuda_graph
 
     shared = getattr(full_cuda_graph, "get_shared_capture_stream", torch.cuda.Stream)  # from 0.19
@@ -551,8 +536,6 @@ def _model(
 
 
 def _precision(dtype: Dtype) -> tuple[dict[str, bool], torch.dtype]:
-    import torch
-
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if dtype not in kinds:
         raise ValueError(f"dtype must be one of {', '.join(kinds)}, found {dtype!r}")
@@ -629,7 +612,6 @@ def _layer_wise_optimizer(values: Mapping[str, Any], chunks: list[Any]) -> Any:
 
 
 def _around_adam(config: Any, chunks: list[Any]) -> Any:
-    import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     parameters = [p for chunk in chunks for p in chunk.module.parameters() if p.requires_grad]
@@ -691,7 +673,6 @@ def _fsdp_wrapped(config: Any, ddp_config: Any, module: Any) -> Any:
 
     options = {"config": config, "ddp_config": ddp_config, "module": module}
     if getattr(ddp_config, "megatron_fsdp_version", 1) == 2:
-        import torch
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         dbuffer = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer"
