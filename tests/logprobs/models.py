@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 import megatron_idempotent
-from megatron_idempotent import token_logprobs
-from megatron_idempotent.logprobs.model import model_logprobs
+from megatron_idempotent import logprobs, token_logprobs
 from megatron_idempotent.proof.cpu import tiny
 
 REAL = tiny.VOCABULARY - 5
@@ -79,7 +78,7 @@ def from_logits(model: Any, tokens_BS: Any, arguments: dict[str, Any], **forward
 
 def from_hidden(model: Any, tokens_BS: Any, arguments: dict[str, Any], **forward: Any) -> Any:
     """Stats of the model's hidden states."""
-    return model_logprobs(model, **inputs(tokens_BS), **arguments, **forward)
+    return logprobs.model_logprobs(model, **inputs(tokens_BS), **arguments, **forward)
 
 
 WAYS = (from_hidden, from_logits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import models
 import pytest
 import torch
 from ranks import on_ranks
@@ -21,8 +22,6 @@ RECOMPUTED = {
 
 def against_logits(options: dict[str, Any]) -> list[bytes]:
     """Runs on a rank: both ways, bare and in DDP; what was found, as bytes."""
-    import models
-
     (chunk,) = models.build(**options).chunks
     tokens, arguments = models.case()
     found = []
@@ -71,8 +70,6 @@ def test_stats_and_gradients_are_those_of_the_logits(megatron_ranks, options):
 @on_ranks(1)
 def test_the_weight_has_its_gradient_in_main_grad_where_megatron_wants_it(tied: bool) -> None:
     """The layer is to add its weight's gradient to main_grad, and DDP not twice."""
-    import models
-
     (chunk,) = models.build(tied=tied).chunks
     tokens, arguments = models.case()
 
@@ -90,8 +87,6 @@ def test_the_weight_has_its_gradient_in_main_grad_where_megatron_wants_it(tied: 
 def of_a_teacher(options: dict[str, Any]) -> list[bytes]:
     """Runs on a rank: a teacher's tokens at each position, and the divergence from them; and ids
     that a sampler kept, which the hidden states have in another order."""
-    import models
-
     (chunk,) = models.build(layers_per_stage=1, **options).chunks
     tokens, arguments = models.case()
     ids = torch.randint(0, models.REAL, (*tokens.shape, 6))
@@ -133,7 +128,6 @@ def test_ids_of_each_position_are_those_of_a_teacher_or_a_sampler(megatron_ranks
 def test_the_logits_are_never_there_as_a_whole() -> None:
     """Rows of the largest tensor with a column for each token that a forward
     makes."""
-    import models
 
     class Watching(TorchDispatchMode):
         rows = 0
@@ -162,8 +156,6 @@ def test_the_logits_are_never_there_as_a_whole() -> None:
 
 @on_ranks(1)
 def test_the_output_layer_is_called_with_its_hooks_and_left_as_it_was() -> None:
-    import models
-
     (chunk,) = models.build().chunks
     layer = chunk.module.output_layer
     tokens, arguments = models.case()
@@ -183,8 +175,6 @@ def test_the_output_layer_is_called_with_its_hooks_and_left_as_it_was() -> None:
 
 def with_heads(options: dict[str, Any]) -> int:
     """Runs on a rank: MTP losses in the same forward; how often the output layer was called."""
-    import models
-
     if options.get("use_mup") and not models.has_mup():
         return 0
     model = models.stage(mtp=2, **options)
@@ -224,8 +214,6 @@ def test_mtp_heads_have_their_loss_in_the_same_forward(megatron_ranks, options):
 
 def scaled() -> float | None:
     """Runs on a rank: muP's factor, and a model that does something else after its output layer."""
-    import models
-
     if not models.has_mup():
         return None
     model = models.stage(use_mup=True, mup_output_mult=0.3, mup_base_hidden_size=16)
@@ -252,8 +240,6 @@ def test_mup_scales_and_what_is_no_scale_is_refused(megatron_ranks):
 @on_ranks(1)
 def test_who_calls_the_model_gives_it_the_processor() -> None:
     """The processor, given to a model by its caller, with labels too."""
-    import models
-
     from megatron_idempotent.logprobs.model import logprobs_processor
 
     (chunk,) = models.build().chunks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import models
 import pytest
 import torch
 from ranks import on_ranks
@@ -14,7 +15,6 @@ from megatron_idempotent.proof.cpu import tiny
 @on_ranks(1)
 def test_an_output_layer_that_does_more_is_refused_and_left_as_it_was() -> None:
     """Output layers that do more, each refused before anything is computed."""
-    import models
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     (chunk,) = models.build(layers_per_stage=1).chunks
@@ -70,7 +70,6 @@ def test_an_output_layer_that_does_more_is_refused_and_left_as_it_was() -> None:
 @on_ranks(1)
 def test_models_that_would_give_something_else_are_refused() -> None:
     """No GPTModel, one whose forward keeps the processor to itself, inference."""
-    import models
     from megatron.core.inference.contexts import StaticInferenceContext
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -96,8 +95,6 @@ def test_models_that_would_give_something_else_are_refused() -> None:
 def without_patches() -> str:
     """Runs on a rank: what it says where nothing is applied; empty where the release needs
     nothing."""
-    import models
-
     torch.manual_seed(0)
     (chunk,) = tiny.build(with_optimizer=False, layers_per_stage=1).chunks
     tokens, arguments = models.case()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +19,6 @@ from megatron_idempotent.proof.cpu import tiny
 
 def gathered(align: bool) -> bytes:
     """Runs on a rank: a forward after a step whose update is still to be gathered."""
-    import models
-
     megatron_idempotent.apply(strict=True)
     # The output layer has a bucket of its own, which nobody else waits for.
     own = {"bucket_size": tiny.VOCABULARY * 64}
@@ -53,8 +52,6 @@ def test_the_weight_is_waited_for_before_it_is_read(megatron_ranks, align):
 @on_ranks(2)
 def test_a_sharded_weight_is_whole_for_the_call() -> None:
     """FSDP2, by layer; its gradients are those of whole parameters."""
-    import models
-
     model = models.stage()
     tokens, arguments = models.case()
     wanted = models.gradients(
@@ -71,8 +68,6 @@ def test_a_sharded_weight_is_whole_for_the_call() -> None:
 @on_ranks(1)
 def test_wrappers_that_make_tuples_of_it_return_stats() -> None:
     """A bfloat16 model in Float16Module and DDP, and frozen weights."""
-    import models
-
     megatron_idempotent.apply(strict=True)
     (chunk,) = tiny.build(dtype="bf16", with_optimizer=False, overlap_grad_reduce=False).chunks
     tokens, arguments = models.case()
@@ -122,7 +117,6 @@ def test_a_step_of_stats_is_the_step_of_logits(options: dict[str, Any]) -> None:
 
     Where ranks share experts the second piece is the first rank's alone.
     """
-    import models
     from megatron.core import parallel_state
 
     from megatron_idempotent import TrainStep
@@ -177,8 +171,6 @@ def test_a_step_of_stats_is_the_step_of_logits(options: dict[str, Any]) -> None:
 def test_a_loss_of_stats_that_raises_aborts_the_step_on_all_ranks() -> None:
     """The first one's loss raises, then
     none."""
-    import models
-
     from megatron_idempotent import TrainStep
 
     class Loss(_Loss):
