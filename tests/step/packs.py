@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from megatron.core import parallel_state
 from roundings import output_roundings, roundings
 from scenario import Bench
 
@@ -77,6 +76,8 @@ class PackLoss:
             mask=None if pack is None else pack.mask[None],
             cu_seqlens=None if pack is None else pack.cu_seqlens,
         )
+        from megatron.core import parallel_state
+
         group = parallel_state.get_tensor_model_parallel_group()
         borders = None if pack is None else pack.cu_seqlens
         stats = token_logprobs(

@@ -24,7 +24,7 @@ from scenario import (
     scheduler_of,
 )
 
-from megatron_idempotent import TrainStep, ensure_params_synced
+import megatron_idempotent
 
 
 @dataclasses.dataclass
@@ -34,7 +34,7 @@ class Tenant:
     name: str
     model: Any
     scheduler: Any
-    step: TrainStep
+    step: megatron_idempotent.TrainStep
     replica: int
     step_id: str = ""
 
@@ -111,14 +111,14 @@ def tenants(names: tuple[str, ...], **options: Any) -> list[Tenant]:
     return found
 
 
-def step_of(model: Any, scheduler: Any, name: str, **more: Any) -> TrainStep:
+def step_of(model: Any, scheduler: Any, name: str, **more: Any) -> megatron_idempotent.TrainStep:
     """The step of a tenant, whose forward uses its adapter."""
 
     def adapted(chunk: Any, microbatch: Any) -> Any:
         use(model.chunks, name)
         return forward(chunk, microbatch)
 
-    return TrainStep(
+    return megatron_idempotent.TrainStep(
         model.chunks,
         model.optimizer,
         scheduler,
@@ -136,7 +136,7 @@ def seed(name: str) -> None:
 
 def parameters(tenant: Tenant) -> torch.Tensor:
     """The adapter's values, gathered first."""
-    ensure_params_synced(tenant.model.chunks)
+    megatron_idempotent.ensure_params_synced(tenant.model.chunks)
     return torch.cat(
         [p.detach().reshape(-1) for c in tenant.model.chunks for p in own(c.module, tenant.name)]
     )
@@ -167,7 +167,7 @@ def alone(name: str, microbatches: list[int], **options: Any) -> list[list[Any]]
     for number, microbatches_of_step in enumerate(microbatches, start=1):
         batch = rows_of(name, number, microbatches_of_step, replica)
         norm = one_shot(model, scheduler, TokenLoss(), batch)
-        ensure_params_synced(model.chunks)
+        megatron_idempotent.ensure_params_synced(model.chunks)
         values = [p for c in model.chunks for p in own(c.module, name)]
         found.append(
             [

@@ -275,10 +275,9 @@ def _loss(returns: Callable[[Any, Any], Any] | None = None, outputs: tuple[str, 
 
 def _bench(engine: str, layout: dict[str, Any], **options: Any) -> Any:
     """A bench whose `forward` is the engine's own, and a batch for it."""
-    from megatron_idempotent.step import gpt_forward
 
     if engine == "megatron":
-        options["forward"] = gpt_forward
+        options["forward"] = megatron_idempotent.step.gpt_forward
     bench = Bench(engine, step=options, loss=_loss(), **layout)
     causal = torch.ones(T, T, dtype=torch.bool).tril().logical_not()
     mask = causal.expand(2 * ROWS, 1, T, T).cuda()
@@ -513,7 +512,6 @@ def test_a_bad_argument_is_refused_when_a_step_is_made_or_begun(engine: str) -> 
 @on_ranks(1)
 def test_a_model_that_a_step_cannot_have_is_refused() -> None:
     """Chunks, optimizers and settings of Megatron's that a step cannot have."""
-    from megatron_idempotent import TrainStep
 
     bench = Bench()
     chunks, optimizer, _ = bench.parts
@@ -522,7 +520,7 @@ def test_a_model_that_a_step_cannot_have_is_refused() -> None:
         (([], optimizer), "no model chunk"),
         ((chunks, torch.optim.SGD([torch.ones(1)])), "SGD"),
     ):
-        assert text in str(raised_by(TrainStep, *given))
+        assert text in str(raised_by(megatron_idempotent.TrainStep, *given))
     for owner, name, value in (
         (bench.model.config, "overlap_moe_expert_parallel_comm", True),
         (bench.model.config, "gtp_weight_remat_size", 2),
@@ -530,7 +528,7 @@ def test_a_model_that_a_step_cannot_have_is_refused() -> None:
     ):
         before = getattr(owner, name, None)
         setattr(owner, name, value)
-        told = raised_by(TrainStep, chunks, optimizer)
+        told = raised_by(megatron_idempotent.TrainStep, chunks, optimizer)
         assert isinstance(told, ValueError), told
         assert name in str(told)
         setattr(owner, name, before)
@@ -551,7 +549,6 @@ def test_a_model_that_a_step_cannot_have_is_refused() -> None:
 @on_ranks(1)
 def test_an_optimizer_of_another_model_is_refused(options: dict[str, Any], frozen: str) -> None:
     """An optimizer is for the model that it was made of, and for no other."""
-    from megatron_idempotent import TrainStep
 
     def freeze(module: Any) -> None:
         for name, parameter in module.named_parameters():
@@ -559,9 +556,9 @@ def test_an_optimizer_of_another_model_is_refused(options: dict[str, Any], froze
 
     own, _, _ = build(before_ddp=freeze, **options)
     other, _, _ = build(before_ddp=freeze, **options)
-    TrainStep(own.chunks, own.optimizer)
-    TrainStep(other.chunks, other.optimizer)
-    told = raised_by(TrainStep, own.chunks, other.optimizer)
+    megatron_idempotent.TrainStep(own.chunks, own.optimizer)
+    megatron_idempotent.TrainStep(other.chunks, other.optimizer)
+    told = raised_by(megatron_idempotent.TrainStep, own.chunks, other.optimizer)
     assert isinstance(told, ValueError), told
     assert "parameters are not the chunks', such as one of shape (" in str(told)
 
@@ -569,7 +566,6 @@ def test_an_optimizer_of_another_model_is_refused(options: dict[str, Any], froze
 @on_ranks(1)
 def test_an_optimizer_of_another_ddp_is_refused() -> None:
     """Two DDPs over the same modules, one of matrices and one of vectors."""
-    from megatron_idempotent import TrainStep
 
     def train(module: Any, *, vectors: bool) -> None:
         for parameter in module.parameters():
@@ -579,7 +575,7 @@ def test_an_optimizer_of_another_ddp_is_refused() -> None:
     chunk = model.chunks[0]
     train(chunk.module, vectors=True)
     again = type(chunk)(chunk.config, chunk.ddp_config, chunk.module)
-    told = raised_by(TrainStep, [again], model.optimizer)
+    told = raised_by(megatron_idempotent.TrainStep, [again], model.optimizer)
     assert isinstance(told, ValueError), told
     assert "parameters none of the chunks' DDP reduces" in str(told)
 

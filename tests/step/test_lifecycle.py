@@ -225,7 +225,6 @@ def test_an_aborted_window_begins_with_the_ranks_own_error(megatron_ranks):
 def test_what_it_stands_on_is_asked_for_before_any_collective() -> None:
     """No patches, no finalize function, no optimizer, a schedule called
     directly."""
-    from megatron_idempotent import TrainStep
 
     def apply(*excluded: str) -> None:
         megatron_idempotent.revert()
@@ -234,19 +233,19 @@ def test_what_it_stands_on_is_asked_for_before_any_collective() -> None:
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     model, _, _ = build(experts=4, config_overrides=bias)
     megatron_idempotent.revert()
-    told = _raised(RuntimeError, TrainStep, model.chunks, model.optimizer)
+    told = _raised(RuntimeError, megatron_idempotent.TrainStep, model.chunks, model.optimizer)
     assert "aux-loss-scale-left-set (disabled: " in told
     assert "forward-only-counts-tokens (disabled: " in told
     assert "counts for its expert bias" in told
     assert "megatron_idempotent.apply(), and exclude none of them" in told
     apply("forward-only-counts-tokens")
-    told = _raised(RuntimeError, TrainStep, model.chunks, model.optimizer)
+    told = _raised(RuntimeError, megatron_idempotent.TrainStep, model.chunks, model.optimizer)
     assert "forward-only-counts-tokens (disabled: " in told
     assert "aux-loss-scale-left-set" not in told
     bench = Bench()
     step, model = bench.step, bench.model
     apply("forward-only-counts-tokens")
-    reference = TrainStep(model.chunks)  # this model has no expert bias
+    reference = megatron_idempotent.TrainStep(model.chunks)  # this model has no expert bias
     megatron_idempotent.apply()
 
     name = reference.begin(bench.loss, micro_batch_size=2, global_batch_size=8)
@@ -257,7 +256,7 @@ def test_what_it_stands_on_is_asked_for_before_any_collective() -> None:
     step.microbatch(name, bench.batch(2))
     gradients = model.gradients()
     assert gradients.any()
-    bench.step = TrainStep(model.chunks, model.optimizer)
+    bench.step = megatron_idempotent.TrainStep(model.chunks, model.optimizer)
     assert "is open for these chunks" in _raised(RuntimeError, bench.begin)
     assert "is open for these chunks" in _raised(
         RuntimeError, model.forward_backward, 1, data_seed=1, zero_first=False
@@ -280,7 +279,6 @@ SHARED = {"tp": 2, "sequence_parallel": True}
 
 def refused_without(patch_id: str, layout: dict[str, Any], per_token: bool) -> tuple[bool, bool]:
     """Runs on a rank; returns whether this Megatron has the hazard, and whether a step refuses."""
-    from megatron_idempotent import TrainStep
 
     megatron_idempotent.revert()
     rows = {row.id: row.status for row in megatron_idempotent.apply(exclude=[patch_id])}
@@ -288,7 +286,7 @@ def refused_without(patch_id: str, layout: dict[str, Any], per_token: bool) -> t
     model, _, _ = build(experts=4, config_overrides=overrides, **layout)
     megatron_idempotent.revert()
     megatron_idempotent.apply(exclude=[patch_id])
-    told = raised_by(TrainStep, model.chunks, model.optimizer)
+    told = raised_by(megatron_idempotent.TrainStep, model.chunks, model.optimizer)
     refused = f"{patch_id} (disabled: " in str(told)
     assert refused == (told is not None), told
     return rows[patch_id] == "disabled", refused

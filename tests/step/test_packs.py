@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from packs import PackLoss, PackSequenceLoss, double, exact_gradients, make, one_by_one, rows
 from ranks import RELEASE, on_ranks, tiered
 from scenario import DEADLINE_S, raised_by
 
+import megatron_idempotent
 from megatron_idempotent.fp8 import TokenAlignment
 from megatron_idempotent.logprobs import shift_targets
 from megatron_idempotent.proof.cpu import tiny
@@ -27,16 +29,12 @@ SOFTMAX_IN_FP32 = (128 + 32) * 2.0**-24
 
 def gradients(ways: list[str], kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """Runs on a rank in float64: the gradient of the same sequences, made in several ways."""
-    from packs import PackLoss, PackSequenceLoss, double, exact_gradients, one_by_one, rows
-
-    from megatron_idempotent import TrainStep
-
     loss = PackLoss() if kind == "token" else PackSequenceLoss()
     model = double(**options)
     padded = TokenAlignment(sequence=4, pack=16)
     found: dict[str, Any] = {}
     for way in ways:
-        step = TrainStep(
+        step = megatron_idempotent.TrainStep(
             model.chunks, alignment=padded if "padded" in way else None, deadline_s=DEADLINE_S
         )
         batch = rows(dtype=torch.float64)
@@ -129,17 +127,13 @@ def test_losses_that_are_means_over_tokens_do_not_depend_on_packing() -> None:
 @on_ranks(1)
 def test_an_expert_bias_counts_no_padding() -> None:
     """A router with an expert bias counts the same tokens of sequences that are padded."""
-    from packs import PackLoss, double, rows
-
-    from megatron_idempotent import TrainStep
-
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     model = double(experts=4, config_overrides={**bias, "moe_router_load_balancing_type": "none"})
     router = model.chunks[0].module.decoder.layers[0].mlp.router
     found = []
     for alignment in (None, TokenAlignment(sequence=4, pack=16), "rows"):
         rows_of = alignment == "rows"
-        step = TrainStep(
+        step = megatron_idempotent.TrainStep(
             model.chunks, alignment=None if rows_of else alignment, deadline_s=DEADLINE_S
         )
         cut = {"micro_batch_size" if rows_of else "max_tokens_per_microbatch": 4 if rows_of else 64}
@@ -176,16 +170,13 @@ def stepped(options: dict[str, Any], kind: str) -> dict[str, Any]:
     """Runs on a rank: the same rows, cut and packed; gradients in float64 before the optimizer, of
     all replicas, and what whole steps of float32 say."""
     from megatron.core import parallel_state
-    from packs import PackLoss, PackSequenceLoss, double, exact_gradients, make, rows
-
-    from megatron_idempotent import TrainStep
 
     loss = PackLoss() if kind == "token" else PackSequenceLoss()
     gradients: dict[str, Any] = {}
     told: dict[str, Any] = {}
     model = double(**{k: v for k, v in options.items() if k != "distributed_optimizer"})
     for way in CUT:
-        step = TrainStep(model.chunks, deadline_s=DEADLINE_S)
+        step = megatron_idempotent.TrainStep(model.chunks, deadline_s=DEADLINE_S)
         batch = rows(parallel_state.get_data_parallel_rank(), dtype=torch.float64)
         step_id, _ = taken(step, loss, way, batch, last=False)
         for parameter in (p for chunk in model.chunks for p in chunk.parameters()):
@@ -243,8 +234,6 @@ def test_a_budget_gives_the_step_of_rows_in_every_layout(megatron_ranks, bound, 
 
 def shared_experts() -> tuple[list[int], float, int]:
     """Runs on a rank that shares experts: replicas with other numbers of rows, or none."""
-    from packs import make, rows
-
     bench = make(**ROUTED)
     batch, step_id = rows(bench.replica), bench.begin(**budget(32))
     made = []
@@ -273,8 +262,6 @@ def test_ranks_that_share_experts_make_as_many_packs(megatron_ranks):
 @on_ranks(1)
 def test_the_same_packs_have_the_same_bits_whoever_made_them() -> None:
     """A budget, and the packs that it would make as a list, and one by one."""
-    from packs import make, rows
-
     from megatron_idempotent.step import gpt_forward
 
     def named(model: Any, microbatch: Any) -> Any:
@@ -311,8 +298,6 @@ def test_the_same_packs_have_the_same_bits_whoever_made_them() -> None:
 
 def shared_by_ranks(options: dict[str, Any], sequence: int, pack: int) -> str:
     """Runs on ranks that share positions, of which a pack has other multiples."""
-    from packs import make, rows
-
     bench = make(**options)
     wrong, right = (
         pack_batches(rows(bench.replica), 96, alignment=TokenAlignment(sequence=each, pack=most))
@@ -345,8 +330,6 @@ def test_packs_that_ranks_cannot_share_are_refused(megatron_ranks, options, alig
 @on_ranks(2)
 def test_ranks_that_were_given_other_sequences_are_told() -> None:
     """Two stages are given other sequences, as many tokens in packs as large."""
-    from packs import make, rows
-
     bench = make(pp=2)
     batch, step_id = rows(bench.replica), bench.begin(**budget(96))
     moved = {**batch, "lengths": batch["lengths"].clone()}
@@ -372,7 +355,6 @@ def test_mtp_heads_learn_nothing_of_padding() -> None:
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
     )
-    from packs import double, rows
 
     from megatron_idempotent.megatron.layer_specs import gpt_stage
     from megatron_idempotent.proof.cpu.attention import with_exact_attention
@@ -430,9 +412,6 @@ class Nothing:
 @on_ranks(1)
 def test_an_mtp_loss_weighs_as_many_tokens_however_gradients_are_divided() -> None:
     """MTP losses with calculate_per_token_loss against those without."""
-    from packs import double, exact_gradients, rows
-
-    from megatron_idempotent import TrainStep
     from megatron_idempotent.step import gpt_inputs
 
     def labelled(chunk: Any, microbatch: Any) -> Any:
@@ -443,7 +422,9 @@ def test_an_mtp_loss_weighs_as_many_tokens_however_gradients_are_divided() -> No
         none = {"position_embedding_type": "none"}
         model = double(config_overrides=config, model_overrides=none)
         padded = TokenAlignment(sequence=4, pack=16)
-        step = TrainStep(model.chunks, forward=labelled, alignment=padded, deadline_s=DEADLINE_S)
+        step = megatron_idempotent.TrainStep(
+            model.chunks, forward=labelled, alignment=padded, deadline_s=DEADLINE_S
+        )
         step.microbatch(step.begin(Nothing(), global_batch_size=12, **cut), rows())
         return exact_gradients(model)
 

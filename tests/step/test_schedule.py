@@ -12,6 +12,7 @@ from ranks import on_ranks, tiered
 from scenario import IS_0_12
 
 import megatron_idempotent
+from megatron_idempotent import step
 from megatron_idempotent.proof.cpu import tiny
 
 NUMBER = 4
@@ -85,11 +86,11 @@ def in_one_call(options: dict[str, Any], ours: bool, values: int = 2) -> Any:
     """Runs on a rank: steps of one call each, of Megatron's schedule or of a `StepSchedule`."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_idempotent.step import StepSchedule
-
     program = Program(options, values=values)
     model = program.model
-    schedule = StepSchedule(model.chunks, model.optimizer) if ours else get_forward_backward_func()
+    schedule = (
+        step.StepSchedule(model.chunks, model.optimizer) if ours else get_forward_backward_func()
+    )
     seen: list[Any] = []
     for seed in range(2):
         if not ours:
@@ -133,10 +134,8 @@ def at_different_times() -> bytes:
     """Runs on a rank: the second one makes its first call when the first one's has ended."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from megatron_idempotent.step import StepSchedule
-
     program = Program({})
-    schedule = StepSchedule(program.model.chunks, program.model.optimizer)
+    schedule = step.StepSchedule(program.model.chunks, program.model.optimizer)
     schedule.prepare()
     if dist.get_rank():
         _get_default_store().wait(["called"])
@@ -157,13 +156,12 @@ def in_two_calls(options: dict[str, Any], values: int = 2) -> bool:
 
     With a count of tokens it is the mean over the tokens of both calls.
     """
-    from megatron_idempotent.step import StepSchedule
 
     gradients = []
     for calls in (1, 2):
         program = Program(options, values=values)
         model = program.model
-        schedule = StepSchedule(model.chunks, model.optimizer)
+        schedule = step.StepSchedule(model.chunks, model.optimizer)
         batches = program.batches(0)
         for start in range(0, NUMBER, NUMBER // calls):
             program.call(schedule, batches[start : start + NUMBER // calls])
@@ -184,13 +182,12 @@ def test_calls_of_one_step_add_up(megatron_ranks):
 @on_ranks(2)
 def test_auxiliary_losses_count_as_the_caller_says() -> None:
     """MoE's loss counts as the caller says."""
-    from megatron_idempotent.step import StepSchedule
 
     gradients = []
     for coefficient, weight in ((1.0, None), (2.0, lambda _: 1 / (2 * NUMBER))):
         program = Program({**MOE, "config_overrides": {"moe_aux_loss_coeff": coefficient}})
         model = program.model
-        schedule = StepSchedule(model.chunks, model.optimizer, auxiliary_weight=weight)
+        schedule = step.StepSchedule(model.chunks, model.optimizer, auxiliary_weight=weight)
         program.call(schedule, program.batches(0))
         schedule.finish()
         gradients.append(model.gradients())
@@ -200,11 +197,10 @@ def test_auxiliary_losses_count_as_the_caller_says() -> None:
 @on_ranks(2)
 def test_what_it_cannot_do_is_refused_and_an_evaluation_changes_nothing() -> None:
     """A forward-only call leaves an open step alone."""
-    from megatron_idempotent.step import StepSchedule
 
     program, other = Program({}), Program({})
     model = program.model
-    schedule = StepSchedule(model.chunks, model.optimizer)
+    schedule = step.StepSchedule(model.chunks, model.optimizer)
     batches = program.batches(0)
     program.call(schedule, batches)
     before = model.gradients().clone()

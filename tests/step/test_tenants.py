@@ -9,6 +9,7 @@ import torch
 from lora import Lora, use
 from ranks import on_ranks, tiered
 from scenario import ROWS, TokenLoss, documented, forward, raised_by
+from tenant_bench import alone, biases, logged, only, own, parameters, rows_of, step_of, tenants
 
 import megatron_idempotent
 from megatron_idempotent import WindowAborted
@@ -56,8 +57,6 @@ class Interrupted:
 
 def interleaved(options: dict[str, Any]) -> dict[str, list[list[bool]]]:
     """Runs on a rank: two tenants' steps in turn, each set beside its own run."""
-    from tenant_bench import alone, biases, logged, parameters, tenants
-
     options = {"config_overrides": DROPOUT, **options}
     # Another number in each step, because DDP learns when to reduce from the first one.
     sizes = ([2, 2], [4, 2], [2, 2]) if options.get("vpp") else ([1, 2], [2, 2], [1, 1])
@@ -153,8 +152,6 @@ def test_steps_in_turn_are_each_its_own_run(megatron_ranks, layout):
 
 @on_ranks(2)
 def test_tenants_are_apart() -> None:
-    from tenant_bench import only, own, parameters, step_of, tenants
-
     alice, bob = pair = tenants(("alice", "bob"), overlap_grad_reduce=False)
     for each in pair:
         each.scheduler.step(increment=8)  # the first rate is 0
@@ -222,7 +219,6 @@ def test_tenants_are_apart() -> None:
 def test_steps_that_would_disturb_each_other_are_refused() -> None:
     """Errors of steps that would disturb each other; the open one goes on."""
     from megatron.core.distributed import DistributedDataParallel
-    from tenant_bench import only, step_of, tenants
 
     alice, bob = tenants(("alice", "bob"))
     alice.begin()
@@ -264,7 +260,6 @@ def test_steps_that_would_disturb_each_other_are_refused() -> None:
 def test_the_documented_tenants_train() -> None:
     """Two tenants' steps by the documented function."""
     from megatron.core.optimizer import OptimizerConfig
-    from tenant_bench import only, rows_of
 
     megatron_idempotent.apply()
 
