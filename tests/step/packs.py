@@ -114,9 +114,7 @@ class PackSequenceLoss(PackLoss):
         return -(sums_n / pack.sums(valid_BT).clamp(min=1)).sum(), {}
 
 
-def make(
-    loss: Any = None, forward: Any = megatron_idempotent.step.gpt_forward, **options: Any
-) -> Any:
+def make(loss: Any = None, forward: Any = None, **options: Any) -> Any:
     """A bench of a tiny model whose attention takes packs."""
     clip = {"optimizer_overrides": {"clip_grad": 1e3}}  # none, which would hide a scale
     step = {"forward": forward or megatron_idempotent.step.gpt_forward}
