@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,67 @@ def main_parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
             )
             for model, main in zip(models, mains, strict=True):
                 yield model.detach().view(-1), main.detach().view(-1)
+
+
+#: Lists of one optimizer: the model's parameters, and what is stepped for each of them.
+_STEPPED = (
+    ("model_float16_groups", "shard_fp32_from_float16_groups", "shard_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+    ("float16_groups", "fp32_from_float16_groups"),
+    ("fp32_from_fp32_groups", "fp32_from_fp32_groups"),
+)
+
+
+def frozen(optimizer: Any) -> list[Tensor]:
+    """Return what one optimizer steps for parameters that are frozen now; not in Megatron-FSDP."""
+    found: list[Tensor] = []
+    for names in _STEPPED:
+        lists = (chain.from_iterable(getattr(optimizer, name, ())) for name in names)
+        for model, main, *shard in zip(*lists, strict=True):
+            if not model.requires_grad:
+                found.append(shard[0] if main is None else main)
+    if type(optimizer).__name__ == "FP32Optimizer" and optimizer.optimizer is not None:
+        groups = optimizer.optimizer.param_groups
+        found += [each for group in groups for each in group["params"] if not each.requires_grad]
+    return found
+
+
+def leave_out(inner: Any, mains: Iterable[Any]) -> None:
+    """Take the gradients of tensors away that a torch optimizer would step."""
+    for main in mains:
+        main.grad = None
+        if hasattr(main, "decoupled_grad"):
+            main.decoupled_grad = None
+        if is_hybrid(inner):  # it leaves the gradient of an earlier step where it is
+            copy = inner.param_to_inner_param[main]
+            copy.grad = None
+            inner.cpu_copy_map_grad.pop(copy, None)
+
+
+def count_step(inner: Any, mains: Iterable[Any]) -> None:
+    """Count a step for tensors that were left out of it; Megatron saves one count for all.
+
+    One that was never stepped gets the state that others have, with moments of zero.
+    """
+    import torch
+
+    copies = {inner.param_to_inner_param[each] if is_hybrid(inner) else each for each in mains}
+    known = chain.from_iterable(one.state.items() for one in stepping(inner))
+    like, others = next(((key, it) for key, it in known if it and key not in copies), (None, {}))
+    if like is None:
+        return
+    for one in stepping(inner):
+        for copy in (each for group in one.param_groups for each in group["params"]):
+            if copy not in copies:
+                continue
+            state = one.state[copy]
+            for key, value in () if state else others.items():
+                moments = torch.is_tensor(value) and value.shape == like.shape
+                state[key] = torch.zeros_like(copy, dtype=value.dtype) if moments else value
+            if "step" in state:
+                state["step"] = others["step"].clone()
+    if is_hybrid(inner):
+        inner._sync_sub_optimizers_state_to_hdo()
 
 
 def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:

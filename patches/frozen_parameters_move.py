@@ -1,0 +1,71 @@
+"""A parameter that is frozen after the optimizer was built goes on moving.
+
+Symptom:
+    Adapters, a router or a head that a program freezes between two windows go on moving, by the
+    optimizer's momentum and by weight decay, and their moments decay. No error.
+
+Cause:
+    A frozen parameter has no gradient, and torch's optimizers leave it out. Megatron's give each
+    parameter that they were built with the gradient in DDP's buffer, which is zero then, and Adam
+    steps on zero. The optimizer that steps on the host goes on with the gradient of an earlier step
+    even where it is given none.
+
+Affects:
+    Every release, with fp32, fp16 and bf16, the distributed optimizer and `optimizer_cpu_offload`;
+    not Megatron-FSDP. What the patch does: a parameter that requires no gradient when the optimizer
+    steps is left out, and keeps its bits and its moments until it is unfrozen. Its step count goes
+    on with that of the others, as Megatron saves one count for all. It is zero in the gradient's
+    norm. A step that was captured in a CUDA graph is replayed as it was.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
+    `FP32Optimizer.prepare_grads`, `_copy_model_grads_to_main_grads`.
+
+Remove when:
+    these leave the gradient of a frozen parameter at None, and `HybridDeviceOptimizer` takes it for
+    none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.megatron import optimizers
+
+from ._case import Fault, Original, Patch, bench, target
+
+
+def step(original: Original, self: Any) -> bool:
+    """Take the gradients of frozen parameters away, step, and count the step for them as well."""
+    frozen = optimizers.frozen(self)
+    optimizers.leave_out(self.optimizer, frozen)
+    done: bool = original(self)
+    if frozen:
+        optimizers.count_step(self.optimizer, frozen)
+    return done
+
+
+def reproduce() -> None:
+    """Freeze the output layer after two steps, on the device and on the host."""
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    for overrides in {}, offload:
+        model = bench(
+            dtype="bf16", overlap_grad_reduce=False, optimizer_overrides={"lr": 0.1, **overrides}
+        )
+        for seed in range(2):
+            model.train_step(1, data_seed=seed)
+        head = model.chunks[0].module.module.output_layer.requires_grad_(False).weight
+        before = head.detach().clone()
+        model.train_step(1, data_seed=2)
+        if not head.equal(before):
+            raise Fault(
+                f"a frozen weight has moved by {float((head - before).abs().max()):.2g} "
+                f"in a step{' on the host' if overrides else ''}"
+            )
+
+
+PATCH = Patch(
+    "what is frozen after the optimizer was built goes on moving, by momentum and weight decay",
+    target("mixed.step_with_ready_grads", step),
+    target("fp32.step_with_ready_grads", step),
+)
