@@ -483,6 +483,7 @@ def swapped_adapters(bench: Bench) -> None:
     "factors of low-rank adapters over a frozen base have their gradients, some frozen in between; "
     "log-probs are those of merged weights",
     adapters=True,
+    hazards=("frozen-parameters-move", "frozen-parameters-refused"),
 )
 def low_rank_adapters(bench: Bench) -> None:
     from .low_rank import LowRank
@@ -496,8 +497,7 @@ def low_rank_adapters(bench: Bench) -> None:
     for kind in kinds:
         adapted = LowRank(bench, **kind)
         for seed, frozen in enumerate(((), ("linear_in",), ("linear_out",), ())):
-            if not bench.layout.options["overlap_param_gather"]:  # DDP refuses it there
-                adapted.freeze(*frozen)
+            adapted.freeze(*frozen)
             adapted.take(alike(adapted, seed, 2 * CALL))
         if hasattr(adapted.adapter, "logprobs") and not bench.declares("logprobs-in-mid-step"):
             _hold_logprobs(adapted)

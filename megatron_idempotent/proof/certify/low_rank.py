@@ -49,10 +49,11 @@ class OverBase(Bench):
 
     def expect(self, finished: Finished, everybody: Sequence[Rows], **how: Any) -> None:
         """Hold the step to its definition, and the base to its bits."""
+        frozen = self._frozen | {name: self.known[name] for name in self.update.frozen}
         super().expect(finished, everybody, **how)
-        moved = [n for n, value in self._frozen.items() if not torch.equal(value, self.known[n])]
+        moved = [name for name, value in frozen.items() if not torch.equal(value, self.known[name])]
         if moved:
-            raise Wrong(f"{self._whose_step} has moved {moved[0]} of the frozen base")
+            raise Wrong(f"{self._whose_step} has moved {moved[0]}, which is frozen")
 
     _whose_step = "the step"
 
@@ -119,16 +120,13 @@ class LowRank(OverBase):
                     part.value.copy_(drawn)
 
     def freeze(self, *factors: str) -> None:
-        """Train all factors but these from the next step on: names of `_FACTORS`' layers.
-
-        Megatron's optimizers take zero for the gradient of one that is frozen after they were
-        built: its momentum still moves it.
-        """
+        """Train all factors but these from the next step on: names of `_FACTORS`' layers."""
         self._still = tuple(f".adapter.{each}.weight" for each in factors)
         for chunk in self.model.chunks:
             for name, parameter in chunk.module.named_parameters():
                 if name.endswith(_FACTORS):
                     parameter.requires_grad_(not name.endswith(self._still))
+        self.update.frozen = frozenset(name for name in self.known if name.endswith(self._still))
 
     def tolerance(self, truth: Truth) -> float:
         """Return what independent roundings come to; in float64 what softmaxes do at worst."""

@@ -362,12 +362,16 @@ class TrueUpdate:
         self._first: dict[str, Tensor] = {}
         self._second: dict[str, Tensor] = {}
         self._steps = 0
+        self.frozen: frozenset[str] = frozenset()
+        """The names of parameters that steps leave as they are, with their moments."""
 
     def next(self, parameters: Parameters, gradient: Parameters) -> dict[str, Tensor]:
         """Return the parameters after one more step, in float64."""
         self._steps += 1
         return {
-            name: value.detach().double() - self._lr * self._direction(name, gradient[name])
+            name: value.detach().double()
+            if name in self.frozen
+            else value.detach().double() - self._lr * self._direction(name, gradient[name])
             for name, value in parameters.items()
         }
 

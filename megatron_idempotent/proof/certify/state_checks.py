@@ -267,20 +267,28 @@ def offload_one_part(bench: States) -> None:
 
 
 @_check(
-    "weights that are frozen while a run is saved or loaded, and then unfrozen, are what they were",
+    "weights that are frozen while a run is saved or loaded, and then unfrozen, are what they were, "
+    "and stay so, with their moments, in a step",
     needs=_SAVES,
+    hazards=("frozen-parameters-move", "frozen-parameters-refused"),
 )
 def saved_while_frozen(bench: States) -> None:
+    from .parameters import parts
+    from .states import first_difference
+
     bench.run_through()
-    trained = [p for c in bench.model.chunks for p in c.parameters() if p.requires_grad]
+    own = [part for chunk in bench.model.chunks for part in parts(chunk, bench.layout)]
+    trained = {part.name for part in own if part.value.requires_grad}
+    names = sorted(set[str]().union(*bench.told_by_all(trained)))[::2]
+    still = [part.value for part in own if part.name in names]
 
     def frozen(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        for each in trained[::2]:
+        for each in still:
             each.requires_grad_(False)
         try:
             return function(*args, **how)
         finally:
-            for each in trained[::2]:
+            for each in still:
                 each.requires_grad_(True)
 
     bench.advance(0)
@@ -289,6 +297,12 @@ def saved_while_frozen(bench: States) -> None:
     bench.advance(5)
     frozen(_load, bench, state, what="load() while weights are frozen")
     bench.follow(2, "load() while weights were frozen")
+    before = bench.whole_state()
+    frozen(bench.advance, 3)
+    after = bench.whole_state()
+    moved = first_difference(*({name: whole[name] for name in names} for whole in (before, after)))
+    bench.stop_at(moved and f"after a step while it is frozen {moved}")
+    bench.follow_as(after, bench.held(), 4, "a step while weights were frozen")
 
 
 @_check(

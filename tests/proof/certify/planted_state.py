@@ -304,6 +304,19 @@ class LeavesFrozenOut(Everything):
                 each.copy_(value)
 
 
+class StepsFrozen(Everything):
+    """Steps on a gradient of zero where a weight is frozen, as Megatron without the patch does."""
+
+    def finish(self, **how: Any) -> Any:
+        frozen = [each for each in parameters_of(self.subject) if not each.requires_grad]
+        for each in frozen:
+            each.requires_grad_(True)
+        found = super().finish(**how)
+        for each in frozen:
+            each.requires_grad_(False)
+        return found
+
+
 class OneRankKnowsOfWrites(Everything):
     def save(self) -> str:
         path = self.path()
