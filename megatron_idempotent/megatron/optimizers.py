@@ -120,9 +120,10 @@ def count_step(inner: Any, mains: Iterable[Any]) -> None:
 
     copies = {inner.param_to_inner_param[each] if is_hybrid(inner) else each for each in mains}
     known = chain.from_iterable(one.state.items() for one in stepping(inner))
-    like, others = next(((key, it) for key, it in known if it and key not in copies), (None, {}))
-    if like is None:
+    stepped = [(key, state) for key, state in known if state and key not in copies]
+    if not stepped:
         return
+    like, others = stepped[0]
     for one in stepping(inner):
         for copy in (each for group in one.param_groups for each in group["params"]):
             if copy not in copies:

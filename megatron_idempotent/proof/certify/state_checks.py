@@ -267,8 +267,8 @@ def offload_one_part(bench: States) -> None:
 
 
 @_check(
-    "weights that are frozen while a run is saved or loaded, and then unfrozen, are what they were, "
-    "and stay so, with their moments, in a step",
+    "weights that are frozen while a run is saved or loaded, and then unfrozen, are what they were"
+    "; a step leaves them, and their moments",
     needs=_SAVES,
     hazards=("frozen-parameters-move", "frozen-parameters-refused"),
 )
