@@ -4,6 +4,7 @@ a run in which nothing did, bit for bit."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import re
@@ -14,9 +15,11 @@ import torch
 pytest.importorskip("transformers")  # comes with the extra `trainer`
 
 from faulty_worker import PLAN
-from trainer_cases import ASYNC, LAST, digest, job_for, needs_megatron_training, rows
+from trainer_cases import ASYNC, LAST, digest, hashes, job_for, needs_megatron_training, rows
 
-from megatron_idempotent.rl.controller import train
+from megatron_idempotent.rl.controller import Fleet, train
+from megatron_idempotent.rl.engines.transformers import _load
+from megatron_idempotent.rl.engines.transformers_weights import ServedWeights
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
 from megatron_idempotent.rl.trainer import CheckpointError, async_ranks, output
 from megatron_idempotent.rl.trainer.async_run import run_controller
@@ -26,8 +29,9 @@ from megatron_idempotent.rl.trainer.output import data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
 
 pytestmark = needs_megatron_training
+DELTAS = "sync.deltas=true"
 #: The command's words for such a run.
-OPTIONS = ["--async", "--quiet", *(word for text in ASYNC for word in ("--set", text))]
+OPTIONS = ["--async", "--quiet", *(word for text in (*ASYNC, DELTAS) for word in ("--set", text))]
 FAULTY = "faulty_worker:FaultyWorker"
 
 
@@ -36,17 +40,58 @@ def run(job, pool):
     return job, ended
 
 
+@contextlib.contextmanager
+def noting():
+    """Yield a list of each version that is published, with hashes of what the engine then has."""
+    publish, noted = Fleet.publish, []
+
+    async def noting_publish(self, version):
+        found = await publish(self, version)
+        (engine,) = self._engines.values()
+        noted.append((version, hashes(engine._updates._weights._tensors)))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fleet, "publish", noting_publish)
+        yield noted
+
+
 @pytest.fixture(scope="module")
-def whole(megatron_rank_pool, tmp_path_factory):
-    """A run in which nothing fails."""
-    job, ended = run(
-        job_for(tmp_path_factory.mktemp("async") / "whole", *ASYNC), megatron_rank_pool
-    )
+def whole_and_served(megatron_rank_pool, tmp_path_factory):
+    """A run in which nothing fails and no deltas are sent, and what its engine had, by version."""
+    with noting() as served:
+        job, ended = run(
+            job_for(tmp_path_factory.mktemp("async") / "whole", *ASYNC), megatron_rank_pool
+        )
     assert ended
-    return job
+    return job, dict(served)
 
 
-def test_a_run_leaves_metrics_weights_and_a_timeline(whole):
+@pytest.fixture(scope="module")
+def whole(whole_and_served):
+    return whole_and_served[0]
+
+
+@pytest.fixture(scope="module")
+def same_by_deltas(whole_and_served):
+    """`same_by_deltas(job, served)` compares a run with it, in weights, rows and each publish."""
+    whole, versions = whole_and_served
+
+    def same_by_deltas(job, served):
+        assert digest(job) == digest(whole)
+        assert rows(job) == rows(whole)
+        assert served
+        assert [version for version, found in served if found != versions[version]] == []
+        sent = [row for row in read_metrics(job.out / METRICS_FILE) if row["step"]]
+        assert [row for row in sent if row["sync/bytes_sent"] < row["sync/bytes_whole"]]
+
+    return same_by_deltas
+
+
+def test_a_run_leaves_metrics_weights_and_a_timeline(whole_and_served):
+    whole, served = whole_and_served
+    assert sorted(served) == list(range(LAST + 1))
+    assert served[LAST] == hashes(ServedWeights(_load(whole.out / "model", None))._tensors)
     found = rows(whole)
     assert sorted(found) == list(range(LAST + 1))
     assert "evaluation/reward" in found[0]
@@ -107,12 +152,12 @@ PLANS = {
         for name in PLANS
     ],
 )
-def test_a_rank_that_fails_changes_no_bit(plan, whole, megatron_rank_pool, faulty):
-    job = faulty("run", *PLANS[plan])
-    run(job, megatron_rank_pool)
+def test_a_rank_that_fails_changes_no_bit(plan, same_by_deltas, megatron_rank_pool, faulty):
+    job = faulty("run", *PLANS[plan], settings=(DELTAS,))
+    with noting() as served:
+        run(job, megatron_rank_pool)
     assert not (job.out / PLAN).exists(), "a fault was never injected"
-    assert digest(job) == digest(whole)
-    assert rows(job) == rows(whole)
+    same_by_deltas(job, served)
 
 
 def test_a_step_in_one_call_is_that_of_three_and_undone_where_a_rank_fails(
@@ -166,17 +211,8 @@ def test_ranks_that_get_no_row_of_a_group_take_part(megatron_rank_pool, tmp_path
     assert last["train/grad_norm"] > 0
 
 
-def continues_as_if_it_had_not_stopped(out, whole, pool):
-    done = output.rollouts_of(output.complete_checkpoints(out / "checkpoints")[-1])
-    assert 2 <= done < LAST, "the run was not stopped half-way"
-    job, ended = run(job_for(out, *ASYNC, resume=True), pool)
-    assert ended
-    assert digest(job) == digest(whole)
-    assert rows(job) == rows(whole)
-
-
 def test_a_controller_that_is_told_to_stop_is_continued_bit_for_bit(
-    whole, megatron_rank_pool, tmp_path, monkeypatch, capsys
+    same_by_deltas, megatron_rank_pool, tmp_path, monkeypatch, capsys
 ):
     def here(job, prompts):
         """Runs as the command does, on ranks that need not import everything again."""
@@ -195,7 +231,12 @@ def test_a_controller_that_is_told_to_stop_is_continued_bit_for_bit(
     for phase in ("checking settings", "starting 2 ranks: ", "building the model", "first rollout"):
         assert len(re.findall(rf"^ *[\d.]+ s  .*{phase}", said, re.MULTILINE)) == 1
     monkeypatch.undo()
-    continues_as_if_it_had_not_stopped(out, whole, megatron_rank_pool)
+    done = output.rollouts_of(output.complete_checkpoints(out / "checkpoints")[-1])
+    assert 2 <= done < LAST, "the run was not stopped half-way"
+    with noting() as served:
+        job, ended = run(job_for(out, *ASYNC, DELTAS, resume=True), megatron_rank_pool)
+    assert ended
+    same_by_deltas(job, served)
 
 
 @pytest.mark.parametrize(
