@@ -13,7 +13,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 
 
-def synced(folder: str, rounds: int) -> list[tuple[bool, float, list[int]]]:
+def synced(folder: str, rounds: int, deltas: bool) -> list[tuple[bool, float, list[int]]]:
     """Runs on a rank: after each sync, whether the engine serves what the trainer has, and a
     pause."""
     from benchmarks.weight_sync import _model, _train
@@ -24,14 +24,15 @@ def synced(folder: str, rounds: int) -> list[tuple[bool, float, list[int]]]:
 
     chunks, arch = _model(Path(folder), 128)
     engine = TransformersEngine(Path(folder), device="cuda")
-    source = MegatronWeights(chunks, arch)
+    source = MegatronWeights(chunks, arch, deltas=deltas)
 
     async def run() -> list[tuple[bool, float, list[int]]]:
         sync = WeightSync([engine], settings=SyncSettings(bucket_bytes=1 << 20))
         found = []
         for version in range(1, rounds + 1):
             _train(chunks)
-            report = await sync.update(source, version)
+            report = await sync.update(source, version, deltas=deltas)
+            assert (report.decode_s > 0) == (deltas and version > 1)
             request = Request(id=str(version), prompt=(1, 2, 3), max_tokens=4, seed=version)
             sample = await engine.generate(request)
             sent = {
@@ -49,11 +50,59 @@ def synced(folder: str, rounds: int) -> list[tuple[bool, float, list[int]]]:
     return asyncio.run(run())
 
 
-def test_an_engine_on_the_device_serves_each_version_to_the_bit(megatron_ranks, tmp_path):
-    (found,) = megatron_ranks(1, synced, str(tmp_path), 3)
+@pytest.mark.parametrize("deltas", [False, True])
+def test_an_engine_on_the_device_serves_each_version_to_the_bit(deltas, megatron_ranks, tmp_path):
+    (found,) = megatron_ranks(1, synced, str(tmp_path), 3, deltas)
     for number, (same, _, versions) in enumerate(found, start=1):
         assert same
         assert set(versions) == {number}
+
+
+def patched(dtypes: list[torch.dtype]) -> list[list[bool]]:
+    """Runs on a rank: what holds of a delta between two tensors on the device, for each type."""
+    from megatron_idempotent.rl.weights import Bucket
+    from megatron_idempotent.rl.weights.deltas import EncodedDelta, apply, encode
+    from megatron_idempotent.rl.weights.last_sent import LastSent
+    from megatron_idempotent.rl.weights.records import DELTA, in_host_memory
+
+    def raw(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1).view(torch.uint8)
+
+    found = []
+    for dtype in dtypes:
+        # More than a block, a last word that is not whole, and a first one neither.
+        size = (1 << 18) + 3
+        memory = torch.randint(0, 256, ((size + 1) * dtype.itemsize,), dtype=torch.uint8).cuda()
+        served = memory.view(dtype)[1:]
+        old, new = served.clone(), served.clone()
+        raw(new)[::97] ^= 129
+        raw(new)[-1] ^= 1
+        last = LastSent()
+        last.changed(Bucket.of(0, {"w": old}), whole=True)
+        sent = last.changed(Bucket.of(0, {"w": new}), whole=False).tensors
+        delta = EncodedDelta(sent["w" + DELTA].cuda().cpu())  # as it comes from a device
+        apply(delta, served)
+        forth = torch.equal(raw(served), raw(new))
+        apply(delta, served)
+        once = torch.equal(raw(served), raw(new))
+        apply(delta.undo(), served)
+        found.append(
+            [
+                served.is_cuda and not in_host_memory(served),
+                all(in_host_memory(each) for each in (delta.data, *last._tensors.values())),
+                torch.equal(delta.data, encode(new, old).data),
+                delta.nbytes < new.nbytes,
+                forth,
+                once,
+                torch.equal(raw(served), raw(old)),
+            ]
+        )
+    return found
+
+
+def test_a_delta_of_tensors_on_the_device_is_written_there_in_place_and_undone(megatron_ranks):
+    dtypes = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64]
+    assert megatron_ranks(1, patched, dtypes) == [[[True] * 7] * len(dtypes)]
 
 
 def handed_over(versions: int) -> list[bool]:

@@ -23,10 +23,12 @@ STARTS = {"embedded": recovery_command.train, "torchrun": recovery_command.train
 
 @pytest.fixture(scope="session")
 def launched(megatron_rank_pool, tmp_path_factory):
-    def launched(runner, mode, *kills, start=None):
+    def launched(runner, mode, *kills, start=None, more=()):
         folder = tmp_path_factory.mktemp("r")
         start = start or STARTS[runner]
-        return recovery_cases.launch(megatron_rank_pool, folder, runner, mode, *kills, start=start)
+        return recovery_cases.launch(
+            megatron_rank_pool, folder, runner, mode, *kills, start=start, more=more
+        )
 
     return launched
 
@@ -56,7 +58,9 @@ def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(
     runner, mode, turn, first, launched, whole
 ):
     kills = recovery_cases.piece(runner, mode, turn, first)
-    recovery_cases.check(launched(runner, mode, *kills), *whole(runner, mode))
+    # Every second one sends deltas, and its engines are compared with those of whole updates.
+    more = ("sync.deltas=true",) if (turn + first // recovery_cases.IN_A_ROW) % 2 else ()
+    recovery_cases.check(launched(runner, mode, *kills, more=more), *whole(runner, mode))
 
 
 @pytest.mark.exhaustive
