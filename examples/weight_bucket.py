@@ -77,4 +77,4 @@ def main(url: str) -> None:
 
 if __name__ == "__main__":
     place = sys.argv[-1] if len(sys.argv) > 1 else tempfile.mkdtemp()
-    asyncio.run(serve(place)) if "serve" in sys.argv else main(place)
+    asyncio.run(asyncio.wait_for(serve(place), 300)) if "serve" in sys.argv else main(place)

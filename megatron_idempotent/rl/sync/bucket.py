@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from .records import EngineOutcome, Phases, SyncError, SyncSettings
 from .weight_sync import UpdateAttempt, WeightSync, given_up
 
 _log = logging.getLogger(__name__)
+_WRITER = "writer"
 
 
 class BucketPublisher:
@@ -74,6 +76,8 @@ class BucketPublisher:
         self._paused = self._anchor_asked = False
         self._litter = True  # of a writer that died
         self._staging = ""
+        self._token = secrets.token_bytes(16)
+        self._claimed = False
         self._staged: tuple[Index | None, Index] | None = None
         # What may be listed: what was found last, and what was to be listed after that.
         self._known: tuple[Index | None, ...] = ()
@@ -105,6 +109,11 @@ class BucketPublisher:
         Errors: `UpdateRefused` for another run's bucket, too; `TransportError`.
         """
         before = await self._index()
+        if not self._claimed:
+            await asyncio.to_thread(self._objects.write, _WRITER, self._token)
+            # Read again: one that published here before lists nothing from now on.
+            self._claimed, self._known = True, ()
+            before = await self._index()
         newest = before.newest if before else None
         if newest and newest.id == update.id:
             return
@@ -170,7 +179,10 @@ class BucketPublisher:
         """See `RolloutEngine.close`. What was published stays."""
 
     async def _index(self) -> Index | None:
-        index = await asyncio.to_thread(Index.read, self._objects)
+        index, writer = await asyncio.gather(
+            asyncio.to_thread(Index.read, self._objects),
+            asyncio.to_thread(self._objects.read, _WRITER),
+        )
         if index and index.run != self._run:
             raise UpdateRefused(
                 f"{self.name} has updates of run {index.run!r}, and this is run {self._run!r}; "
@@ -181,6 +193,12 @@ class BucketPublisher:
             raise UpdateRefused(
                 f"{self.name} has version {index and index.newest.version}, which this trainer "
                 "did not publish: another one does so there; give each a bucket of its own"
+            )
+        if self._claimed and writer not in (self._token, None):
+            # It may have removed what is staged here.
+            raise UpdateRefused(
+                f"another trainer has begun to publish in {self.name}; give each one a bucket of "
+                "its own"
             )
         self._known = self._known or (index,)
         return index
@@ -233,8 +251,9 @@ class CatchUp:
     def describe(self) -> str:
         """Return it as one line."""
         began = "the anchor and what came after it" if self.whole else "what was missed"
+        updates = "1 update" if self.updates == 1 else f"{self.updates} updates"
         return (
-            f"version {self.version} from {self.updates} updates ({began}), "
+            f"version {self.version} from {updates} ({began}), "
             f"{self.bytes_read / 1e6:.3f} MB in {self.total_s:.2f} s, paused {self.pause_s:.3f} s"
         )
 

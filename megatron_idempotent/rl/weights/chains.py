@@ -7,6 +7,7 @@ Keys below the bucket's URL:
 | `objects/` and a SHA-256 | tensors and deltas, compressed |
 | `manifests/` and a SHA-256 | an update as JSON: its version and base, each tensor's place |
 | `latest.json` | the run, and the updates that can be had, oldest first |
+| `writer` | a random name of the publisher that began last |
 
 An update's objects are written first, then its manifest, and `latest.json` last, in one write: the
 update is there whole or not at all. All but `latest.json` are named by what they hold, so that a
@@ -75,11 +76,13 @@ class Index:
                         f"version {each.version} builds on {each.base_version}, and comes after "
                         f"{before}"
                     )
+                if not isinstance(each.manifest, str):
+                    raise TypeError(f"version {each.version} has manifest {each.manifest!r}")
                 if before is not None and each.version <= before:
                     raise ValueError(f"version {each.version} is listed after {before}")
                 before = each.version
             index.updates[-1]
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
             raise UpdateDamaged(
                 f"{objects.address}: {_LATEST} cannot be read: {type(error).__name__}: {error}; "
                 "publish again, into an empty bucket"

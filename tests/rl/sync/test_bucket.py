@@ -218,6 +218,36 @@ def test_another_run_and_a_second_trainer_are_refused_by_name() -> None:
     run(scenario())
 
 
+def test_a_trainer_that_another_one_has_replaced_lists_nothing_that_it_removed() -> None:
+    place = url()
+
+    async def scenario() -> None:
+        trainer, engine, following = await Trainer.followed(place, 2)
+        second = Trainer(place)
+        second.version, second.fails_at = 2, 1
+        write = trainer.publisher._objects.write
+
+        def late(key: str, content: bytes) -> None:
+            write(key, content)
+            if key.startswith("manifests/"):  # it begins, removes what is not listed, and fails
+                trainer.publisher._objects.write = write
+                with pytest.raises(OSError, match="the other rank is gone"):
+                    asyncio.run(second.publish())
+
+        trainer.publisher._objects.write = late
+        trainer.step()
+        for _ in range(2):
+            with pytest.raises(SyncFailed, match="another trainer has begun to publish in memory"):
+                await trainer.publish()
+        assert await following.catch_up() is None
+        assert engine.bits == trainer.bits_of[2]
+        await second.publish()
+        await following.catch_up()
+        assert engine.bits == second.bits_of[4]
+
+    run(scenario())
+
+
 def test_the_protocol_of_engines_holds_for_what_a_publisher_does() -> None:
     place = url()
 
@@ -279,6 +309,8 @@ def test_a_list_of_no_use_is_refused() -> None:
         ('{"format": 1, "run": "run", "updates": [{}]}', "TypeError"),
         ([entry(3, 2)], "version 3 builds on 2, and comes after None"),
         ([entry(3, None), entry(3, None)], "version 3 is listed after 3"),
+        ([{**entry(3, None), "manifest": 5}], "version 3 has manifest 5"),
+        ("[" * 100_000, "RecursionError"),
     ):
         text = content
         if isinstance(content, list):
