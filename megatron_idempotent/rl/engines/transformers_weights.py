@@ -20,6 +20,7 @@ from megatron_idempotent.rl.weights import (
     UpdateRefused,
     WeightUpdate,
 )
+from megatron_idempotent.rl.weights.deltas import Patch
 from megatron_idempotent.rl.weights.records import DELTA
 from megatron_idempotent.rl.weights.staging import SideStream, used_here
 
@@ -46,8 +47,9 @@ class ServedWeights:
     """Serves a model's parameters and saved buffers, and exchanges them.
 
     Tensors are exchanged by pointer: the time does not depend on their size, and old tensors are
-    there until the last of them is replaced. Tied weights are one tensor. With `adapters`, PEFT's
-    low-rank factors alone are exchanged, and the rest stays as it is.
+    there until the last of them is replaced. Patches are written in place. Tied weights are one
+    tensor. With `adapters`, PEFT's low-rank factors alone are exchanged, and the rest stays as it
+    is.
     """
 
     def __init__(self, model: Any, *, adapters: bool = False) -> None:
@@ -70,7 +72,7 @@ class ServedWeights:
             for info in self._infos.values()
             for place in _checkpoint_places(info)
         }
-        self._before: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor | Patch] = {}
         self.device: torch.device = model.device
 
     @property
@@ -85,16 +87,24 @@ class ServedWeights:
         return whole if place.part is None else whole[place.part]
 
     @torch.no_grad()
-    def assemble(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the model's own tensors, put together from those of a checkpoint.
+    def assemble(
+        self, tensors: Mapping[str, torch.Tensor | Patch]
+    ) -> dict[str, torch.Tensor | Patch]:
+        """Return the model's own tensors, put together from those of a checkpoint, and patches.
 
         The served weights do not change. If only some parts of a tensor come, the others are copied
-        from what is served.
+        from what is served. If none comes whole, patches stay as they are.
         """
-        whole: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
+        whole: dict[str, Any] = {}
+        for name, tensor in sorted(tensors.items(), key=lambda item: isinstance(item[1], Patch)):
             place = self._places[name]
-            if place.part is None:
+            if isinstance(tensor, Patch):
+                if place.whole in whole:
+                    tensor = dataclasses.replace(tensor, tensor=whole[place.whole][place.part])
+                    tensor.write()
+                else:
+                    whole[name] = tensor
+            elif place.part is None:
                 whole[place.whole] = tensor
             else:
                 if place.whole not in whole:
@@ -103,12 +113,14 @@ class ServedWeights:
                 whole[place.whole][expert, rows] = tensor
         return whole
 
-    def exchange(self, whole: Mapping[str, torch.Tensor]) -> None:
+    def exchange(self, whole: Mapping[str, torch.Tensor | Patch]) -> None:
         """Serve these tensors. If it raises, `torn` says whether all old ones are back."""
         try:
-            for name, tensor in whole.items():
-                self._before.setdefault(name, self._tensors[name].data)
-                self._put(name, tensor)
+            for name, new in whole.items():
+                if name not in self._before:
+                    old = new.reverse() if isinstance(new, Patch) else self._tensors[name].data
+                    self._before[name] = old
+                self._put(name, new)
         except Exception:
             self.restore()
             raise
@@ -131,8 +143,11 @@ class ServedWeights:
         for name, tensor in self._tensors.items():
             self._put(name, tensor.data.new_empty(0))
 
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        self._tensors[name].data = used_here(tensor)
+    def _put(self, name: str, new: torch.Tensor | Patch) -> None:
+        if isinstance(new, torch.Tensor):
+            self._tensors[name].data = used_here(new)
+        else:
+            new.write()
 
     def _copy(self, name: str) -> torch.Tensor:
         info, served = self._infos[name], self._tensors[name].data
@@ -208,12 +223,12 @@ class Incoming(Staging):
             }
             super().add(dataclasses.replace(bucket, tensors=copies))
 
-    def complete(self) -> Mapping[str, torch.Tensor]:
+    def complete(self) -> Mapping[str, Any]:
         """Return all tensors in the model's own types. Errors: those of `Staging.complete`."""
         came = super().complete()
         whole = {}
         for name, tensor in came.items():
-            if tensor.dtype == E4M3 and name in self._dtypes:
+            if name in self._dtypes and getattr(tensor, "dtype", None) == E4M3:
                 if name + _SCALE not in came:
                     raise UpdateDamaged(
                         f"update {self.update.id}: {name} came in {E4M3} without {name}{_SCALE}; "
@@ -254,7 +269,7 @@ class WeightVersions:
         self.decode_s = 0.0
         """Seconds in which deltas of the last update were decoded."""
         self._arriving: tuple[WeightUpdate, asyncio.Task[None]] | None = None
-        self._staged: tuple[WeightUpdate, dict[str, torch.Tensor]] | None = None
+        self._staged: tuple[WeightUpdate, dict[str, torch.Tensor | Patch]] | None = None
         self._committed: WeightUpdate | None = None
 
     @property
@@ -375,6 +390,6 @@ class WeightVersions:
         self._staged = (update, await asyncio.to_thread(self._assembled, incoming))
         self.decode_s = incoming.decode_s
 
-    def _assembled(self, incoming: Incoming) -> dict[str, torch.Tensor]:
+    def _assembled(self, incoming: Incoming) -> dict[str, torch.Tensor | Patch]:
         with incoming.side.complete():
             return self._weights.assemble(incoming.complete())

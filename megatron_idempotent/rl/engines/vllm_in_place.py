@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -25,11 +24,9 @@ class Patched(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         came = self.came.get(name)
-        if not isinstance(came, Patch):
-            return self.served[name] if came is None else came
-        new = dataclasses.replace(came, tensor=came.tensor.clone())
-        new.write()
-        return new.tensor
+        if isinstance(came, Patch):
+            return came.made()
+        return self.served[name] if came is None else came
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.served)
@@ -38,7 +35,7 @@ class Patched(Mapping[str, torch.Tensor]):
         return len(self.served)
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """Return all tensors; patches are written into those that are served. Call it once."""
+        """Return all tensors; patches are written into those that are served."""
         for came in self.came.values():
             if isinstance(came, Patch):
                 came.write()
@@ -98,7 +95,7 @@ class Places:
                 if isinstance(came, Patch):
                     inside_K, at_K = _moved(came.at_K, probe, to)
                     flat = to.as_strided((to.untyped_storage().nbytes() // to.itemsize,), (1,), 0)
-                    Patch(flat, at_K[inside_K], came.by_K[inside_K]).write()
+                    Patch(flat, at_K[inside_K], came.new_K[inside_K]).write()
                 else:
                     to.copy_(_part(came, probe))
 

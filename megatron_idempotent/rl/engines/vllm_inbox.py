@@ -20,19 +20,11 @@ from megatron_idempotent.rl.weights import (
     UpdateRefused,
     WeightUpdate,
 )
-from megatron_idempotent.rl.weights.deltas import EncodedDelta, Patch, verify
 from megatron_idempotent.rl.weights.records import listed
 from megatron_idempotent.rl.weights.transports import receiver
 
 from .protocol import EngineUnsupported, refuse_out_of_turn
 from .vllm_in_place import Patched
-
-
-class _Patches(Staging):
-    """Keeps of a delta the elements that change, and no new tensor."""
-
-    def _new(self, delta: EncodedDelta, served: torch.Tensor) -> Patch:
-        return verify(delta, served)
 
 
 class IncomingUpdate:
@@ -68,7 +60,7 @@ class IncomingUpdate:
         self.received, self.decode_s = 0, 0.0
         self.error: Exception | None = None
         self.tensors: Mapping[str, Any] | None = None
-        self._staging: Staging | None = _Patches(update, expected=expected, served=served)
+        self._staging: Staging | None = Staging(update, expected=expected, served=served)
         self._announced: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._silence_s = silence_s
         # The model's: a thread that nobody tells of it has the first one.

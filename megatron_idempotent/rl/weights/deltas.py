@@ -127,7 +127,10 @@ class EncodedDelta:
 
         Errors: `UpdateDamaged` for bytes that are no delta of such a tensor.
         """
-        return _joined([(at_K + start, by_K) for start, at_K, by_K in self.blocks()], self.itemsize)
+        blocks = [(at_K + start, by_K) for start, at_K, by_K in self.blocks()]
+        none = np.empty(0, np.int64), np.empty(0, f"i{self.itemsize}")
+        at_K, by_K = map(np.concatenate, zip(none, *blocks, strict=True))
+        return at_K, by_K
 
     def blocks(self) -> Iterator[tuple[int, Any, Any]]:
         """Yield the first place of each block, places in it as int64 [K], and new - old there.
@@ -161,21 +164,40 @@ class EncodedDelta:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Patch:
-    """Holds a delta that was found to fit a tensor, to be written into it. `verify` makes it."""
+    """Holds what is to be written into a tensor. Example: `patch.reverse()` before it is written.
+
+    Places, int64 [K], and values as integers, [K], are NumPy's if the tensor is on the host, else
+    torch's on its device.
+    """
 
     tensor: torch.Tensor
     at_K: Any
-    by_K: Any
+    new_K: Any
 
     def write(self) -> None:
-        """Change the tensor in place, once."""
-        to: Any = self.tensor.detach().reshape(-1).view(torch.uint8)
-        at_K, by_K = self.at_K, self.by_K
-        if in_host_memory(to):
-            to = to.numpy()
-        else:
-            at_K, by_K = (torch.from_numpy(each).to(to.device) for each in (at_K, by_K))
-        to.view(by_K.dtype)[at_K] += by_K
+        """Change the tensor in place. Again: no-op."""
+        flat_N, at_K, new_K = _there(self.tensor, self.at_K, self.new_K)
+        flat_N[at_K] = new_K
+
+    def reverse(self) -> Patch:
+        """Return the patch that writes what is there now."""
+        flat_N, at_K, _ = _there(self.tensor, self.at_K, self.new_K)
+        return Patch(self.tensor, at_K, flat_N[at_K])
+
+    def made(self) -> torch.Tensor:
+        """Return a copy of the tensor with what is to be written."""
+        new = dataclasses.replace(self, tensor=self.tensor.clone())
+        new.write()
+        return new.tensor
+
+
+def _there(tensor: torch.Tensor, at_K: Any, by_K: Any) -> tuple[Any, Any, Any]:
+    """Return a contiguous tensor as integers, [N], places and numbers: all where the tensor is."""
+    bytes_N = tensor.detach().reshape(-1).view(torch.uint8)
+    if in_host_memory(bytes_N):
+        return bytes_N.numpy().view(by_K.dtype), at_K, by_K
+    at_K, by_K = (torch.as_tensor(each).to(tensor.device) for each in (at_K, by_K))
+    return bytes_N.view(by_K.dtype), at_K, by_K
 
 
 def encode(
@@ -221,11 +243,12 @@ def encode(
     )
 
 
-def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch:
+def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch | torch.Tensor:
     """Return the delta as it is to be written into a tensor; nothing is written yet.
 
-    What it makes is held to the checksum of the tensor that was sent. If the tensor is as it will
-    be already, there is nothing to write.
+    If so many elements change that a patch were larger than the tensor, it is the new tensor; if
+    none does any more, the tensor itself. What the delta makes is held to the checksum of the
+    tensor that was sent.
 
     Errors: `UpdateMismatch` for a tensor of another size, or one that is not contiguous;
         `UpdateRefused` for one with other bits than the delta was made for; `UpdateDamaged` for a
@@ -241,21 +264,30 @@ def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch:
             f"a delta came for a tensor with strides {tensor.stride()}, which is written in "
             "place; give one that is contiguous"
         )
-    old_N, found = tensor.detach().reshape(-1), []
-    each, made = 8 // encoded.itemsize, tensor.nbytes
-    room_N = torch.empty_like(old_N[:_BLOCK])
+    old_N, each, made = tensor.detach().reshape(-1), 8 // encoded.itemsize, tensor.nbytes
+    whole = encoded.changed * (8 + encoded.itemsize) >= tensor.nbytes
+    room_N = torch.empty_like(old_N if whole else old_N[:_BLOCK])
+    found = []
     for start, at_K, by_K in encoded.blocks():
-        new_N = room_N[: len(old_N) - start].copy_(old_N[start : start + _BLOCK])
-        Patch(new_N, at_K, by_K).write()
-        made += sum(words_share(*words) for words in word_blocks(new_N, start // each))
-        at_K += start
-        found.append((at_K, by_K))
+        old_B = old_N[start : start + _BLOCK]
+        new_B = room_N[start if whole else 0 :][: len(old_B)].copy_(old_B)
+        flat_B, at_K, new_K = _there(new_B, at_K, by_K)
+        new_K += flat_B[at_K]
+        flat_B[at_K] = new_K
+        made += sum(words_share(*words) for words in word_blocks(new_B, start // each))
+        if not whole:
+            at_K += start
+            found.append((at_K, new_K))
     made %= 2**64
     if made == encoded.after:
-        return Patch(tensor, *_joined(found, encoded.itemsize))
+        if whole:
+            return room_N.view(tensor.shape)
+        at, new = zip(*found, strict=True)
+        cat: Any = np.concatenate if in_host_memory(tensor) else torch.cat
+        return Patch(tensor, cat(at), cat(new))
     before = checksum(tensor)
     if before == encoded.after:
-        return Patch(tensor, *_joined([], encoded.itemsize))
+        return tensor.detach()
     if before != encoded.before:
         raise UpdateRefused(
             f"a delta for a tensor with checksum {encoded.before:016x} came to one with "
@@ -272,14 +304,11 @@ def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
 
     Once more: no-op. Errors: those of `verify`.
     """
-    verify(encoded, tensor).write()
-
-
-def _joined(blocks: Sequence[tuple[Any, Any]], itemsize: int) -> tuple[Any, Any]:
-    """Return places and differences of all blocks."""
-    none = np.empty(0, np.int64), np.empty(0, f"i{itemsize}")
-    at_K, by_K = map(np.concatenate, zip(none, *blocks, strict=True))
-    return at_K, by_K
+    made = verify(encoded, tensor)
+    if isinstance(made, Patch):
+        made.write()
+    else:
+        tensor.detach().copy_(made)
 
 
 def join(deltas: Sequence[EncodedDelta]) -> EncodedDelta:

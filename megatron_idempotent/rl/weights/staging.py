@@ -23,14 +23,14 @@ from .records import (
 if TYPE_CHECKING:
     import torch
 
-    from .deltas import EncodedDelta
+    from .deltas import Patch
 
 
 class Staging:
     """Collects the tensors of one update as they arrive: checks and keeps them, without copies.
 
-    A delta, which comes as uint8 under the tensor's name and `DELTA`, is written into a copy of the
-    tensor that is served, and held to the checksums of both versions.
+    A delta comes as uint8 under the tensor's name and `DELTA`. It is held to the checksums of both
+    versions, and what it changes in the tensor that is served is kept as a `deltas.Patch`.
 
     Example:
         staging = Staging(update, expected=infos)
@@ -57,7 +57,7 @@ class Staging:
         self._served = served
         self.update = update
         self._expected = {info.name: info for info in expected}
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor | Patch] = {}
         self._buckets = 0
 
     def add(self, bucket: Bucket) -> None:
@@ -65,8 +65,8 @@ class Staging:
 
         Errors: `UpdateMismatch` for names, shapes and types that are not the model's;
             `UpdateDamaged` for a bucket out of turn, a tensor that came before, a checksum that is
-            absent or differs; for deltas those of `deltas.apply`, and `UpdateRefused` if the update
-            or the engine has no version that they build on.
+            absent or differs; for deltas those of `deltas.verify`, and `UpdateRefused` if the
+            update or the engine has no version that they build on.
         """
         if bucket.index != self._buckets:
             raise UpdateDamaged(
@@ -94,8 +94,10 @@ class Staging:
         self._tensors |= dict(map(self._decoded, bucket.tensors.items()))
         self._buckets += 1
 
-    def complete(self) -> Mapping[str, torch.Tensor]:
+    def complete(self) -> Mapping[str, Any]:
         """Return all tensors by name; for an update with a base version, those that came.
+
+        Deltas are a `deltas.Patch` each, or the new tensor where that is smaller.
 
         Errors: `UpdateDamaged` naming the tensors that are missing.
         """
@@ -107,12 +109,12 @@ class Staging:
             )
         return self._tensors
 
-    def _decoded(self, came: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
-        """Return the tensor's own name, and the tensor."""
+    def _decoded(self, came: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor | Patch]:
+        """Return the tensor's own name, and the tensor or what changes in it."""
         name, tensor = came[0].removesuffix(DELTA), came[1]
         if name == came[0]:
             return came
-        from .deltas import EncodedDelta
+        from .deltas import EncodedDelta, verify
 
         started = time.perf_counter()
         try:
@@ -120,19 +122,11 @@ class Staging:
                 raise UpdateMismatch("the model has no such tensor")
             if self._served is None or self.update.base_version is None:
                 raise UpdateRefused("a delta came, and no version that it builds on is kept here")
-            new = self._new(EncodedDelta(tensor.cpu()), self._served(name))
+            new = verify(EncodedDelta(tensor.cpu()), self._served(name))
         except WeightsError as error:
             raise type(error)(f"update {self.update.id}: {name}: {error}") from error
         self.decode_s += time.perf_counter() - started
         return name, new
-
-    def _new(self, delta: EncodedDelta, served: torch.Tensor) -> Any:
-        """Return what is kept of a delta: the new tensor."""
-        from .deltas import apply
-
-        new = served.clone()
-        apply(delta, new)
-        return new
 
     def _check_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
         wrong = []

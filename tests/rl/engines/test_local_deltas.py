@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from typing import Any
 
@@ -13,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_idempotent.rl.engines import EngineHealth
 from megatron_idempotent.rl.engines.transformers import TransformersEngine
+from megatron_idempotent.rl.engines.transformers_weights import ServedWeights
 from megatron_idempotent.rl.sync import SyncFailed, SyncReport, SyncSettings, WeightSync
+from megatron_idempotent.rl.weights.deltas import encode, verify
 
 SETTINGS = SyncSettings(bucket_bytes=1 << 16, retry_wait_s=0.001, attempts=2)
 
@@ -149,3 +152,44 @@ def test_logits_after_ten_deltas_are_those_after_one_whole_update(
     with torch.no_grad():
         logits = [model(tokens_BT).logits for model in models]
     assert torch.equal(logits[0].view(torch.int16), logits[1].view(torch.int16))
+
+
+@pytest.mark.parametrize("written", [0, 4, 9])
+@pytest.mark.parametrize("then", ["put back", "restored", "exchanged"])
+def test_deltas_are_written_in_place_and_taken_back_from_half_way(
+    make_model: Any, monkeypatch: pytest.MonkeyPatch, written: int, then: str
+) -> None:
+    folder = make_model(family="qwen3_moe", dtype=torch.bfloat16, layers=1)
+    weights = ServedWeights(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    served = {info.name: weights.served(info.name) for info in weights.expected}
+    old = {name: tensor.clone() for name, tensor in served.items()}
+    new = {name: tensor.clone() for name, tensor in served.items()}
+    for tensor in new.values():
+        tensor.view(torch.int16).flatten()[::30] += 1
+    came: dict[str, Any] = {
+        name: verify(encode(tensor, old[name]), served[name]) for name, tensor in new.items()
+    }
+    one = next(name for name in new if "experts.1.down_proj" in name)  # other experts: patches
+    came[one] = new[one]
+    staged = weights.assemble(came)
+    assert sum(isinstance(each, torch.Tensor) for each in staged.values()) == 1
+    put, calls = ServedWeights._put, itertools.count()
+    fails = {written} if then == "put back" else {written, written + 1}
+
+    def failing(weights: ServedWeights, name: str, what: Any) -> None:
+        if next(calls) in fails:
+            raise MemoryError("no room")
+        put(weights, name, what)
+
+    monkeypatch.setattr(ServedWeights, "_put", failing)
+    with pytest.raises(MemoryError):
+        weights.exchange(staged)
+    assert weights.torn == (then != "put back")
+    if then == "restored":
+        weights.restore()
+    elif then == "exchanged":
+        weights.exchange(staged)
+    wanted = new if then == "exchanged" else old
+    assert all(torch.equal(weights.served(name), each) for name, each in wanted.items())
+    moved = {name for name in served if weights.served(name).data_ptr() != served[name].data_ptr()}
+    assert moved == {name for name in new if "down_proj" in name and wanted is new}

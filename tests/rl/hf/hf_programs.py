@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_idempotent
+from megatron_idempotent.rl.engines.vllm_in_place import Patched
 from megatron_idempotent.rl.hf import Architecture, MegatronWeights, build_gpt, load_hf
 from megatron_idempotent.rl.weights import Staging, WeightUpdate
 
@@ -161,7 +162,7 @@ def deltas_follow(
             if dist.get_rank():
                 assert not bucket.tensors
             staging.add(bucket)
-        served |= staging.complete()
+        served = Patched(served, staging.complete()).kept()
         wanted = exported(plain)
         if dist.get_rank() == 0:
             same(served, wanted)

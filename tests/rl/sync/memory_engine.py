@@ -25,6 +25,7 @@ from megatron_idempotent.rl.engines.protocol import refuse_kv_scales
 from megatron_idempotent.rl.simulator.clock import run as run_virtually
 from megatron_idempotent.rl.sync import SyncReport, SyncSettings, WeightSync
 from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, UpdateRefused, WeightUpdate
+from megatron_idempotent.rl.weights.deltas import Patch
 
 NAMES = ("a", "b", "c", "d")
 SIZE = 256
@@ -215,7 +216,7 @@ class MemoryEngine:
             self._before = self.version, dict(self.weights)
         self.dirty, self.version = True, None
         for name, tensor in tensors.items():
-            self.weights[name] = tensor.clone()
+            self.weights[name] = tensor.made() if isinstance(tensor, Patch) else tensor.clone()
             if name == "b":
                 await self._call("commit", "middle")
         self.dirty, self.version = False, update.version

@@ -19,7 +19,7 @@ from megatron_idempotent.rl.weights import (
     WeightsError,
     checksum,
 )
-from megatron_idempotent.rl.weights.deltas import EncodedDelta, apply, encode, join, verify
+from megatron_idempotent.rl.weights.deltas import EncodedDelta, Patch, apply, encode, join, verify
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8)
 #: Around a word of 8 bytes, and a block that is compared and mixed at once.
@@ -170,9 +170,29 @@ def test_what_changed_can_be_read_and_written_later() -> None:
     assert (was_K + by_K).tolist() == new.view(torch.int32)[at_K].tolist()
     was = old.clone()
     patch = verify(encode(new, old), old)
+    assert isinstance(patch, Patch)
     assert torch.equal(bits(old), bits(was))
-    patch.write()
-    assert torch.equal(bits(old), bits(new))
+    assert torch.equal(bits(patch.made()), bits(new))
+    back = patch.reverse()
+    for each, wanted in ((patch, new), (patch, new), (back, was), (back, was)):
+        each.write()
+        assert torch.equal(bits(old), bits(wanted))
+
+
+def test_a_patch_that_were_larger_than_the_tensor_is_the_new_tensor() -> None:
+    new, old = two_versions(torch.bfloat16, 5000, 0.25, 4)
+    was = old.clone()
+    made = verify(encode(new, old), old)
+    assert isinstance(made, torch.Tensor)
+    assert torch.equal(bits(made), bits(new))
+    assert torch.equal(bits(old), bits(was))
+
+
+def test_a_copy_follows_what_was_encoded_of_it() -> None:
+    new, old = two_versions(torch.bfloat16, 300_000, 0.02, 5)
+    was = old.clone()
+    delta = encode(new, old, write=True)
+    assert (delta.before, torch.equal(bits(old), bits(new))) == (checksum(was), True)
 
 
 def test_a_view_that_begins_inside_a_word_is_written_in_place() -> None:
