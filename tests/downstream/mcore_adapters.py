@@ -89,7 +89,7 @@ def _layers() -> dict[str, Any]:
             weight.tensor_model_parallel = cut is not None
             if cut is not None:
                 weight.partition_dim, weight.partition_stride = cut, 1
-            if mode == "duplicated":  # Megatron's own class does so, from 0.13 on
+            if mode == "duplicated" and weight.allreduce:  # as Megatron has it from 0.13 on
                 weight.sequence_parallel = config.sequence_parallel
             self.weight, self.bias = weight, None
             explicit = is_expert and (ranks > 1 or config.expert_model_parallel_size > 1)

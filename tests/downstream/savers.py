@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import verl_engine
-from megatron_idempotent.patches.frameworks import _bridge, _nemo_rl, _skyrl, _standins
+from megatron_idempotent.patches.frameworks import _bridge, _nemo_rl, _peft, _skyrl, _standins
 from megatron_idempotent.patches.frameworks._workers import methods
 
 from megatron_idempotent.proof.certify import Subject
-from megatron_idempotent.proof.certify.checkpoints import DistCheckpoint, Training
+from megatron_idempotent.proof.certify.checkpoints import DistCheckpoint, LowRank, Training
 
 _HOLDER = "megatron.core.dist_checkpointing.strategies.base"
 
@@ -241,6 +241,18 @@ class Bridge(DistCheckpoint):
         finally:
             how.load_optim = how.load_rng = True
             vars(self.bridge.state.train_state).update(kept)
+
+
+class BridgeAdapters(LowRank):
+    """Saves Bridge's DoRA with its optimizer, and nothing of the base, by `dist_checkpointing`."""
+
+    def __init__(self) -> None:
+        """Let Bridge be found."""
+        if os.environ["BRIDGE_SOURCE"] not in sys.path:
+            sys.path.insert(0, os.environ["BRIDGE_SOURCE"])
+
+    def before_ddp(self, module: Any) -> None:
+        _peft.bridge("DoRA", dim=4, alpha=8)(module)
 
 
 class NemoRL(Bridge):

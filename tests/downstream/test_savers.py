@@ -22,6 +22,7 @@ FAILED = {
     "SkyRL": (("SKYRL_SOURCE",), {"load-weights-alone", "keeps-random"}),
     "Verl": (("VERL_SOURCE",), {"load-weights-alone", "keeps-scheduler"}),
     "Bridge": (("BRIDGE_SOURCE",), set()),
+    "BridgeAdapters": (("BRIDGE_SOURCE",), set()),
     "NemoRL": (("NEMO_RL_SOURCE", "BRIDGE_SOURCE"), set()),
     "Slime": (("SLIME_SOURCE",), set()),
 }
