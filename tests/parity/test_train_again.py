@@ -1,14 +1,20 @@
 """k calls of stock `train(n)` under `apply()` are bit-equal to one call of `train(k * n)`.
 
+Also where only adapters are trained.
+
 Runs on the releases whose wheel carries `megatron.training`: 0.17.1, 0.18.2 and 0.19.2.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from ranks import tiered
 
 import megatron_idempotent
@@ -61,16 +67,29 @@ SOME = tiered(LAYOUTS, LAYOUTS[3:4], "matrix")
 
 
 def train(
-    layout: Layout, calls: tuple[int, ...], *, applied: bool
+    layout: Layout, calls: tuple[int, ...], *, applied: bool, adapted: dict[str, Any] | None = None
 ) -> tuple[list[float], bytes, int]:
-    """Runs on a rank: losses seen on the last stage, the parameters' bytes, `args.iteration`."""
+    """Runs on a rank: losses seen on the last stage, the parameters' bytes, `args.iteration`.
+
+    `adapted` are arguments of tests/step/lora.py, whose adapters alone are trained.
+    """
+    more = {}
+    if adapted is not None:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
+        from lora import Lora
+
+        more["before_ddp"] = Lora(**adapted)
     if applied:
         megatron_idempotent.apply(strict=True)
     running = program.start(
-        layout.options, pp=layout.pp, vpp=layout.vpp, shared_config=layout.shared_config
+        layout.options, pp=layout.pp, vpp=layout.vpp, shared_config=layout.shared_config, **more
     )
     for iterations in calls:
         running.train(iterations)
+    if adapted is not None:
+        trained = torch.tensor([sum(len(chunk.params_with_grad) for chunk in running.chunks)])
+        torch.distributed.all_reduce(trained)
+        assert trained, "some stages train nothing, but not all"
     return running.losses, running.parameters().numpy().tobytes(), running.args.iteration
 
 
@@ -81,7 +100,6 @@ def train_and_use(layout: Layout, folder: str) -> tuple[list[float], bytes, int]
     """
     import queue
 
-    import torch
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training.checkpointing import save_checkpoint
 
@@ -209,3 +227,24 @@ def test_an_exception_leaves_param_sync_func_and_the_interrupted_iteration(
     for has_param_sync_func, iteration in megatron_ranks(2, train_interrupted, completed):
         assert has_param_sync_func
         assert iteration == completed
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [
+        pytest.param(Layout(2, OVERLAP), None, id="dp2"),
+        pytest.param(Layout(2, OVERLAP, pp=2), (2,), id="pp2, nothing on the first stage"),
+        pytest.param(
+            Layout(4, OVERLAP, pp=2, vpp=2, shared_config=True),
+            (3,),
+            id="pp2 vpp2 dp2, one chunk",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_train_again_with_adapters(megatron_ranks, layout, layers):
+    how = {"adapted": {"layers": layers}, "timeout_s": 120}
+    once = megatron_ranks(layout.ranks, train, layout, (4,), applied=False, **how)
+    again = megatron_ranks(layout.ranks, train, layout, (2, 2), applied=True, **how)
+    # Stock leaves `args.iteration` as it was.
+    assert [each[:2] for each in again] == [each[:2] for each in once]
