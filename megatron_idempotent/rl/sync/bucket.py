@@ -112,7 +112,7 @@ class BucketPublisher:
         if not self._claimed:
             await asyncio.to_thread(self._objects.write, _WRITER, self._token)
             # Read again: one that published here before lists nothing from now on.
-            self._claimed, self._known = True, ()
+            self._claimed = True
             before = await self._index()
         newest = before.newest if before else None
         if newest and newest.id == update.id:
@@ -188,13 +188,15 @@ class BucketPublisher:
                 f"{self.name} has updates of run {index.run!r}, and this is run {self._run!r}; "
                 "give it a URL of its own"
             )
+        if not self._claimed:
+            return index
         # A commit whose answer was lost is our own, too.
         if self._known and index not in self._known:
             raise UpdateRefused(
                 f"{self.name} has version {index and index.newest.version}, which this trainer "
                 "did not publish: another one does so there; give each a bucket of its own"
             )
-        if self._claimed and writer not in (self._token, None):
+        if writer not in (self._token, None):
             # It may have removed what is staged here.
             raise UpdateRefused(
                 f"another trainer has begun to publish in {self.name}; give each one a bucket of "

@@ -179,6 +179,26 @@ def test_a_trainer_that_is_started_again_goes_on_with_an_anchor() -> None:
     run(scenario())
 
 
+def test_an_old_list_before_it_begins_does_not_keep_a_trainer_out() -> None:
+    place = url()
+
+    async def scenario() -> None:
+        trainer, objects, engine = Trainer(place), Objects(place), WeightsEngine()
+        await trainer.steps(1)
+        old = objects.read("latest.json")
+        await trainer.steps(1)
+        trainer.start_again()
+        newest = objects.read("latest.json")
+        objects.write("latest.json", old)
+        assert (await trainer.publisher.health()).version == 1
+        objects.write("latest.json", newest)
+        await trainer.steps(1)
+        await follower(place, engine).catch_up()
+        assert engine.bits == trainer.bits_of[3]
+
+    run(scenario())
+
+
 def test_another_run_and_a_second_trainer_are_refused_by_name() -> None:
     place = url()
 
