@@ -10,7 +10,10 @@ bytes ÷ (the entropy of the places + 2 bytes for each change). Rates are of mod
 thread, by the processor's clock. "fp8" is the same in blocks of 128 x 128 in E4M3 with scales.
 
 "updates" are whole ones and deltas of as many elements as change at 1e-6, from the first checksum
-to the last in another process: through a disk and a process group, seconds beside each other.
+until another process has written them, through a disk and a process group: seconds by the clocks of
+both processors, added up, since they take turns. `floor_of_a_whole` is what a delta cannot do
+without: the comparison, and the other side's checksum. "at 1 Gbit/s" and "at 10 Gbit/s" are
+arithmetic, those seconds and bytes ÷ bandwidth, as is the bandwidth at which both take as long.
 """
 
 from __future__ import annotations
@@ -162,11 +165,12 @@ def _others(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
 
 
 def updates(transport: str, rounds: int) -> dict[str, float]:
-    """Runs on two ranks; rank 0 returns the median seconds of updates, whole and as deltas."""
+    """Runs on two ranks; rank 0 returns the median seconds of updates, by both clocks."""
     import torch
     import torch.distributed as dist
 
-    from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, WeightUpdate
+    from megatron_idempotent.rl.engines.vllm_in_place import Patched
+    from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, WeightUpdate, checksum
     from megatron_idempotent.rl.weights.last_sent import LastSent
     from megatron_idempotent.rl.weights.transports import DiskSender, ProcessGroupSender, receiver
 
@@ -178,32 +182,42 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
     torch.manual_seed(0)
     weights = {str(each): 0.02 * torch.randn(4096, 1024) for each in range(MATRICES)}
     weights = {name: each.bfloat16() for name, each in weights.items()}
-    seconds: dict[str, list[float]] = {"whole": [], "deltas": []}
+    seconds: dict[str, list[float]] = {"whole": [], "deltas": [], "floor": []}
+    nbytes = dict.fromkeys(seconds, 0)
     last = LastSent()
 
     async def send(folder: str, version: int, kind: str) -> None:
+        before = {name: tensor.clone() for name, tensor in weights.items()}
         for tensor in weights.values():
             bits = tensor.view(torch.int16)
             bits += (torch.rand(bits.shape) < CHANGED).to(torch.int16)
-        started = time.perf_counter()
+        started = time.process_time()
+        for name, tensor in weights.items():
+            checksum(tensor)
+            _ = tensor.view(torch.int16).numpy() != before[name].view(torch.int16).numpy()
+        seconds["floor"].append(time.process_time() - started)
+        nbytes[kind], started = 0, time.process_time()
         sender = DiskSender(folder) if transport == "disk" else ProcessGroupSender()
         told(0, (version, await sender.open(WeightUpdate(id=f"run/{version}", version=version))))
         for index, (name, tensor) in enumerate(weights.items()):
             bucket = Bucket.of(index, {name: tensor})
             if kind == "deltas":
                 bucket = last.changed(bucket, whole=False)
+            nbytes[kind] += bucket.nbytes
             told(0, await sender.announce(bucket))
             await sender.transmit(bucket)
             told(1)
             await sender.release(bucket)
+        theirs = told(1)
         if version > 1:
-            seconds[kind].append(time.perf_counter() - started)
+            seconds[kind].append(time.process_time() - started + theirs)
         await sender.close()
         if kind == "whole":  # what the next deltas build on
             last.changed(Bucket.of(0, weights), whole=True)
 
     def receive(served: dict[str, Any]) -> None:
         version, opened = told(0)
+        started = time.process_time()
         update = WeightUpdate(id="run", version=version, base_version=version - 1)
         infos = [TensorInfo.of(name, tensor) for name, tensor in weights.items()]
         staging = Staging(update, expected=infos, served=served.__getitem__)
@@ -212,7 +226,8 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
             staging.add(inbound.receive(told(0)))
             told(1)
         inbound.close()
-        served |= staging.complete()
+        served |= Patched(served, staging.complete()).kept()
+        told(1, time.process_time() - started)
 
     served: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -221,8 +236,21 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
                 receive(served)
             else:
                 asyncio.run(send(folder, version, ("whole", "deltas")[version % 2 and version > 1]))
-    found = {f"{kind}_s": statistics.median(each or [0.0]) for kind, each in seconds.items()}
-    return {**found, "of_a_whole": found["deltas_s"] / (found["whole_s"] or 1.0)}
+    if dist.get_rank():
+        return {}
+    took = {kind: statistics.median(each) for kind, each in seconds.items()}
+    found = {f"{kind}_s": each for kind, each in took.items()}
+    for gbit in (1, 10):
+        whole, deltas = (took[kind] + nbytes[kind] * 8e-9 / gbit for kind in ("whole", "deltas"))
+        found[f"at {gbit} Gbit/s, of_a_whole"] = deltas / whole
+    slower_s = took["deltas"] - took["whole"]
+    if slower_s > 0:
+        found["even_at_gbit_per_s"] = (nbytes["whole"] - nbytes["deltas"]) * 8e-9 / slower_s
+    return {
+        **found,
+        "of_a_whole": took["deltas"] / took["whole"],
+        "floor_of_a_whole": took["floor"] / took["whole"],
+    }
 
 
 def main() -> None:
