@@ -35,7 +35,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, shared_folder, target
+from ._case import Fault, Original, Patch, arguments, look_at_files, shared_folder, target
 
 _UNCHANGED = "Nothing was loaded on any rank."
 _PART = "Ranks may have loaded a part: load a whole checkpoint before the next step."
@@ -91,25 +91,10 @@ def _read_data(reader: Any, plan: Any, planner: Any) -> Any:
     from megatron_idempotent.window import agreement
 
     with agreement.reading(_UNCHANGED):
-        _look_at_files(reader, plan)
+        look_at_files(reader, [reader.storage_data[each.storage_index] for each in plan.items])
     future = type(reader).read_data(reader, plan, planner)
     agreement.meet(_PART)
     return future
-
-
-def _look_at_files(reader: Any, plan: Any) -> None:
-    """Raise unless each file that this rank is to read can be opened, and is long enough."""
-    ends: dict[str, int] = {}
-    for item in plan.items:
-        stored = reader.storage_data[item.storage_index]
-        end = stored.offset + stored.length
-        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
-    for name, end in ends.items():
-        path = reader.fs.concat_path(reader.path, name)
-        with reader.fs.create_stream(path, "rb") as stream:
-            length = stream.seek(0, 2)
-        if length < end:
-            raise ValueError(f"{path} has {length} bytes, and {end} were saved: it is cut")
 
 
 def _load(spoil: Callable[[Any], None]) -> dict[str, Any]:

@@ -6,7 +6,9 @@ The rest of its worker, its data and its losses are stand-ins.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from . import _standins
@@ -122,6 +124,49 @@ class SkyRL(Windows):
     def _logprobs_of(self, logits_BTV: Any, tokens_BT: Any, **_: Any) -> Any:
         self._last, logprobs_BT = self.measured(logits_BTV, tokens_BT)
         return logprobs_BT
+
+
+_DISTRIBUTED = "skyrl.backends.skyrl_train.distributed"
+STRATEGY = f"{_DISTRIBUTED}.megatron.megatron_strategy"
+_HOLDER = "megatron.core.dist_checkpointing.strategies.base"
+
+
+def import_strategy() -> Any:
+    """Import the module of `MegatronStrategy`, with a stand-in for Megatron's queue of saves.
+
+    SkyRL's Megatron had the queue in a module that ends with megatron-core 0.18.
+    """
+    from megatron.core.dist_checkpointing import strategies
+
+    _standins.replace("ray")
+    if _HOLDER not in sys.modules and importlib.util.find_spec(_HOLDER) is None:
+        sys.modules[_HOLDER] = strategies.base = ModuleType(_HOLDER)
+    absent = (*_ABSENT, "jaxtyping", "s3fs", "botocore", "boto3")
+    utils = "skyrl.backends.skyrl_train.utils.io"
+    for name in (
+        f"{utils}.s3fs",
+        f"{utils}.io",
+        f"{_DISTRIBUTED}.megatron.megatron_utils",
+        f"{_DISTRIBUTED}.strategy",
+        STRATEGY,
+    ):
+        module = _standins.import_alone(name, *absent)
+    module.io = sys.modules[f"{utils}.io"]
+    return module
+
+
+def strategy_of(chunks: list[Any]) -> tuple[Any, Any]:
+    """Return a `MegatronStrategy`, and what it takes for the model of these chunks."""
+    config = SimpleNamespace(
+        dist_ckpt_optim_fully_reshardable=False,
+        async_dist_ckpt_save=False,
+        async_dist_ckpt_strategy="mcore",
+        async_save_prestage_to_cpu=False,
+    )
+    strategy = import_strategy().MegatronStrategy(config)
+    strategy.hf_config = SimpleNamespace(save_pretrained=lambda _: None)
+    strategy.print = lambda *_: None
+    return strategy, SimpleNamespace(actor_module=chunks)
 
 
 def _optimizer_step(optimizer: Any, model: Any, scheduler: Any, name: str) -> Any:

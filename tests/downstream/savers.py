@@ -9,21 +9,24 @@ uploads and Hugging Face's formats are stand-ins.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import verl_engine
-from megatron_idempotent.patches.frameworks import _bridge, _nemo_rl, _peft, _skyrl, _standins
+from megatron_idempotent.patches.frameworks import (
+    _bridge,
+    _nemo_rl,
+    _peft,
+    _skyrl,
+    _standins,
+    _verl,
+)
 from megatron_idempotent.patches.frameworks._workers import methods
 
 from megatron_idempotent.proof.certify import Subject
 from megatron_idempotent.proof.certify.checkpoints import DistCheckpoint, LowRank, Training
-
-_HOLDER = "megatron.core.dist_checkpointing.strategies.base"
 
 
 def _import(source: str, package: str, names: tuple[str, ...], *absent: str) -> list[Any]:
@@ -45,38 +48,15 @@ class _Worker(DistCheckpoint):
 class SkyRL(_Worker):
     """Saves and loads with SkyRL's `MegatronStrategy`."""
 
-    names = (
-        "backends.skyrl_train.utils.io.s3fs",
-        "backends.skyrl_train.utils.io.io",
-        "backends.skyrl_train.distributed.megatron.megatron_utils",
-        "backends.skyrl_train.distributed.strategy",
-        "backends.skyrl_train.distributed.megatron.megatron_strategy",
-    )
-    fully = False
-
     def __init__(self) -> None:
-        """Import SkyRL, with a holder of its queue of saves, which its Megatron had in a module."""
-        from megatron.core.dist_checkpointing import strategies
-
-        _standins.replace("ray")
-        if _HOLDER not in sys.modules and importlib.util.find_spec(_HOLDER) is None:
-            sys.modules[_HOLDER] = strategies.base = ModuleType(_HOLDER)
-        absent = (*_skyrl._ABSENT, "jaxtyping", "s3fs", "botocore", "boto3")
-        self.module = _import(os.environ["SKYRL_SOURCE"], "skyrl", self.names, *absent)[-1]
-        self.module.io = sys.modules["skyrl.backends.skyrl_train.utils.io.io"]
+        """Import SkyRL before Megatron, as its program does."""
+        sys.path.insert(0, os.environ["SKYRL_SOURCE"])
+        _skyrl.import_strategy()
 
     def build(self, subject: Subject) -> None:
         super().build(subject)
-        self.config = SimpleNamespace(
-            dist_ckpt_optim_fully_reshardable=self.fully,
-            async_dist_ckpt_save=False,
-            async_dist_ckpt_strategy="mcore",
-            async_save_prestage_to_cpu=False,
-        )
-        self.strategy = self.module.MegatronStrategy(self.config)
-        self.strategy.hf_config = SimpleNamespace(save_pretrained=lambda _: None)
-        self.strategy.print = lambda *_: None
-        self.model = SimpleNamespace(actor_module=subject.chunks)
+        self.strategy, self.model = _skyrl.strategy_of(subject.chunks)
+        self.config = self.strategy.megatron_config
 
     def save(self) -> str:
         folder, subject = self._new_folder(), self.subject
@@ -108,71 +88,22 @@ class SkyRL(_Worker):
         )
 
 
-class _Config(dict):  # type: ignore[type-arg]
-    """Is a dictionary with its items as attributes, as verl's configurations are."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
-
-
 class Verl(_Worker):
     """Saves and loads with verl's `MegatronCheckpointManager`, the model in Megatron's shards."""
 
-    names = (
-        "utils.device",
-        "utils.fs",
-        "utils.checkpoint.checkpoint_manager",
-        "utils.megatron.dist_checkpointing",
-        "utils.megatron_utils",
-        "utils.checkpoint.megatron_checkpoint_manager",
-    )
     scheduler_too = False
     """verl's own default of `use_checkpoint_opt_param_scheduler`."""
 
     def __init__(self) -> None:
         """Import verl before Megatron, as its program does."""
-        _standins.replace("ray")
-        module = _import(os.environ["VERL_SOURCE"], "verl", self.names, *verl_engine._ABSENT)[-1]
-        module.get_device_name = lambda: "cuda"
-        module.is_device_available = lambda: True
-        module.get_torch_device = lambda: torch.cuda
-        module.is_non_local = lambda _: False
-        module.local_mkdir_safe = lambda path: os.makedirs(path, exist_ok=True) or path
-        module.log_with_rank = lambda *_, **__: None
-        self.module = module
+        sys.path.insert(0, os.environ["VERL_SOURCE"])
+        _verl.import_manager()
 
     def build(self, subject: Subject) -> None:
         super().build(subject)
-        self.checkpoint = _Config(async_save=False)
-        self.manager = self._manager(self.checkpoint)
-        self.of_weights = self._manager(_Config(async_save=False, load_contents=["model"]))
-
-    def _manager(self, checkpoint: _Config) -> Any:
-        megatron = SimpleNamespace(
-            dist_ckpt_optim_fully_reshardable=False,
-            distrib_optim_fully_reshardable_mem_efficient=False,
-        )
-        subject = self.subject
-        return self.module.MegatronCheckpointManager(
-            config=SimpleNamespace(
-                model=SimpleNamespace(path=""), actor=SimpleNamespace(megatron=megatron)
-            ),
-            checkpoint_config=checkpoint,
-            model_config=None,
-            transformer_config=SimpleNamespace(),
-            role="actor",
-            model=subject.chunks,
-            arch="GPTModel",
-            hf_config=None,
-            param_dtype=None,
-            share_embeddings_and_output_weights=False,
-            processing_class=None,
-            optimizer=subject.optimizer,
-            optimizer_scheduler=subject.scheduler,
-            use_distributed_optimizer=subject.chunks[0].ddp_config.use_distributed_optimizer,
-            use_checkpoint_opt_param_scheduler=self.scheduler_too,
-            use_dist_checkpointing=True,
-        )
+        held = subject.chunks, subject.optimizer, subject.scheduler
+        self.manager = _verl.manager_of(*held, scheduler_too=self.scheduler_too)
+        self.of_weights = _verl.manager_of(*held, load_contents=["model"])
 
     def save(self) -> str:
         folder = self._new_folder()

@@ -38,9 +38,13 @@ class Recipe:
 SLIME = "backends.megatron_utils"
 SKYRL = "skyrl.backends.skyrl_train.workers.megatron"
 RECIPES = {
-    "slime": Recipe("SLIME_SOURCE", (f"slime.{SLIME}",), ("slime-train-reentry",)),
+    "slime": Recipe(
+        "SLIME_SOURCE", (f"slime.{SLIME}",), ("slime-train-reentry", "slime-load-hangs")
+    ),
     "miles": Recipe("MILES_SOURCE", (f"miles.{SLIME}",), ("miles-train-reentry",)),
-    "verl": Recipe("VERL_SOURCE", ("verl.workers.engine",), ("verl-wiring-reentry",)),
+    "verl": Recipe(
+        "VERL_SOURCE", ("verl.workers.engine",), ("verl-wiring-reentry", "verl-load-half-done")
+    ),
     "nemo-rl": Recipe(
         "NEMO_RL_SOURCE",
         (),
@@ -53,7 +57,7 @@ RECIPES = {
     "skyrl": Recipe(
         "SKYRL_SOURCE",
         (f"{SKYRL}.megatron_model_wrapper", f"{SKYRL}.megatron_worker"),
-        ("skyrl-failed-window-kept", "skyrl-refit-before-gather"),
+        ("skyrl-failed-window-kept", "skyrl-refit-before-gather", "skyrl-checkpoint-hangs"),
         absent=(
             "megatron.bridge",
             "transformers",

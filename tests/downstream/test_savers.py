@@ -38,18 +38,39 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("adapter", FAILED)
-def test_a_run_goes_on_as_it_was_saved(adapter, monkeypatch, megatron_rank_pool):
-    variables, expected = FAILED[adapter]
-    for variable in variables:
+FAILURES = (
+    "failed-save",
+    "failed-load-file-missing",
+    "failed-load-file-truncated",
+    "failed-load-rank-cannot-read",
+)
+
+
+@pytest.fixture
+def found(request, monkeypatch, megatron_rank_pool):
+    """The checks that fail for an adapter, and why."""
+    adapter, layout, checks = request.param
+    for variable in FAILED[adapter][0]:
         if not os.environ.get(variable):
             pytest.skip(f"{variable} names no checkout")
         monkeypatch.syspath_prepend(os.environ[variable])  # where `apply()` finds it
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    options = {"checks": CHECKS, "layouts": ["tp2-pp2-bf16-distopt"], "pool": megatron_rank_pool}
-    found = {
-        each.check: each.fault
-        for each in certify(f"savers:{adapter}", **options)
-        if each.verdict == "failed"
-    }
+    options = {"checks": checks, "layouts": [layout], "pool": megatron_rank_pool}
+    results = certify(f"savers:{adapter}", **options)
+    return {each.check: each.fault for each in results if each.verdict == "failed"}
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [((name, "tp2-pp2-bf16-distopt", CHECKS), failed) for name, (_, failed) in FAILED.items()],
+    indirect=["found"],
+)
+def test_a_run_goes_on_as_it_was_saved(found, expected):
     assert found.keys() == expected, found
+
+
+@pytest.mark.parametrize(
+    "found", [(name, "dp2-bf16-distopt", FAILURES) for name in FAILED], indirect=True
+)
+def test_a_failure_on_one_rank_is_known_to_all_and_changes_nothing(found):
+    assert not found

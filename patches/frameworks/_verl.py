@@ -1,0 +1,89 @@
+"""Sets up verl's manager of checkpoints around a tiny model, for reproductions.
+
+Devices, logs and folders of Hugging Face are stand-ins.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from . import _standins
+
+ABSENT = ("transformers", "omegaconf", "tensordict", "mbridge", "peft")
+MANAGER = "verl.utils.checkpoint.megatron_checkpoint_manager"
+
+
+def import_manager() -> Any:
+    """Import the module of `MegatronCheckpointManager`."""
+    _standins.replace("ray")
+    for name in (
+        "verl.utils.device",
+        "verl.utils.fs",
+        "verl.utils.checkpoint.checkpoint_manager",
+        "verl.utils.megatron.dist_checkpointing",
+        "verl.utils.megatron_utils",
+        MANAGER,
+    ):
+        module = _standins.import_alone(name, *ABSENT)
+    import torch
+
+    module.get_device_name = lambda: "cuda"
+    module.is_device_available = lambda: True
+    module.get_torch_device = lambda: torch.cuda
+    module.is_non_local = lambda _: False
+    module.local_mkdir_safe = _make
+    module.log_with_rank = lambda *_, **__: None
+    return module
+
+
+def _make(path: str) -> str:
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+class _Config(dict):  # type: ignore[type-arg]
+    """Is a dictionary with its items as attributes, as verl's configurations are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+def manager_of(
+    chunks: list[Any],
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    scheduler_too: bool = False,
+    **checkpoint: Any,
+) -> Any:
+    """Return a manager that has the model in Megatron's shards.
+
+    `checkpoint` is its configuration, and `scheduler_too` is `use_checkpoint_opt_param_scheduler`,
+    which is off in verl.
+    """
+    megatron = SimpleNamespace(
+        dist_ckpt_optim_fully_reshardable=False,
+        distrib_optim_fully_reshardable_mem_efficient=False,
+    )
+    return import_manager().MegatronCheckpointManager(
+        config=SimpleNamespace(
+            model=SimpleNamespace(path=""), actor=SimpleNamespace(megatron=megatron)
+        ),
+        checkpoint_config=_Config(async_save=False, **checkpoint),
+        model_config=None,
+        transformer_config=SimpleNamespace(),
+        role="actor",
+        model=chunks,
+        arch="GPTModel",
+        hf_config=None,
+        param_dtype=None,
+        share_embeddings_and_output_weights=False,
+        processing_class=None,
+        optimizer=optimizer,
+        optimizer_scheduler=scheduler,
+        use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
+        use_checkpoint_opt_param_scheduler=scheduler_too,
+        use_dist_checkpointing=True,
+    )

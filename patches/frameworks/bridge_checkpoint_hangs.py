@@ -1,0 +1,84 @@
+"""A save or load by Megatron-Bridge that fails on one rank leaves the others waiting.
+
+Symptom:
+    One rank cannot open a file of the checkpoint, or rank 0 cannot write one. It raises, and the
+    others wait for it until their collective's timeout.
+
+Cause:
+    `_load_base_checkpoint` reads what is common to all ranks on each of them alone, and the others
+    go on to a broadcast of the run's configuration. `save_checkpoint` writes files on rank 0, and
+    has barriers after them.
+
+Affects:
+    Every release, read from 0.3.0 to 0.6.0, and main of August 2026. NeMo-RL calls these functions.
+    What the patch does: ranks tell each other whether they have failed, after they have read that,
+    at barriers and at the end, and all raise. Saves and loads must be called on all ranks.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/checkpointing.py,
+    `_load_base_checkpoint`; no thread found.
+
+Remove when:
+    both raise on all ranks where one fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.patches._case import Original, Patch, shared_folder, target
+
+from . import _checkpoints
+
+
+def load_base(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Read what is common to all ranks, and go on if all have it."""
+    from megatron_idempotent.window import agreement
+
+    found = original(*args, **kwargs)
+    agreement.meet(_checkpoints.UNCHANGED)
+    return found
+
+
+def reproduce() -> None:
+    """Load where rank 1 cannot open files."""
+    run, folder = _saved()
+    _checkpoints.expect_told(lambda: run.load(folder))
+
+
+def neighbour() -> object:
+    """Save, write over the weights, and load; return the weights."""
+    import torch
+
+    run, folder = _saved()
+    weights = list(run.held[0][0].parameters())
+    with torch.no_grad():
+        for each in weights:
+            each.zero_()
+        run.load(folder)
+    return [each.detach().float().numpy().tobytes() for each in weights]
+
+
+def _saved() -> tuple[Any, str]:
+    from ._bridge import Checkpoints
+
+    run, folder = Checkpoints.after_a_step(), shared_folder()
+    run.save(folder)
+    return run, folder
+
+
+PATCH = Patch(
+    "a save or load by Megatron-Bridge that fails on one rank leaves the others waiting",
+    target(
+        "bridge.training.checkpointing:load_checkpoint",
+        _checkpoints.load,
+        "_load_checkpoint_from_path",
+    ),
+    target("bridge.training.checkpointing:_load_base_checkpoint", load_base, "load_dir"),
+    target(
+        "bridge.training.checkpointing:save_checkpoint",
+        _checkpoints.save,
+        "torch.distributed.barrier()",
+    ),
+    since="0.3",
+)

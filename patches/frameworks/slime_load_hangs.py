@@ -1,0 +1,63 @@
+"""A load by slime that fails on one rank leaves the others waiting.
+
+Symptom:
+    One rank cannot look into the checkpoint's folder, or does not see it. It raises, and the others
+    wait for it until their collective's timeout.
+
+Cause:
+    slime's `load_checkpoint` looks for the folder, and what is in it, on each rank alone, and then
+    calls Megatron's, where ranks meet.
+
+Affects:
+    Every release that has `slime.backends.megatron_utils.checkpoint.load_checkpoint`, and main of
+    August 2026. What the patch does: ranks tell each other whether they have failed, where
+    Megatron's load begins (`spoilt-checkpoint-ends-well`) and at the end, and all raise. It must be
+    called on all ranks.
+
+Upstream:
+    https://github.com/THUDM/slime/blob/main/slime/backends/megatron_utils/checkpoint.py,
+    `load_checkpoint`; no thread found.
+
+Remove when:
+    it raises on all ranks where one fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.patches._case import Patch, program, shared_folder, target
+
+from . import _checkpoints
+
+_MODULE = "slime.backends.megatron_utils.checkpoint"
+
+
+def reproduce() -> None:
+    """Load where rank 1 cannot open files."""
+    _checkpoints.expect_told(_saved())
+
+
+def neighbour() -> object:
+    """Load what was saved; return the iteration."""
+    return _saved()()[0]
+
+
+def _saved() -> Any:
+    """Save, and return a function that loads."""
+    from ._standins import import_alone
+
+    slime = import_alone(_MODULE)  # before Megatron, as slime's program does
+    from megatron.training import checkpointing
+
+    running = program(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
+    running.args.save = running.args.load = shared_folder()
+    checkpointing.save_checkpoint(3, running.chunks, None, None, 0)
+    return lambda: slime.load_checkpoint(running.chunks, None, None, {}, False)
+
+
+PATCH = Patch(
+    "a load by slime that fails on one rank leaves the others waiting",
+    target(f"{_MODULE}:load_checkpoint", _checkpoints.load, "_load_checkpoint_megatron"),
+    since="0.1",
+)

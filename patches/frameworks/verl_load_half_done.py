@@ -1,0 +1,149 @@
+"""A load by verl that fails leaves weights of the checkpoint beside an optimizer that is not.
+
+Symptom:
+    A file of a checkpoint is missing or cut. `load_checkpoint` raises, and weights, which were
+    loaded before, are those of the checkpoint; optimizer and main parameters are those of the run.
+    Or one rank cannot look into the folder: it raises, and the others wait for it.
+
+Cause:
+    A checkpoint has three folders, `model`, `optimizer` and `extra`, and
+    `MegatronCheckpointManager.load_checkpoint` loads one after the other into the run. What it
+    reads before it calls Megatron is each rank's own.
+
+Affects:
+    0.9 and main of August 2026; earlier releases have one folder. What the patch does: before the
+    first folder is loaded, ranks look at the files of all that will be, each at some of them, and
+    all raise if one is missing, cut or cannot be opened. So do they where a rank fails later, or
+    cannot write (`save_checkpoint`). Saves and loads must be called on all ranks. As before is a
+    load with `use_megatron_fsdp`, but for what ranks tell each other at its end.
+
+Upstream:
+    https://github.com/verl-project/verl/blob/main/verl/utils/checkpoint/megatron_checkpoint_manager.py,
+    `MegatronCheckpointManager.load_checkpoint`; no thread found.
+
+Remove when:
+    verl reads all folders before it writes into the run, and raises on all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from megatron_idempotent.patches._case import (
+    Fault,
+    Original,
+    Patch,
+    arguments,
+    bench,
+    look_at_files,
+    shared_folder,
+    target,
+)
+
+from . import _checkpoints
+from ._verl import MANAGER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def load(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Look at all files, and load them, or raise on all ranks."""
+    return _checkpoints.load(_load, original, self, *args, **kwargs)
+
+
+def _load(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from megatron_idempotent.window import agreement
+
+    path = arguments(original, (self, *args), kwargs)["local_path"]
+    with agreement.reading(_checkpoints.UNCHANGED):
+        for folder in _folders(self, sys.modules[original.__module__], path):
+            _look(folder)
+    return original(self, *args, **kwargs)
+
+
+def _folders(self: Any, module: Any, path: str) -> Iterator[str]:
+    """Yield the folders of Megatron's shards that the manager will load."""
+    if self.use_megatron_fsdp:
+        return
+    adapters = self.should_load_hf_model and self.peft_cls is not None
+    for wanted, name in (
+        (self.should_load_dist_ckpt_model or adapters, "model"),
+        (self.should_load_optimizer, "optimizer"),
+        (self.should_load_extra, "extra"),
+    ):
+        if wanted:
+            yield getattr(module, f"get_{name}_dist_checkpoint_path")(path)
+
+
+def _look(folder: str) -> None:
+    """Look at this rank's share of the files in a folder."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    reader = FileSystemReader(folder)
+    stored = reader.read_metadata().storage_data.values()
+    names = sorted({each.relative_path for each in stored})
+    own = names[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
+    look_at_files(reader, [each for each in stored if each.relative_path in own])
+
+
+def reproduce() -> None:
+    """Load where rank 1 cannot open files; then without a file of the optimizer's."""
+    import os
+    from pathlib import Path
+
+    import torch
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from ._checkpoints import expect_told
+
+    model, load, folder = _saved()
+    expect_told(load)
+    model.train_step(1, data_seed=1)
+    before = model.parameters()
+    if torch.distributed.get_rank() == 0:
+        largest = max(Path(folder, "optimizer").rglob("*.distcp"), key=lambda f: f.stat().st_size)
+        os.truncate(largest, largest.stat().st_size // 2)
+    torch.distributed.barrier()
+    try:
+        load()
+    except (Exception, CheckpointException):  # noqa: BLE001  what is left counts
+        if model.parameters().equal(before):
+            return
+    raise Fault("a file of the optimizer's is cut, and weights are loaded")
+
+
+def neighbour() -> object:
+    """Save, train on, and load; return the weights."""
+    model, load, _ = _saved()
+    model.train_step(1, data_seed=1)
+    load()
+    return model.parameters().numpy().tobytes()
+
+
+def _saved() -> tuple[Any, Any, str]:
+    """Return a model after a step, a function that loads that step, and its folder."""
+    import torch
+
+    from ._verl import import_manager, manager_of
+
+    import_manager()  # before Megatron, as verl's program does
+    model, folder = bench(), shared_folder()
+    model.train_step(1, data_seed=0)
+    manager = manager_of(model.chunks, model.optimizer, None)
+    manager.save_checkpoint(folder)
+    # Megatron copies into fp32 parameters in place.
+    return model, lambda: torch.no_grad()(manager.load_checkpoint)(folder), folder
+
+
+_OF = f"{MANAGER}:MegatronCheckpointManager"
+PATCH = Patch(
+    "a load by verl that fails leaves weights of the checkpoint beside another optimizer",
+    target(f"{_OF}.load_checkpoint", load, "self._load_content_metadata(metadata_source)"),
+    target(
+        f"{_OF}.save_checkpoint", _checkpoints.save, "self._save_transformer_config(local_path)"
+    ),
+    since="0.9",
+)
