@@ -173,28 +173,31 @@ def machine(megatron_ranks: Any, ranks: int, engine: str, options: dict[str, Any
     return Program
 
 
-def _settings(examples: int) -> settings:
-    return settings(
-        max_examples=examples,
+#: A program of all operations, with pieces of other sizes on each replica, and of none.
+PROGRAM: list[Any] = [
+    *[("begin",), ("export",), ("microbatch", (1, 2), False), ("logprobs",)],
+    *[("microbatch", (0, 1), False), ("evaluate",), ("microbatch", (2, 0), True), ("finish",)],
+    *[("export",), ("begin",), ("microbatch", (1, 1), False), ("abort",), ("logprobs",)],
+    *[("begin",), ("microbatch", (3, 2), False), ("finish",), ("evaluate",)],
+    *[("begin",), ("finish",), ("logprobs",), ("export",)],
+]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2, all-reduce", "pp2", "fsdp2"])
+def test_a_program_of_all_operations(megatron_ranks, layout):
+    ranks, engine, options = LAYOUTS[layout]
+    megatron_ranks(ranks, ran, engine, options, PROGRAM)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_any_program_of_many(megatron_ranks, layout):
+    many = settings(
+        max_examples=100,
         stateful_step_count=24,
         deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-
-
-#: Programs of a few, by layout.
-FEW = {"dp2": 3, "dp2, all-reduce": 1, "pp2": 3, "fsdp2": 2}
-
-
-@pytest.mark.parametrize("layout", list(FEW))
-def test_any_program_of_a_few(megatron_ranks, layout):
-    few = _settings(FEW[layout])
-    run_state_machine_as_test(machine(megatron_ranks, *LAYOUTS[layout]), settings=few)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_any_program_of_many(megatron_ranks, layout):
-    run_state_machine_as_test(machine(megatron_ranks, *LAYOUTS[layout]), settings=_settings(100))
+    run_state_machine_as_test(machine(megatron_ranks, *LAYOUTS[layout]), settings=many)
