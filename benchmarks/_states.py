@@ -49,7 +49,7 @@ before 0.16 cannot save torch's Adam of today.
 
 What fails, and why:
 
-- *`fully_sharded_model_space` cannot be saved any more*, from 0.18 on, though it is what
+- *`fully_sharded_model_space` cannot be saved any more*, from 0.16 on, though it is what
   `DistributedOptimizer.sharded_state_dict` takes where its caller names no format.
 - *A rank may crash after a save that it could not write, on Python 3.12.0 and 3.12.1*: torch's
   writer leaves a view of an `io.BytesIO` in a reference cycle, and these end in the collector there
