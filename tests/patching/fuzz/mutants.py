@@ -851,7 +851,8 @@ def slots(text_of: _Texts, targets: Sequence[Target]) -> Iterator[Around]:
             ) -> bool | None:
                 wrapped = f"{home}:{owner}."
                 mine = any(target.address.startswith(wrapped) for target in patch.targets)
-                keeps = any("megatron_idempotent" in name for name in used)
+                # An attribute of ours, and not a module that is imported.
+                keeps = any("_megatron_idempotent" in name for name in used)
                 return True if mine and keeps else None
 
             yield Around("slots", f"{home}:{owner}", change, concerns)
