@@ -7,7 +7,7 @@ file names that error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.megatron.targets import PIPELINED as PIPELINED
@@ -213,20 +213,6 @@ def shared_folder() -> str:
     made = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
     torch.distributed.broadcast_object_list(made)
     return made[0]
-
-
-def look_at_files(reader: Any, items: Iterable[Any]) -> None:
-    """Raise unless each file with one of these items of a checkpoint can be opened and is whole."""
-    ends: dict[str, int] = {}
-    for stored in items:
-        end = stored.offset + stored.length
-        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
-    for name, end in ends.items():
-        path = reader.fs.concat_path(reader.path, name)
-        with reader.fs.create_stream(path, "rb") as stream:
-            length = stream.seek(0, 2)
-        if length < end:
-            raise ValueError(f"{path} has {length} bytes, and {end} were saved: it is cut")
 
 
 def once_there(path: Any, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:

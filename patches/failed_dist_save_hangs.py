@@ -32,26 +32,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ._case import Fault, Original, Patch, shared_folder, target
+from ._checkpoints import NOT_SAVED, save
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-_NOT_SAVED = "Take the run for not saved: the checkpoint before is the last one."
-
-
-def save(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Save on all ranks, or raise on all of them."""
-    from megatron_idempotent.window import agreement
-
-    with agreement.as_one_at_barriers(_NOT_SAVED):
-        return original(*args, **kwargs)
 
 
 def meet(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Hear of ranks that failed, and go on to the collectives of `original` if there are none."""
     from megatron_idempotent.window import agreement
 
-    agreement.meet(_NOT_SAVED)
+    agreement.meet(NOT_SAVED)
     return original(*args, **kwargs)
 
 
@@ -63,18 +54,14 @@ def save_state_dict_async_finalize(
 
     finish, held = storage_writer.finish, []
     storage_writer.finish = lambda *args, **kwargs: held.append((args, kwargs))
-    with agreement.as_one(_NOT_SAVED):
+    with agreement.as_one(NOT_SAVED):
         try:
             original(storage_writer, *args, **kwargs)
         finally:
             del storage_writer.finish
-        error = None
-        try:
+        with agreement.attempt(NOT_SAVED):
             for given, named in held:
                 finish(*given, **named)
-        except Exception as failed:  # noqa: BLE001  all ranks raise it
-            error = failed
-        agreement.meet(_NOT_SAVED, error)
 
 
 def schedule_async_request(original: Original, self: Any, async_request: Any) -> Any:
@@ -87,7 +74,7 @@ def schedule_async_request(original: Original, self: Any, async_request: Any) ->
 def _finalize(functions: list[Callable[[], None]]) -> None:
     from megatron_idempotent.window import agreement
 
-    with agreement.as_one_at_barriers(_NOT_SAVED):
+    with agreement.as_one_at_barriers(NOT_SAVED):
         for each in functions:
             each()
 

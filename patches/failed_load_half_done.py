@@ -35,10 +35,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, look_at_files, shared_folder, target
-
-_UNCHANGED = "Nothing was loaded on any rank."
-_PART = "Ranks may have loaded a part: load a whole checkpoint before the next step."
+from ._case import Fault, Original, Patch, arguments, shared_folder, target
+from ._checkpoints import PART, UNCHANGED, look_at_files
 
 
 def load(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +57,7 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
         if isinstance(each, ShardedTensor) and each.allow_shape_mismatch and each.data is not None
     ]
     try:
-        with agreement.as_one(_PART):
+        with agreement.as_one(PART):
             return original(*args, **kwargs)
     except BaseException as error:  # torch's CheckpointException is no Exception
         for tensor, before in emptied:
@@ -73,7 +71,7 @@ def determine_global_metadata(original: Original, *args: Any, **kwargs: Any) -> 
     """Exchange what is to be loaded, unless a rank could not even begin."""
     from megatron_idempotent.window import agreement
 
-    agreement.meet(_UNCHANGED)
+    agreement.meet(UNCHANGED)
     return original(*args, **kwargs)
 
 
@@ -90,10 +88,10 @@ def get_filesystem_reader(original: Original, *args: Any, **kwargs: Any) -> Any:
 def _read_data(reader: Any, plan: Any, planner: Any) -> Any:
     from megatron_idempotent.window import agreement
 
-    with agreement.reading(_UNCHANGED):
+    with agreement.attempt(UNCHANGED):
         look_at_files(reader, [reader.storage_data[each.storage_index] for each in plan.items])
     future = type(reader).read_data(reader, plan, planner)
-    agreement.meet(_PART)
+    agreement.meet(PART)
     return future
 
 

@@ -25,19 +25,8 @@ Remove when:
 
 from __future__ import annotations
 
-from typing import Any
-
-from ._case import Fault, Original, Patch, program, shared_folder, target
-
-_NOT_SAVED = "Take the run for not saved: the checkpoint before is the last one."
-
-
-def save_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Save on all ranks, or raise on all of them."""
-    from megatron_idempotent.window import agreement
-
-    with agreement.as_one_at_barriers(_NOT_SAVED):
-        return original(*args, **kwargs)
+from . import _checkpoints
+from ._case import Fault, Patch, program, shared_folder, target
 
 
 def reproduce() -> None:
@@ -74,5 +63,5 @@ def neighbour() -> object:
 
 PATCH = Patch(
     "a save that one rank cannot write leaves the others waiting",
-    target("checkpointing.save_checkpoint", save_checkpoint, "torch.distributed.barrier()"),
+    target("checkpointing.save_checkpoint", _checkpoints.save, "torch.distributed.barrier()"),
 )

@@ -32,8 +32,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._case import Fault, Original, Patch, arguments, program, shared_folder, target
-
-_UNCHANGED = "Nothing was loaded on any rank."
+from ._checkpoints import PART, UNCHANGED
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +41,7 @@ def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
 
     from megatron_idempotent.window import agreement
 
-    with agreement.as_one("Ranks may have loaded a part: load a whole checkpoint before a step."):
+    with agreement.as_one(PART):
         try:
             return original(*args, **kwargs)
         except SystemExit as left:
@@ -63,8 +62,8 @@ def read_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
     # Both of upstream's read in a cloud, too.
     has = vars(checkpointing)
     opened = has.get("open_file") or has["maybe_msc"].open
-    with agreement.as_one(_UNCHANGED):
-        with agreement.reading(_UNCHANGED):
+    with agreement.as_one(UNCHANGED):
+        with agreement.attempt(UNCHANGED):
             with opened(name, "r") as file:
                 said = file.read().strip()
             if said != "release" and not said.isdecimal():
@@ -81,7 +80,7 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     found = original(*args, **kwargs)
     call = arguments(original, args, kwargs)
     if found[3] is checkpointing.CheckpointType.LEGACY and not call["rank0"]:
-        with agreement.reading(_UNCHANGED):
+        with agreement.attempt(UNCHANGED):
             if not found[2]:  # a release has no state of an optimizer
                 _look_at_optimizer(call["args"], found[1])
     return found

@@ -229,16 +229,16 @@ def meet(consequence: str, error: BaseException | None = None) -> None:
 
 
 @contextmanager
-def reading(consequence: str) -> Iterator[None]:
-    """Raise on all ranks if one of them cannot read what it reads here; ranks `meet` at the end.
+def attempt(consequence: str) -> Iterator[None]:
+    """Raise on all ranks if one cannot read or write a file here; ranks `meet` at the end.
 
-    It stands within `as_one`. What counts as unreadable is an `OSError` or a `ValueError`.
+    It stands within `as_one`. What counts is an `OSError` or a `ValueError`.
     """
     error = None
     try:
         yield
-    except (OSError, ValueError) as unreadable:
-        error = unreadable
+    except (OSError, ValueError) as failed:
+        error = failed
     meet(consequence, error)
 
 

@@ -26,9 +26,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_idempotent.patches import _checkpoints
 from megatron_idempotent.patches._case import Original, Patch, shared_folder, target
-
-from . import _checkpoints
 
 
 def load_base(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -48,15 +47,8 @@ def reproduce() -> None:
 
 def neighbour() -> object:
     """Save, write over the weights, and load; return the weights."""
-    import torch
-
     run, folder = _saved()
-    weights = list(run.held[0][0].parameters())
-    with torch.no_grad():
-        for each in weights:
-            each.zero_()
-        run.load(folder)
-    return [each.detach().float().numpy().tobytes() for each in weights]
+    return _checkpoints.loaded_over(run.held[0][0].parameters(), lambda: run.load(folder))
 
 
 def _saved() -> tuple[Any, str]:

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_idempotent.patches import _checkpoints
 from megatron_idempotent.patches._case import Patch, bench, shared_folder, target
 
-from . import _checkpoints
 from ._skyrl import STRATEGY
 
 
@@ -40,15 +40,9 @@ def reproduce() -> None:
 
 def neighbour() -> object:
     """Save, write over the weights, and load; return the weights."""
-    import torch
-
     folder, strategy, held = _saved()
-    weights = list(held.actor_module[0].parameters())
-    with torch.no_grad():
-        for each in weights:
-            each.zero_()
-    strategy.load_checkpoint(held, folder)
-    return [each.detach().float().numpy().tobytes() for each in weights]
+    weights = held.actor_module[0].parameters()
+    return _checkpoints.loaded_over(weights, lambda: strategy.load_checkpoint(held, folder))
 
 
 def _saved() -> tuple[str, Any, Any]:

@@ -26,9 +26,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_idempotent.patches import _checkpoints
 from megatron_idempotent.patches._case import Patch, program, shared_folder, target
-
-from . import _checkpoints
 
 _MODULE = "slime.backends.megatron_utils.checkpoint"
 

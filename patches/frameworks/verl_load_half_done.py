@@ -30,18 +30,17 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from megatron_idempotent.patches import _checkpoints
 from megatron_idempotent.patches._case import (
     Fault,
     Original,
     Patch,
     arguments,
     bench,
-    look_at_files,
     shared_folder,
     target,
 )
 
-from . import _checkpoints
 from ._verl import MANAGER
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def _load(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     from megatron_idempotent.window import agreement
 
     path = arguments(original, (self, *args), kwargs)["local_path"]
-    with agreement.reading(_checkpoints.UNCHANGED):
+    with agreement.attempt(_checkpoints.UNCHANGED):
         for folder in _folders(self, sys.modules[original.__module__], path):
             _look(folder)
     return original(self, *args, **kwargs)
@@ -86,7 +85,7 @@ def _look(folder: str) -> None:
     stored = reader.read_metadata().storage_data.values()
     names = sorted({each.relative_path for each in stored})
     own = names[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
-    look_at_files(reader, [each for each in stored if each.relative_path in own])
+    _checkpoints.look_at_files(reader, [each for each in stored if each.relative_path in own])
 
 
 def reproduce() -> None:
@@ -97,10 +96,8 @@ def reproduce() -> None:
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from ._checkpoints import expect_told
-
     model, load, folder = _saved()
-    expect_told(load)
+    _checkpoints.expect_told(load)
     model.train_step(1, data_seed=1)
     before = model.parameters()
     if torch.distributed.get_rank() == 0:

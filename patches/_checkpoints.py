@@ -1,22 +1,22 @@
-"""Shares what case files about frameworks' savers and loaders have in common."""
+"""Shares what case files about savers and loaders have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from megatron_idempotent.patches._case import Fault, Original
+from ._case import Fault, Original
 
-_NOT_SAVED = "Take the run for not saved: the checkpoint before is the last one."
+NOT_SAVED = "Take the run for not saved: the checkpoint before is the last one."
 UNCHANGED = "Nothing was loaded on any rank."
-_PART = "Ranks may have loaded a part: load a whole checkpoint before a step."
+PART = "Ranks may have loaded a part: load a whole checkpoint before a step."
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Save on all ranks, or raise on all of them."""
     from megatron_idempotent.window import agreement
 
-    with agreement.as_one_at_barriers(_NOT_SAVED):
+    with agreement.as_one_at_barriers(NOT_SAVED):
         return original(*args, **kwargs)
 
 
@@ -24,8 +24,22 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Load on all ranks, or raise on all of them."""
     from megatron_idempotent.window import agreement
 
-    with agreement.as_one_at_barriers(_PART):
+    with agreement.as_one_at_barriers(PART):
         return original(*args, **kwargs)
+
+
+def look_at_files(reader: Any, items: Iterable[Any]) -> None:
+    """Raise unless each file with one of these items of a checkpoint can be opened and is whole."""
+    ends: dict[str, int] = {}
+    for stored in items:
+        end = stored.offset + stored.length
+        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
+    for name, end in ends.items():
+        path = reader.fs.concat_path(reader.path, name)
+        with reader.fs.create_stream(path, "rb") as stream:
+            length = stream.seek(0, 2)
+        if length < end:
+            raise ValueError(f"{path} has {length} bytes, and {end} were saved: it is cut")
 
 
 def expect_told(load: Callable[[], object]) -> None:
@@ -49,3 +63,15 @@ def expect_told(load: Callable[[], object]) -> None:
     torch.distributed.all_gather_object(told, failed)
     if told[0] != told[1]:
         raise Fault("rank 1 could not load, and rank 0 waited for it")
+
+
+def loaded_over(weights: Iterable[Any], load: Callable[[], object]) -> list[bytes]:
+    """Write zeros over weights, load, and return what they are then."""
+    import torch
+
+    weights = list(weights)
+    with torch.no_grad():
+        for each in weights:
+            each.zero_()
+        load()
+    return [each.detach().float().numpy().tobytes() for each in weights]
