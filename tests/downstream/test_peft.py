@@ -118,7 +118,6 @@ def built(source, kind, layout, more):
 
 def _drop_the_same(module):
     """Let each adapter drop what its place in the whole model says, in all microbatches."""
-    import torch
     from megatron.core import parallel_state
 
     ranks = parallel_state.get_tensor_model_parallel_world_size()
@@ -145,7 +144,6 @@ def _drop_the_same(module):
 
 def recomputed(source, kind, layout):
     """Runs on a rank: the gradients without recomputation, and with each kind of it."""
-    import torch
     from megatron_idempotent.patches.frameworks import _peft
 
     import megatron_idempotent
@@ -277,30 +275,32 @@ def assert_as_one_rank(megatron_ranks, source, kind, case):
     assert seen == set(whole)
 
 
-@pytest.mark.parametrize("name", tiered(BRIDGE, USUAL))
-def test_bridges_adapters_get_the_gradients_of_one_rank(megatron_ranks, name):
-    source = os.environ.get("MEGATRON_BRIDGE_SOURCE")
-    if source is None:
+@pytest.fixture
+def source():
+    """The folder that holds Megatron-Bridge's package."""
+    found = os.environ.get("MEGATRON_BRIDGE_SOURCE")
+    if found is None:
         pytest.skip("no source of megatron-bridge is given")
+    return found
+
+
+@pytest.mark.parametrize("name", tiered(BRIDGE, USUAL))
+def test_bridges_adapters_get_the_gradients_of_one_rank(megatron_ranks, source, name):
     assert_as_one_rank(megatron_ranks, source, name.split()[0], BRIDGE[name])
 
 
 @pytest.mark.parametrize("layout", [SP, {"tp": 2}], ids=["sp", "tp"])
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
-def test_recomputed_adapters_drop_what_they_dropped(megatron_ranks, kind, layout):
-    source = os.environ.get("MEGATRON_BRIDGE_SOURCE")
-    if source is None:
-        pytest.skip("no source of megatron-bridge is given")
+def test_recomputed_adapters_drop_what_they_dropped(megatron_ranks, source, kind, layout):
     for right, *others in megatron_ranks(2, recomputed, source, kind, layout):
         assert right.abs().max() > 0
         assert [each.equal(right) for each in others] == [True, True]
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
-def test_adapters_alone_are_saved_and_loaded_in_another_layout(megatron_ranks, tmp_path, kind):
-    source = os.environ.get("MEGATRON_BRIDGE_SOURCE")
-    if source is None:
-        pytest.skip("no source of megatron-bridge is given")
+def test_adapters_alone_are_saved_and_loaded_in_another_layout(
+    megatron_ranks, source, tmp_path, kind
+):
     megatron_ranks(2, through_checkpoint, source, kind, SP, str(tmp_path), False)
     assert megatron_ranks(1, through_checkpoint, source, kind, {}, str(tmp_path), True) == [[]]
 
@@ -310,28 +310,29 @@ def test_adapters_alone_are_saved_and_loaded_in_another_layout(megatron_ranks, t
     [("LoRA", SP), ("DoRA", SP), ("DoRA", {"pp": 2}), ("LoRA", MOE | SP | {"etp": 2})],
     ids=["LoRA-tp", "DoRA-tp", "DoRA-pp", "LoRA-etp"],
 )
-def test_exports_of_two_ranks_are_those_of_one(megatron_ranks, kind, layout):
-    source = os.environ.get("MEGATRON_BRIDGE_SOURCE")
-    if source is None:
-        pytest.skip("no source of megatron-bridge is given")
+def test_exports_of_two_ranks_are_those_of_one(megatron_ranks, source, kind, layout):
     stages = {"layers_per_stage": 1} if "pp" in layout else {}
     alone = {name: value for name, value in layout.items() if name == "experts"}
     (right,) = megatron_ranks(1, exports, source, kind, alone, {})
     for found in megatron_ranks(2, exports, source, kind, layout | stages, {}):
         for own, whole in zip(found, right, strict=True):
             assert own.keys() == whole.keys()
-            assert [n for n in own if not own[n].allclose(whole[n], rtol=1e-5)] == []
+        factors, merged, base = zip(found, right, strict=True)
+        for own, whole in factors, base:
+            assert [name for name in own if not own[name].equal(whole[name])] == []
+        for name, value in merged[1].items():
+            # A product of 4 terms, a sum, and DoRA's norm of a row, which adds up its squares.
+            roundings = value.shape[-1] + 16
+            bound = roundings * torch.finfo(value.dtype).eps * value.abs().max()
+            assert (merged[0][name] - value).abs().max() <= bound, name
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
-def test_peft_computes_with_an_export_what_the_merged_model_does(megatron_ranks, tmp_path, kind):
-    source = os.environ.get("MEGATRON_BRIDGE_SOURCE")
-    if source is None:
-        pytest.skip("no source of megatron-bridge is given")
+def test_peft_computes_with_an_export_what_the_merged_model_does(
+    megatron_ranks, source, tmp_path, kind
+):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    import torch
-
     found = megatron_ranks(2, exports, source, kind, SP, {}, str(tmp_path))
     _, *both = found[0]
     width = both[0]["model.layers.0.mlp.gate_proj.weight"].shape
@@ -349,9 +350,11 @@ def test_peft_computes_with_an_export_what_the_merged_model_does(megatron_ranks,
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         right, plain = (model(tokens).logits for model in (merged, base))
-        adapted = peft.PeftModel.from_pretrained(base, str(tmp_path)).double()
-        assert adapted(tokens).logits.allclose(right, atol=1e-5)
-    assert not plain.allclose(right, atol=1e-3)
+        found = peft.PeftModel.from_pretrained(base, str(tmp_path)).double()(tokens).logits
+    # Whatever the weights, transformers computes norms and softmaxes in float32: seven follow each
+    # other on both sides. What comes after one makes its error at most some 16 times as large.
+    bound = 2 * 7 * 16 * 2.0**-24 * right.norm()
+    assert (found - right).norm() <= bound < (plain - right).norm() / 1e3
 
 
 @pytest.mark.parametrize("name", tiered(MCORE, USUAL))

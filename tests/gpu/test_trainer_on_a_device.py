@@ -37,7 +37,11 @@ def trained(out: Path, device: str, *more: str) -> list[dict[str, Any]]:
     command.start_ranks(job)
     assert (out / "model" / "model.safetensors").exists()
     return [
-        {name: value for name, value in row.items() if not name.startswith(("timing/", "sync/"))}
+        {
+            name: value
+            for name, value in row.items()
+            if not (name.startswith("timing/") or name.endswith("_s"))
+        }
         for row in read_metrics(out / METRICS_FILE)
     ]
 
