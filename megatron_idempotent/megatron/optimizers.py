@@ -76,7 +76,7 @@ def main_parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
                 yield model.detach().view(-1), main.detach().view(-1)
 
 
-#: Lists of one optimizer: the model's parameters, and what is stepped for each of them.
+#: Lists of one optimizer: the model's parameters, what it steps for each, and what if that is None.
 _STEPPED = (
     ("model_float16_groups", "shard_fp32_from_float16_groups", "shard_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups"),
@@ -85,18 +85,30 @@ _STEPPED = (
 )
 
 
-def frozen(optimizer: Any) -> list[Tensor]:
-    """Return what one optimizer steps for parameters that are frozen now; not in Megatron-FSDP."""
-    found: list[Tensor] = []
+def stepped(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the model's parameters that one optimizer updates on this rank, and what it steps.
+
+    Those of a kind that is not Megatron's own are not known, nor Megatron-FSDP's: none is yielded.
+    """
     for names in _STEPPED:
         lists = (chain.from_iterable(getattr(optimizer, name, ())) for name in names)
         for model, main, *shard in zip(*lists, strict=True):
-            if not model.requires_grad:
-                found.append(shard[0] if main is None else main)
+            yield model, shard[0] if shard and main is None else main
     if type(optimizer).__name__ == "FP32Optimizer" and optimizer.optimizer is not None:
-        groups = optimizer.optimizer.param_groups
-        found += [each for group in groups for each in group["params"] if not each.requires_grad]
-    return found
+        for group in optimizer.optimizer.param_groups:
+            yield from ((each, each) for each in group["params"])
+
+
+def start_in(optimizer: Any, model: Any) -> int:
+    """Return where what one optimizer steps begins in a parameter of the model."""
+    if not hasattr(optimizer, "shard_fp32_from_float16_groups"):
+        return 0
+    return int(optimizer._get_model_param_range_map(model)["param"].start)
+
+
+def frozen(optimizer: Any) -> list[Tensor]:
+    """Return what one optimizer steps for parameters that are frozen now; not in Megatron-FSDP."""
+    return [main for model, main in stepped(optimizer) if not model.requires_grad]
 
 
 def leave_out(inner: Any, mains: Iterable[Any]) -> None:
@@ -197,29 +209,9 @@ class LossScale:
         return type(None), ()
 
 
-# Attributes that hold lists of a model's parameters, where the inner optimizer has copies: of
-# optimizers in half precision, and of the distributed one.
-_MODELS_OWN = (
-    "float16_groups",
-    "fp32_from_fp32_groups",
-    "model_float16_groups",
-    "model_fp32_groups",
-)
-
-
 def trained_by(optimizer: Any) -> list[Any]:
-    """Return the model's parameters that an optimizer, or a chain of them, updates on this rank.
-
-    Those of a kind of optimizer that is not Megatron's own are not known, and left out.
-    """
-    found: list[Any] = []
-    for part in unchained(optimizer):
-        groups = [group for name in _MODELS_OWN for group in getattr(part, name, ())]
-        if not groups and type(part).__name__ == "FP32Optimizer":
-            inner = getattr(part, "optimizer", None)
-            groups = [group["params"] for group in getattr(inner, "param_groups", ())]
-        found += [param for group in groups for param in group if param is not None]
-    return found
+    """Return the model's parameters that an optimizer, or a chain of them, updates on this rank."""
+    return [model for part in unchained(optimizer) for model, _ in stepped(part)]
 
 
 def unchained(optimizer: Any) -> list[Any]:

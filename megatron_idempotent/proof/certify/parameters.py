@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_idempotent.megatron import optimizers
+
 from . import oracle
 from .layouts import EXPERTS, Layout
 from .protocol import Wrong
@@ -126,25 +128,16 @@ def joined(shards: Sequence[ParameterPart]) -> Tensor:
 
 
 def mains_of(optimizer: Any) -> dict[Any, Main]:
-    """Find the main parameters of this rank, by the parameter of the model."""
-    found = {}
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for model, main in _pairs(one):
-            start = 0
-            if hasattr(one, "shard_fp32_from_float16_groups"):
-                start = one._get_model_param_range_map(model)["param"].start
-            found[model] = Main(start=start, values=main.detach().cpu().flatten().clone())
-    return found
-
-
-def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    for ours, theirs in (
-        ("model_float16_groups", "shard_fp32_from_float16_groups"),
-        ("float16_groups", "fp32_from_float16_groups"),
-    ):
-        groups = zip(getattr(optimizer, ours, ()), getattr(optimizer, theirs, ()), strict=True)
-        for models, mains in groups:
-            yield from zip(models, mains, strict=True)
+    """Copy the main parameters of this rank, by the parameter of the model."""
+    return {
+        model: Main(
+            start=optimizers.start_in(one, model),
+            values=main.detach().to("cpu", copy=True).flatten(),
+        )
+        for one in optimizers.unchained(optimizer)
+        for model, main in optimizers.stepped(one)
+        if model.dtype != torch.float32
+    }
 
 
 def joined_main(name: str, rounded: Tensor, parts: Sequence[Main]) -> Tensor:

@@ -21,6 +21,8 @@ from megatron_idempotent.megatron.optimizers import (
     grad_scalers,
     is_hybrid,
     renew_copies,
+    start_in,
+    stepped,
     stepping,
     unchained,
 )
@@ -275,10 +277,10 @@ class States(Bench):
         """
         kept: dict[Any, tuple[int, dict[str, Tensor]]] = {}
         for one in unchained(self.model.optimizer):
-            for model, start, main in _mains(one):
+            for model, main in stepped(one):
                 state = one.optimizer.state.get(main, {})
                 tensors = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dim()}
-                kept[model] = start, {"main": main, **tensors}
+                kept[model] = start_in(one, model), {"main": main, **tensors}
         for chunk in self.model.chunks:
             for part in parts(chunk, self.layout):
                 yield part, "weight", 0, part.value.detach()
@@ -362,26 +364,6 @@ def _optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
                 }
                 state["parameter"] = _copied(parameter)
                 yield f"optimizer {number}.{half} parameter {index}", state
-
-
-def _mains(one: Any) -> Iterator[tuple[Any, int, Tensor]]:
-    """Yield the model's parameters, where a rank's shard begins, and what is stepped for it."""
-    pairs = (
-        ("model_float16_groups", "shard_fp32_from_float16_groups"),
-        ("model_fp32_groups", "shard_fp32_groups"),
-        ("float16_groups", "fp32_from_float16_groups"),
-    )
-    for models, mains in pairs:
-        for group in zip(getattr(one, models, ()), getattr(one, mains, ()), strict=True):
-            for model, main in zip(*group, strict=True):
-                start = 0
-                if hasattr(one, "shard_fp32_from_float16_groups"):
-                    start = one._get_model_param_range_map(model)["param"].start
-                yield model, start, main
-    if not hasattr(one, "model_float16_groups"):
-        own = getattr(one, "fp32_from_fp32_groups", [g["params"] for g in one.param_groups])
-        for parameters in own:
-            yield from ((each, 0, each) for each in parameters)
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
