@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     try:
         # Here and not above: `--help` needs nothing that is not installed with the package.
-        from .report import print_table
-        from .run import simulate
+        from .run import print_table, simulate
         from .scenario import load_scenario
 
         runs = [

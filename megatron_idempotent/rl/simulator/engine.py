@@ -13,11 +13,12 @@ from megatron_idempotent.rl.engines.protocol import (
     PauseMode,
     Request,
     Sample,
+    refuse_out_of_turn,
 )
-from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, UpdateRefused, WeightUpdate
+from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, WeightUpdate
 
 from .faults import Faults
-from .serving import EngineCosts, Length, SimulatedServing, Stamps, some_length
+from .serving import EngineCosts, Length, SimulatedServing, some_length
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,18 +74,15 @@ class SimulatedEngine:
         self._faults = faults or Faults(())
         self._index = index
         self._first_version = version
-        self.serving = SimulatedServing(self.costs, length or some_length, tokens_per_entry)
+        self.serving = SimulatedServing(
+            self.costs, length or some_length, tokens_per_entry, version
+        )
         """Its requests, and the tokens and seconds that were spent on them."""
         self._lives = 0
         self._dead = ""
         self._factor = 1.0
-        self._back_in_s = 0.0
-        self._restart()
-
-    def _restart(self) -> None:
         self._paused = False
-        self.serving.stamps = Stamps(self._first_version)
-        self._weights = _Weights(self._first_version)
+        self._weights = _Weights(version)
 
     # The contract.
 
@@ -99,15 +97,14 @@ class SimulatedEngine:
         if self._paused:
             return
         if mode == "wait":
-            life, drained = self._lives, self.serving.sharing.taken == 0
-            await self.serving.drain()
+            life, drained = self._lives, await self.serving.drain()
             self._check(life)
-            if not (drained or self.serving.draining):
+            if not drained:
                 raise EngineError(
                     f"engine {self.name} was resumed while it was about to pause; pause it again"
                 )
         self._paused = True
-        self.serving.sharing.speed_up(0.0)
+        self.serving.speed_up(0.0)
         if mode == "abort":
             self.serving.give_back()
         self.serving.undrain()
@@ -119,7 +116,7 @@ class SimulatedEngine:
             raise EngineError(f"engine {self.name} is DIRTY; commit again, or roll back")
         self._paused = False
         self.serving.undrain()
-        self.serving.sharing.speed_up(self._factor)
+        self.serving.speed_up(self._factor)
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
         """Count an update's buckets, without reading tensors; see `RolloutEngine.stage`."""
@@ -127,14 +124,19 @@ class SimulatedEngine:
         weights, take = self._weights, self._taker()
         if update.id == weights.committed:
             return
-        self._refuse(update)
+        refuse_out_of_turn(
+            self.name,
+            update,
+            least=update.version if weights.dirty else weights.version + 1,
+            serving=None if weights.dirty else weights.version,
+            staging=weights.staging,
+        )
         weights.staging, weights.staged = update.id, None
         expected = 0
         try:
             async for bucket in buckets:
                 await take(self.costs.bucket_s)
                 if self._due("dies in stage"):
-                    self._die_of_fault()
                     await take(0.0)
                 if bucket.index != expected or self._due("loses a bucket"):
                     raise UpdateDamaged(
@@ -146,25 +148,6 @@ class SimulatedEngine:
             weights.staged = update
         finally:
             weights.staging = ""
-
-    def _refuse(self, update: WeightUpdate) -> None:
-        weights = self._weights
-        if weights.staging:
-            raise UpdateRefused(
-                f"{self.name}: {update.id} came while {weights.staging} is being staged; stage one "
-                "update at a time"
-            )
-        if not weights.dirty and update.version <= weights.version:
-            raise UpdateRefused(
-                f"{self.name}: {update.id} is version {update.version}, and the engine has "
-                f"{weights.version}; send a higher one"
-            )
-        based = update.base_version
-        if based is not None and (weights.dirty or based != weights.version):
-            raise UpdateRefused(
-                f"{self.name}: {update.id} builds on version {based}, and the engine has "
-                f"{'a mixture' if weights.dirty else weights.version}; send all weights"
-            )
 
     async def commit(self, update_id: str) -> int:
         """Switch to the staged update, DIRTY meanwhile; see `RolloutEngine.commit`."""
@@ -183,7 +166,6 @@ class SimulatedEngine:
         weights.dirty = True
         await take(self.costs.commit_s)
         if self._due("dies in commit"):
-            self._die_of_fault()
             await take(0.0)
         if self._due("stays dirty"):
             raise EngineError(
@@ -191,7 +173,7 @@ class SimulatedEngine:
             )
         weights.dirty, weights.staged = False, None
         weights.version, weights.committed = update.version, update_id
-        self.serving.stamps.switch(update.version, at=self.serving.sharing.count)
+        self.serving.switch(update.version)
         return update.version
 
     async def rollback(self, update_id: str) -> None:
@@ -235,15 +217,17 @@ class SimulatedEngine:
         """Restart a dead engine with the weights that it began with; does nothing to a live one."""
         if self._dead:
             self._dead = ""
-            self._restart()
+            self._paused = False
+            self._weights = _Weights(self._first_version)
+            self.serving.restart(self._first_version)
             self.serving.undrain()
-            self.serving.sharing.speed_up(self._factor)
+            self.serving.speed_up(self._factor)
 
     def run_at(self, factor: float) -> None:
         """Draw tokens `factor` times as fast as usual; with 0 it hangs, which health hides."""
         self._factor = factor
         if not self._paused:
-            self.serving.sharing.speed_up(factor)
+            self.serving.speed_up(factor)
 
     # Within.
 
@@ -264,13 +248,10 @@ class SimulatedEngine:
         return take
 
     def _due(self, kind: str) -> bool:
-        now = asyncio.get_running_loop().time()
-        fault = self._faults.due("engine", now, index=self._index, kinds=(kind,))
-        if fault is not None:
-            self._back_in_s = fault.for_s
+        """Return whether a fault of a kind is due; die of it if that is what it says."""
+        fault = self._faults.due("engine", index=self._index, kinds=(kind,))
+        if fault is not None and kind.startswith("dies"):
+            self.die("killed by a fault")
+            if fault.for_s:
+                asyncio.get_running_loop().call_later(fault.for_s, self.come_back)
         return fault is not None
-
-    def _die_of_fault(self) -> None:
-        self.die("killed by a fault")
-        if self._back_in_s:
-            asyncio.get_running_loop().call_later(self._back_in_s, self.come_back)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from megatron_idempotent.settings import Field, settings
@@ -83,42 +85,42 @@ class InjectedError(RuntimeError):
 class Faults:
     """Hands out the faults that are due in calls, and records them.
 
-    Example: `faults.due("policy", now, call="finish")`.
+    Example: `faults.due("policy", call="finish")`.
     """
 
     def __init__(self, faults: Iterable[Fault]) -> None:
-        self._left = [[fault, fault.times] for fault in faults]
+        self._left = [fault for fault in faults for _ in range(fault.times)]
         self.happened: list[tuple[float, Fault]] = []
 
     def due(
-        self,
-        target: Target,
-        now: float,
-        *,
-        call: str = "",
-        index: int = 0,
-        kinds: Iterable[str] | None = None,
+        self, target: Target, *, call: str = "", index: int = 0, kinds: Iterable[str] | None = None
     ) -> Fault | None:
         """Return the fault that is to happen in this call, if any, and use up one of its times.
 
         Args:
             target: the part that is called.
-            now: virtual seconds.
             call: the call's name, if faults of the target name one.
             index: number of the engine or prompt, if faults of the target have one.
             kinds: the kinds of fault that can happen here; None for all.
         """
-        for entry in self._left:
-            fault, times = entry
-            assert isinstance(fault, Fault)
-            assert isinstance(times, int)
+        now = asyncio.get_running_loop().time()
+        for fault in self._left:
             if (
-                times
-                and (fault.target, fault.call, fault.index) == (target, call, index)
+                (fault.target, fault.call, fault.index) == (target, call, index)
                 and fault.at_s <= now
                 and (kinds is None or fault.kind in kinds)
             ):
-                entry[1] = times - 1
+                self._left.remove(fault)
                 self.happened.append((now, fault))
                 return fault
         return None
+
+
+@contextlib.contextmanager
+def failing(fault: Fault | None, call: str) -> Iterator[None]:
+    """Raise `InjectedError` in place of a call, or after it, as a fault of the call says."""
+    if fault is not None and fault.kind == "raises":
+        raise InjectedError(f"{call} fails by a fault of the scenario")
+    yield
+    if fault is not None:
+        raise InjectedError(f"{call} was carried out, and then it failed")

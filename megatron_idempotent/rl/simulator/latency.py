@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from statistics import NormalDist
 from typing import Annotated, Any, Literal, Protocol
 
+from megatron_idempotent.rl.engines.protocol import split_mix
 from megatron_idempotent.settings import Field, settings
 
 _NORMAL = NormalDist()
@@ -20,10 +21,7 @@ def uniform(*seeds: int) -> float:
     """Return a number above 0 and below 1 that looks random: a hash of the seeds (splitmix64)."""
     state = 0x9E3779B97F4A7C15
     for seed in seeds:
-        state = ((state ^ (seed & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
+        state = split_mix((state ^ (seed & _MASK)) + 0x9E3779B97F4A7C15)
     return ((state >> 11) + 0.5) / (1 << 53)
 
 

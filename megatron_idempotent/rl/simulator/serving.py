@@ -22,172 +22,6 @@ from .latency import LogNormal, uniform
 _NOTHING = 1e-6
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class ServedRequest:
-    """Tracks one request that an engine has taken.
-
-    `begun` and `end` are values of `Sharing.count`, which grows by 1 for each token of a request.
-    """
-
-    work: float
-    """Tokens to draw, with the prompt's time counted as tokens; infinite if it never ends."""
-    answer: asyncio.Future[Sample]
-    """Gets the sample, or the error."""
-    order: int
-    """A number that is higher the later the request came."""
-    begun: float = math.inf
-    """The count at which it got a slot; infinite before."""
-    end: float = math.inf
-    """The count at which it has all tokens; infinite before it began, minus infinity afterwards."""
-
-    def __lt__(self, other: ServedRequest) -> bool:
-        return (self.end, self.order) < (other.end, other.order)
-
-    @property
-    def started(self) -> bool:
-        """True once it has had a slot."""
-        return self.begun < math.inf
-
-
-class Sharing:
-    """Shares an engine's speed equally among its requests, exactly, in O(log requests) for each.
-
-    All running requests draw at the same speed, so one count serves all: the tokens that a request
-    would have that ran from the beginning. A request is done when the count has grown by its work.
-    Only the next end has a timer.
-
-    Example: `sharing.add(job)`, and `sharing.speed_up(0.0)` to pause.
-    """
-
-    def __init__(
-        self,
-        slots: int,
-        seconds_per_token: Callable[[float], float],
-        done: Callable[[ServedRequest], None],
-    ) -> None:
-        """
-        Args:
-            slots: the most requests that run at once; more wait their turn.
-            seconds_per_token: returns each request's seconds per token, given how many run.
-            done: is called with each request that has all its tokens.
-        """
-        self.tokens = 0.0
-        """Tokens that all requests together have drawn."""
-        self.busy_s = 0.0
-        """Virtual seconds in which tokens were drawn."""
-        self._slots = slots
-        self._seconds_per_token = seconds_per_token
-        self._done = done
-        self._count = 0.0
-        self._factor = 1.0
-        self._running: list[ServedRequest] = []
-        self._live = 0
-        self._left: set[ServedRequest] = set()
-        self._waiting: deque[ServedRequest] = deque()
-        self._at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def count(self) -> float:
-        """The tokens that a request would have now that ran from the beginning."""
-        self._advance()
-        return self._count
-
-    @property
-    def taken(self) -> int:
-        """The number of requests that run or wait for a slot."""
-        return self._live + len(self._waiting)
-
-    def add(self, job: ServedRequest) -> None:
-        """Take one more request; it runs at once if a slot is free, and else waits for one."""
-        self._advance()
-        if self._live < self._slots:
-            self._start(job)
-            self._plan()
-        else:
-            self._waiting.append(job)
-
-    def leave(self, job: ServedRequest) -> None:
-        """Drop a request that nobody waits for any more; do nothing if it has left already."""
-        self._advance()
-        if not job.started:
-            if job in self._waiting:
-                self._waiting.remove(job)
-        elif job.end > -math.inf and job not in self._left:
-            self._left.add(job)
-            self._live -= 1
-            self._fill()
-            self._plan()
-
-    def speed_up(self, factor: float) -> None:
-        """Set the speed of all requests to `factor` times the usual one; with 0 none draws."""
-        self._advance()
-        self._factor = factor
-        self._plan()
-
-    def take_all(self) -> list[ServedRequest]:
-        """Remove all requests, and return them in the order in which they came."""
-        self._advance()
-        jobs = [job for job in self._running if job not in self._left] + list(self._waiting)
-        self._running, self._live = [], 0
-        self._left.clear()
-        self._waiting.clear()
-        self._plan()
-        return sorted(jobs, key=lambda job: job.order)
-
-    def _start(self, job: ServedRequest) -> None:
-        job.begun, job.end = self._count, self._count + job.work
-        heapq.heappush(self._running, job)
-        self._live += 1
-
-    def _fill(self) -> None:
-        while self._waiting and self._live < self._slots:
-            self._start(self._waiting.popleft())
-
-    def _speed(self) -> float:
-        return self._factor / self._seconds_per_token(self._live) if self._live else 0.0
-
-    def _advance(self) -> None:
-        """Bring `count`, `tokens` and `busy_s` up to now."""
-        now = asyncio.get_running_loop().time()
-        passed, self._at = now - self._at, now
-        speed = self._speed()
-        if passed > 0 and speed > 0:
-            self._count += passed * speed
-            self.tokens += passed * speed * self._live
-            self.busy_s += passed
-
-    def _plan(self) -> None:
-        """Set a timer for the next request that ends. One that rings too early plans again."""
-        while self._running and self._running[0] in self._left:
-            self._left.discard(heapq.heappop(self._running))
-        speed = self._speed()
-        if not self._running or speed <= 0 or self._running[0].end == math.inf:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-            return
-        when = self._at + max(self._running[0].end - self._count, 0.0) / speed
-        if self._timer is None or self._timer.when() > when:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(when, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        self._advance()
-        while self._running and self._running[0].end <= self._count + _NOTHING:
-            job = heapq.heappop(self._running)
-            if job in self._left:
-                self._left.discard(job)
-                continue
-            self._live -= 1
-            job.end = -math.inf
-            self._done(job)
-        self._fill()
-        self._plan()
-
-
 @settings(ValueError, "engine.")
 class EngineCosts:
     """Sets the virtual time that an engine's work takes.
@@ -236,6 +70,7 @@ class EngineCosts:
 
 
 _SOME = LogNormal(median=500, p99=4000)
+
 #: The token of which simulated responses consist.
 TOKEN = 7
 
@@ -249,81 +84,75 @@ def some_length(request: Request) -> float:
     return _SOME.quantile(uniform(seed))
 
 
-@functools.lru_cache(maxsize=4096)
-def _tokens(count: int) -> tuple[int, ...]:
-    return (TOKEN,) * count
+# Samples of the same length share them.
+_tokens = functools.lru_cache(maxsize=4096)(lambda count: (TOKEN,) * count)
+_logprobs = functools.lru_cache(maxsize=4096)(lambda count: (-1.0,) * count)
 
 
-@functools.lru_cache(maxsize=4096)
-def _logprobs(count: int) -> tuple[float, ...]:
-    return (-1.0,) * count
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class ServedRequest:
+    """Tracks one request that an engine has taken.
 
-
-class Stamps:
-    """Remembers at which counts of tokens an engine got new weights, to tell entries' versions.
-
-    Example: `Stamps(0).versions(begun=0.0, prompt=0.0, entries=3, per_entry=1)`.
+    `begun` and `end` are values of the engine's count, which grows by 1 for each token of a
+    request.
     """
 
-    def __init__(self, version: int) -> None:
-        self._switches = [-math.inf]
-        self._versions = [version]
+    request: Request
+    whole: float
+    """Entries of the whole response; infinite if it never ends."""
+    work: float
+    """Tokens to draw, with the prompt's time counted as tokens; infinite if it never ends."""
+    answer: asyncio.Future[Sample]
+    """Gets the sample, or the error."""
+    order: int
+    """A number that is higher the later the request came."""
+    begun: float = math.inf
+    """The count at which it got a slot; infinite before."""
+    end: float = math.inf
+    """The count at which it has all tokens; infinite before it began."""
 
-    def switch(self, version: int, *, at: float) -> None:
-        """Note that tokens after the count `at` are drawn with weights of `version`."""
-        self._switches.append(at)
-        self._versions.append(version)
-
-    def versions(
-        self, *, begun: float, prompt: float, entries: int, per_entry: int
-    ) -> tuple[int, ...]:
-        """Return the version of each entry of a response, [entries].
-
-        An entry has the version that was served when its last token was drawn.
-
-        Args:
-            begun: the count at which the prompt began to be computed.
-            prompt: the prompt's time in tokens.
-            entries: the number of entries in the response.
-            per_entry: the tokens that each entry stands for.
-        """
-        found: tuple[int, ...] = ()
-        place = bisect.bisect_right(self._switches, begun) - 1
-        for at in range(place, len(self._switches)):
-            before = entries
-            if at + 1 < len(self._switches):
-                drawn = self._switches[at + 1] - begun - prompt
-                before = min(entries_of(drawn, per_entry), entries)
-            found += (self._versions[at],) * max(before - len(found), 0)
-            if len(found) == entries:
-                break
-        return found
-
-
-def entries_of(tokens: float, per_entry: int) -> int:
-    """Return the number of whole entries in `tokens`, allowing for rounding in their sum."""
-    return max(int(tokens / per_entry + 1e-6), 0)
+    def __lt__(self, other: ServedRequest) -> bool:
+        return (self.end, self.order) < (other.end, other.order)
 
 
 class SimulatedServing:
-    """Answers requests in simulated time, and holds back those that come while it drains.
+    """Answers an engine's requests, which share its speed equally, exactly, in O(log requests).
 
-    Example: `await serving.answer(request)`, and `serving.sharing.speed_up(0.0)` to pause.
+    All running requests draw at the same speed, so one count serves all: the tokens that a request
+    would have that ran from the beginning. A request is done when the count has grown by its work.
+    Only the next end has a timer. Requests that come while it drains are held back.
+
+    Example: `await serving.answer(request)`, and `serving.speed_up(0.0)` to pause.
     """
 
-    def __init__(self, costs: EngineCosts, length: Length, tokens_per_entry: int) -> None:
-        self.sharing = Sharing(costs.slots, costs.seconds_per_token, self._complete)
-        self.stamps = Stamps(0)
+    def __init__(
+        self, costs: EngineCosts, length: Length, tokens_per_entry: int, version: int
+    ) -> None:
+        self.tokens = 0.0
+        """Tokens that all requests together have drawn."""
+        self.busy_s = 0.0
+        """Virtual seconds in which tokens were drawn."""
         self.lost_tokens = 0.0
         """Tokens that were drawn for requests that were never answered."""
-        self._prompt = costs.prompt_tokens
-        self._length = length
-        self._per_entry = tokens_per_entry
-        # Each with the entries of its whole response.
-        self._requests: dict[ServedRequest, tuple[Request, float]] = {}
+        self._costs, self._length, self._per_entry = costs, length, tokens_per_entry
+        self._requests: set[ServedRequest] = set()
         self._orders = itertools.count()
+        self._count = self._at = 0.0
+        self._factor = 1.0
+        # A heap by their ends, of which those in `_left` are not waited for any more.
+        self._running: list[ServedRequest] = []
+        self._left: set[ServedRequest] = set()
+        self._live = 0
+        self._waiting: deque[ServedRequest] = deque()
+        self._timer: asyncio.TimerHandle | None = None
         self._held: list[ServedRequest] | None = None
         self._quiet = asyncio.Event()
+        self.restart(version)
+
+    def restart(self, version: int) -> None:
+        """Draw with weights of `version` from the beginning."""
+        # The counts at which weights changed, and their versions.
+        self._switches: list[tuple[float, int]] = [(-math.inf, version)]
 
     @property
     def taken(self) -> int:
@@ -341,34 +170,42 @@ class SimulatedServing:
             whole = math.ceil(length / self._per_entry)
             most = max(min(whole - request.continued, request.max_tokens), 1)
         job = ServedRequest(
-            work=self._prompt + most * self._per_entry,
+            request=request,
+            whole=whole,
+            work=self._costs.prompt_tokens + most * self._per_entry,
             answer=asyncio.get_running_loop().create_future(),
             order=next(self._orders),
         )
-        self._requests[job] = request, whole
+        self._requests.add(job)
         if self._held is not None:
             self._held.append(job)
         else:
-            self.sharing.add(job)
+            self._add(job)
         try:
             return await job.answer
         finally:
-            if self._lose(job):
+            if job in self._requests:  # it was cancelled
+                self._lose(job)
                 if self._held is not None and job in self._held:
                     self._held.remove(job)
-                self.sharing.leave(job)
+                elif job.begun == math.inf:
+                    self._waiting.remove(job)
+                else:
+                    self._left.add(job)
+                    self._live -= 1
+                    self._plan()
                 self._look_whether_quiet()
 
-    async def drain(self) -> None:
-        """Wait until all requests are answered; hold back those that come until `undrain`."""
-        if self.sharing.taken:
-            self._held = []
-            self._quiet.clear()
-            await self._quiet.wait()
+    async def drain(self) -> bool:
+        """Wait until all requests are answered; hold back those that come until `undrain`.
 
-    @property
-    def draining(self) -> bool:
-        """True while requests that come are held back."""
+        Returns False if `undrain` was called meanwhile.
+        """
+        if not (self._live or self._waiting):
+            return True
+        self._held = []
+        self._quiet.clear()
+        await self._quiet.wait()
         return self._held is not None
 
     def undrain(self) -> None:
@@ -376,7 +213,18 @@ class SimulatedServing:
         held, self._held = self._held, None
         self._quiet.set()
         for job in held or ():
-            self.sharing.add(job)
+            self._add(job)
+
+    def speed_up(self, factor: float) -> None:
+        """Set the speed of all requests to `factor` times the usual one; with 0 none draws."""
+        self._advance()
+        self._factor = factor
+        self._plan()
+
+    def switch(self, version: int) -> None:
+        """Draw with weights of `version` from now on."""
+        self._advance()
+        self._switches.append((self._count, version))
 
     def give_back(self) -> None:
         """Answer all requests with the tokens that they have, as aborted ones."""
@@ -391,47 +239,117 @@ class SimulatedServing:
                 job.answer.set_exception(error)
         self._quiet.set()
 
+    def _add(self, job: ServedRequest) -> None:
+        """Take one more request; it runs at once if a slot is free, and else waits for one."""
+        self._waiting.append(job)
+        self._advance()
+        self._plan()
+
     def _take_all(self) -> list[ServedRequest]:
-        jobs = [*self.sharing.take_all(), *(self._held or ())]
+        """Stop all requests, and return them in the order in which they came."""
+        self._advance()
+        self._running, self._live = [], 0
+        self._left.clear()
+        self._waiting.clear()
         if self._held is not None:
             self._held = []
-        return jobs
+        self._plan()
+        return sorted(self._requests, key=lambda job: job.order)
 
-    def _lose(self, job: ServedRequest) -> bool:
-        """Count the tokens of an unanswered request as lost; return whether it was unanswered."""
-        lost = self._requests.pop(job, None) is not None
-        if lost:
-            self.lost_tokens += self._drawn(job)
-        return lost
+    def _lose(self, job: ServedRequest) -> None:
+        """Give up a request, and count its tokens as lost."""
+        self._requests.remove(job)
+        self._advance()
+        self.lost_tokens += self._drawn(job)
 
     def _drawn(self, job: ServedRequest) -> float:
         """Return the tokens that a request has drawn, with its prompt's time counted as tokens."""
-        return min(max(self.sharing.count - job.begun, 0.0), job.work)
+        return min(max(self._count - job.begun, 0.0), job.work)
 
-    def _complete(self, job: ServedRequest) -> None:
-        request, whole = self._requests[job]
-        entries = entries_of(job.work - self._prompt, self._per_entry)
-        self._answer(job, "stop" if request.continued + entries >= whole else "length", job.work)
-        self._look_whether_quiet()
+    def _speed(self) -> float:
+        return self._factor / self._costs.seconds_per_token(self._live) if self._live else 0.0
+
+    def _advance(self) -> None:
+        """Bring the count, `tokens` and `busy_s` up to now."""
+        now = asyncio.get_running_loop().time()
+        passed, self._at = now - self._at, now
+        speed = self._speed()
+        if passed > 0 and speed > 0:
+            self._count += passed * speed
+            self.tokens += passed * speed * self._live
+            self.busy_s += passed
+
+    def _plan(self) -> None:
+        """Fill free slots, and set a timer for the next end. One that rings too early plans again.
+
+        The count has to be that of now.
+        """
+        while self._waiting and self._live < self._costs.slots:
+            job = self._waiting.popleft()
+            job.begun, job.end = self._count, self._count + job.work
+            heapq.heappush(self._running, job)
+            self._live += 1
+        while self._running and self._running[0] in self._left:
+            self._left.discard(heapq.heappop(self._running))
+        speed, when = self._speed(), math.inf
+        if self._running and speed > 0:
+            when = self._at + max(self._running[0].end - self._count, 0.0) / speed
+        if self._timer is not None and (when == math.inf or self._timer.when() > when):
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and when < math.inf:
+            self._timer = asyncio.get_running_loop().call_at(when, self._look)
+
+    def _look(self) -> None:
+        """Answer the requests that have all their tokens."""
+        self._timer = None
+        self._advance()
+        while self._running and self._running[0].end <= self._count + _NOTHING:
+            job = heapq.heappop(self._running)
+            if job in self._left:
+                self._left.discard(job)
+                continue
+            self._live -= 1
+            ends = job.request.continued + self._entries(job.work) >= job.whole
+            self._answer(job, "stop" if ends else "length", job.work)
+            self._look_whether_quiet()
+        self._plan()
 
     def _answer(self, job: ServedRequest, reason: FinishReason, drawn: float) -> None:
-        request, _ = self._requests.pop(job, (None, 0))
-        if request is None or job.answer.done():
+        """Answer with the entries of the tokens that were drawn.
+
+        An entry has the version that was served when its last token was drawn.
+        """
+        self._requests.remove(job)
+        if job.answer.done():
             return
-        entries = entries_of(drawn - self._prompt, self._per_entry)
-        versions = self.stamps.versions(
-            begun=job.begun, prompt=self._prompt, entries=entries, per_entry=self._per_entry
+        entries = self._entries(drawn)
+        versions: tuple[int, ...] = ()
+        place = bisect.bisect_right(self._switches, (job.begun, math.inf)) - 1
+        for at in range(place, len(self._switches) if entries else 0):
+            before = entries
+            if at + 1 < len(self._switches):
+                before = min(self._entries(self._switches[at + 1][0] - job.begun), entries)
+            versions += (self._switches[at][1],) * max(before - len(versions), 0)
+            if len(versions) == entries:
+                break
+        job.answer.set_result(
+            Sample(
+                request_id=job.request.id,
+                tokens=_tokens(entries),
+                logprobs=_logprobs(entries),
+                versions=versions,
+                finish_reason=reason,
+            )
         )
-        sample = Sample(
-            request_id=request.id,
-            # Samples of the same length share them.
-            tokens=_tokens(entries),
-            logprobs=_logprobs(entries),
-            versions=versions,
-            finish_reason=reason,
-        )
-        job.answer.set_result(sample)
+
+    def _entries(self, drawn: float) -> int:
+        """Return the whole entries of the tokens that were drawn after a prompt.
+
+        It allows for rounding in their sum.
+        """
+        return max(int((drawn - self._costs.prompt_tokens) / self._per_entry + 1e-6), 0)
 
     def _look_whether_quiet(self) -> None:
-        if self._held is not None and not self.sharing.taken:
+        if self._held is not None and not (self._live or self._waiting):
             self._quiet.set()

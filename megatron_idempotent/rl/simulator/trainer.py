@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_idempotent.rl.controller.data_plane import MemoryPlane
@@ -14,7 +15,7 @@ from megatron_idempotent.rl.weights import Bucket, TensorInfo
 from megatron_idempotent.rl.workers.protocol import RanksLost
 from megatron_idempotent.settings import Field, settings
 
-from .faults import Fault, Faults, InjectedError
+from .faults import Faults, InjectedError, failing
 from .latency import uniform
 
 
@@ -93,18 +94,17 @@ class SimulatedPolicy:
 
     async def begin(self, step_id: str) -> None:
         """Open a step; see `Policy.begin`. Errors: `BrokenRule` if another one is open."""
-        fault = await self._call("begin", self.costs.begin_s)
-        if self._open and self._open != step_id:
-            raise BrokenRule(f"begin({step_id}) while step {self._open} is open")
-        if step_id in self._finished:
-            raise BrokenRule(f"begin({step_id}) after its finish")
-        self._open = step_id
-        self._behind(fault)
+        with await self._call("begin", self.costs.begin_s):
+            if self._open and self._open != step_id:
+                raise BrokenRule(f"begin({step_id}) while step {self._open} is open")
+            if step_id in self._finished:
+                raise BrokenRule(f"begin({step_id}) after its finish")
+            self._open = step_id
 
     async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
         """Take the time of computing log-probs, and return None."""
-        fault = await self._call("logprobs", self.costs.logprobs_token_s * self._tokens(batch))
-        self._behind(fault)
+        with await self._call("logprobs", self.costs.logprobs_token_s * self._tokens(batch)):
+            return None
 
     async def microbatch(self, step_id: str, batch: Any, *, microbatch_id: str, last: bool) -> None:
         """Note the groups in `batch`, in the time of forward and backward; see `Policy.microbatch`.
@@ -113,22 +113,21 @@ class SimulatedPolicy:
         """
         del last
         seconds = self.costs.microbatch_s + self.costs.token_s * self._tokens(batch)
-        fault = await self._call("microbatch", seconds)
-        if step_id != self._open:
-            raise BrokenRule(f"microbatch of {step_id} while {self._open or 'no step'} is open")
-        others = {
-            each.id
-            for name, groups in self._groups.items()
-            for each in groups
-            if name != microbatch_id
-        }
-        for group in batch:
-            if group.id in others:
-                raise BrokenRule(f"group {group.id} is in step {step_id} twice")
-            if group.id in self._trained:
-                raise BrokenRule(f"group {group.id} is in the weights already")
-        self._groups[microbatch_id] = tuple(batch)
-        self._behind(fault)
+        with await self._call("microbatch", seconds):
+            if step_id != self._open:
+                raise BrokenRule(f"microbatch of {step_id} while {self._open or 'no step'} is open")
+            others = {
+                each.id
+                for name, groups in self._groups.items()
+                for each in groups
+                if name != microbatch_id
+            }
+            for group in batch:
+                if group.id in others:
+                    raise BrokenRule(f"group {group.id} is in step {step_id} twice")
+                if group.id in self._trained:
+                    raise BrokenRule(f"group {group.id} is in the weights already")
+            self._groups[microbatch_id] = tuple(batch)
 
     async def finish(self, step_id: str) -> StepOutcome:
         """Count the open step's groups as trained; see `Policy.finish`.
@@ -137,30 +136,29 @@ class SimulatedPolicy:
         """
         if step_id in self._finished:
             return self._finished[step_id]
-        fault = await self._call("finish", self.costs.finish_s)
-        if step_id != self._open:
-            raise BrokenRule(f"finish of {step_id} while {self._open or 'no step'} is open")
-        groups = [group for together in self._groups.values() for group in together]
-        update = SimulatedStep(
-            group_ids=tuple(group.id for group in groups),
-            lags=tuple(self.version - group.oldest_version for group in groups),
-            entries=sum(group.tokens for group in groups),
-        )
-        outcome = StepOutcome(updated=bool(groups), tokens=update.entries * self._tokens_per_entry)
-        self.updates.append(update)
-        self._trained.update(update.group_ids)
-        self._finished = {step_id: outcome}
-        self._close()
-        self._behind(fault)
+        with await self._call("finish", self.costs.finish_s):
+            if step_id != self._open:
+                raise BrokenRule(f"finish of {step_id} while {self._open or 'no step'} is open")
+            groups = [group for together in self._groups.values() for group in together]
+            update = SimulatedStep(
+                group_ids=tuple(group.id for group in groups),
+                lags=tuple(self.version - group.oldest_version for group in groups),
+                entries=sum(group.tokens for group in groups),
+            )
+            tokens = update.entries * self._tokens_per_entry
+            outcome = StepOutcome(updated=bool(groups), tokens=tokens)
+            self.updates.append(update)
+            self._trained.update(update.group_ids)
+            self._finished = {step_id: outcome}
+            self._close()
         return outcome
 
     async def abort(self, step_id: str | None = None) -> None:
         """Undo the open step; a finished one stays finished. See `Policy.abort`."""
-        fault = await self._call("abort", self.costs.abort_s if self._open else 0.0)
-        if self._open and step_id in (None, self._open):
-            self.aborted += 1
-            self._close()
-        self._behind(fault)
+        with await self._call("abort", self.costs.abort_s if self._open else 0.0):
+            if self._open and step_id in (None, self._open):
+                self.aborted += 1
+                self._close()
 
     def lose(self) -> None:
         """Lose all ranks and the open step; all calls raise `RanksLost` until `restart`."""
@@ -182,32 +180,26 @@ class SimulatedPolicy:
     def _tokens(self, groups: Sequence[RolloutGroup]) -> int:
         return sum(group.tokens for group in groups) * self._tokens_per_entry
 
-    async def _call(self, call: str, seconds: float) -> Fault | None:
-        """Take the time of a call; return the fault that it has to raise once it is carried out.
+    async def _call(self, call: str, seconds: float) -> AbstractContextManager[None]:
+        """Take the time of a call; return a context for what it does, which a fault may end.
 
-        Errors: those of a fault that happens before it is carried out; `RanksLost`.
+        Errors: `RanksLost`.
         """
         if self.lost:
             raise RanksLost(f"{call}: the simulated ranks are gone; restore them first")
-        fault = self._faults.due("policy", asyncio.get_running_loop().time(), call=call)
+        fault = self._faults.due("policy", call=call)
         if fault is not None and fault.kind == "hangs":
             await asyncio.get_running_loop().create_future()
         if seconds:
-            started = asyncio.get_running_loop().time()
+            started = _now()
             try:
                 await asyncio.sleep(seconds)
             finally:
-                self.busy_s += asyncio.get_running_loop().time() - started
+                self.busy_s += _now() - started
         if fault is not None and fault.kind == "ranks lost":
             self.lose()
             raise RanksLost(f"{call}: a simulated rank died")
-        if fault is not None and fault.kind == "raises":
-            raise InjectedError(f"{call} fails by a fault of the scenario")
-        return fault
-
-    def _behind(self, fault: Fault | None) -> None:
-        if fault is not None:
-            raise InjectedError(f"{fault.call} was carried out, and then it failed")
+        return failing(fault, call)
 
 
 #: Streams of random numbers, so that a group's fate is not that of its lengths.
@@ -282,7 +274,7 @@ class SimulatedWeights:
         """Yield the buckets, whatever `bucket_bytes` is. Errors: `InjectedError` for a fault."""
         del bucket_bytes
         for index in range(self._buckets):
-            if self._faults.due("weights", _now()):
+            if self._faults.due("weights"):
                 raise InjectedError("the export of the weights fails")
             yield Bucket(index=index, tensors={}, checksums={})
 
@@ -332,35 +324,24 @@ class CountingPlane(MemoryPlane):
 
     async def put(self, group: RolloutGroup) -> None:
         """Keep a group; see `DataPlane.put`. Errors: `InjectedError` for a fault."""
-        fault = self._fault("put")
-        await super().put(group)
-        if fault:
-            raise InjectedError("put was carried out, and then it failed")
+        with failing(self._faults.due("plane", call="put"), "put"):
+            await super().put(group)
 
     async def get(self, group_id: int) -> RolloutGroup:
         """Return a group; see `DataPlane.get`. Errors: `InjectedError` for a fault."""
-        self._fault("get")
-        return await super().get(group_id)
+        with failing(self._faults.due("plane", call="get"), "get"):
+            return await super().get(group_id)
 
     async def clear(self, group_ids: Sequence[int]) -> None:
         """Forget and count groups; see `DataPlane.clear`. Errors: `InjectedError` for a fault."""
-        fault = self._fault("clear")
-        for group_id in group_ids:
-            group = self._groups.get(group_id)
-            if group is not None:
-                self.clears += 1
-                if not self._policy.has(group_id):
-                    self.evicted_entries += group.tokens
-        await super().clear(group_ids)
-        if fault:
-            raise InjectedError("clear was carried out, and then it failed")
-
-    def _fault(self, call: str) -> bool:
-        """Raise if a fault is due before the call; return whether one is due after it."""
-        fault = self._faults.due("plane", _now(), call=call)
-        if fault is not None and fault.kind == "raises":
-            raise InjectedError(f"{call} fails by a fault of the scenario")
-        return fault is not None
+        with failing(self._faults.due("plane", call="clear"), "clear"):
+            for group_id in group_ids:
+                group = self._groups.get(group_id)
+                if group is not None:
+                    self.clears += 1
+                    if not self._policy.has(group_id):
+                        self.evicted_entries += group.tokens
+            await super().clear(group_ids)
 
 
 class Recorder:

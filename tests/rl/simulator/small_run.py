@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron_idempotent.rl.simulator.faults import Fault
 from megatron_idempotent.rl.simulator.latency import LogNormal
-from megatron_idempotent.rl.simulator.report import SimulationReport
-from megatron_idempotent.rl.simulator.run import Simulation, simulate
+from megatron_idempotent.rl.simulator.run import Simulation, SimulationReport, simulate
 from megatron_idempotent.rl.simulator.scenario import Limits, Scenario, SyncCosts
 from megatron_idempotent.rl.simulator.serving import EngineCosts
 from megatron_idempotent.rl.simulator.trainer import TrainCosts

@@ -96,8 +96,8 @@ def test_requests_that_run_together_slow_each_other_down_exactly(request_s, requ
         return found
 
     assert run(test()) == pytest.approx([end for _, _, end in requests])
-    assert one.serving.sharing.tokens == pytest.approx(sum(length for _, length, _ in requests))
-    assert one.serving.sharing.busy_s == pytest.approx(max(end for *_, end in requests))
+    assert one.serving.tokens == pytest.approx(sum(length for _, length, _ in requests))
+    assert one.serving.busy_s == pytest.approx(max(end for *_, end in requests))
 
 
 @scenario

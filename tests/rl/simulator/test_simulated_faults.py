@@ -147,7 +147,7 @@ def test_what_does_not_end_ends_the_run(
 def test_an_engine_that_dies_and_comes_back_costs_time_alone(kind: str, sampler: str) -> None:
     report, simulation = run(engine(kind), sampler=sampler, steps=30)
     assert [name for _, name in report.faults] == [f"engine 1 {kind}"]
-    assert simulation.engines[1].serving.sharing.tokens > 0
+    assert simulation.engines[1].serving.tokens > 0
     # It serves again, with the newest weights.
     assert simulation.fleet._sync.quarantined == {}
     assert report.counts["filtered"] == 0
@@ -166,7 +166,7 @@ def test_an_engine_that_was_idle_when_it_died_is_left_out_and_taken_back() -> No
     )
     assert report.counts["filtered"] == 0
     assert simulation.engines[3].serving.lost_tokens == 0
-    assert simulation.engines[3].serving.sharing.tokens > 0
+    assert simulation.engines[3].serving.tokens > 0
     assert sorted(simulation.fleet._sync.quarantined) == ["engine-0", "engine-1", "engine-2"]
 
 
@@ -178,7 +178,7 @@ def test_an_engine_that_is_started_anew_while_it_is_idle_costs_no_group() -> Non
             await asyncio.sleep(0.05)
         one.die()
         one.come_back()
-        restarted.append(one.serving.sharing.tokens)
+        restarted.append(one.serving.tokens)
 
     restarted: list[float] = []
     scenario = dataclasses.replace(SMALL, group_size=2, sampler="first_ready", steps=40)
