@@ -9,7 +9,7 @@ from typing import Any
 from megatron_idempotent.rl.controller.controller import Controller
 from megatron_idempotent.rl.controller.protocol import RolloutGroup
 from megatron_idempotent.rl.controller.samplers import load_sampler
-from megatron_idempotent.rl.controller.settings import ControllerSettings
+from megatron_idempotent.rl.controller.state import ControllerSettings
 from megatron_idempotent.rl.engines.protocol import Sample
 from megatron_idempotent.rl.simulator import clock
 from megatron_idempotent.rl.simulator.latency import uniform

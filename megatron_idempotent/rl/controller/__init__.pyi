@@ -5,7 +5,6 @@ from .checkpoint import Evaluate as Evaluate
 from .controller import Controller as Controller
 from .data_plane import MemoryPlane as MemoryPlane
 from .fleet import Fleet as Fleet
-from .optimizer_step import train as train
 from .protocol import AbortingSampler as AbortingSampler
 from .protocol import Admission as Admission
 from .protocol import ControllerError as ControllerError
@@ -35,4 +34,5 @@ from .samplers import InOrderSampler as InOrderSampler
 from .samplers import StrictSampler as StrictSampler
 from .samplers import WindowedSampler as WindowedSampler
 from .samplers import load_sampler as load_sampler
-from .settings import ControllerSettings as ControllerSettings
+from .state import ControllerSettings as ControllerSettings
+from .train_loop import train as train

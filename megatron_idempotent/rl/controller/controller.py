@@ -13,7 +13,6 @@ from megatron_idempotent.rl.workers.protocol import RanksLost
 from .buffer import GroupBuffer
 from .checkpoint import Checkpoints, Evaluate, Reporting
 from .data_plane import MemoryPlane
-from .optimizer_step import finish_despite_cancel
 from .protocol import (
     ControllerError,
     DataPlane,
@@ -27,9 +26,8 @@ from .protocol import (
     Store,
 )
 from .rollout_loop import RolloutPump
-from .settings import ControllerSettings
-from .state import Measure, RunState, StoredGroups, status_of
-from .train_loop import TrainPump
+from .state import ControllerSettings, Measure, RunState, StoredGroups, status_of
+from .train_loop import TrainPump, finish_despite_cancel
 
 _log = logging.getLogger(__name__)
 

@@ -69,21 +69,22 @@ def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
 
 
 def idle_metrics(
-    phases: Mapping[str, float], total_s: float, *, generation: Inflight | None = None
+    phases: Mapping[str, float], total_s: float, *, generation: tuple[float, float] | None = None
 ) -> dict[str, float]:
     """Return the shares of `total_s` seconds in which trainer or engines idled; nothing for 0 s.
 
     The trainer's is seconds in the phase `exposed_generation` / `total_s`, of `phases`, which has
-    seconds by phase. The engines', if `generation` is given, is seconds in which no group was being
-    generated / `total_s`. `rollouts/inflight_mean` is group-seconds / `total_s`: it also shows an
-    engine that idles beside a busy one.
+    seconds by phase. The engines', if `generation` is given, the result of `InflightClock.take`, is
+    seconds in which no group was being generated / `total_s`. `rollouts/inflight_mean` is
+    group-seconds / `total_s`: it also shows an engine that idles beside a busy one.
     """
     if total_s <= 0:
         return {}
     idle = {TRAINER_IDLE_RATIO: _share(phases.get(EXPOSED_GENERATION, 0.0), total_s)}
     if generation is not None:
-        idle[ENGINE_IDLE_RATIO] = 1.0 - _share(generation.busy_s, total_s)
-        idle[INFLIGHT_MEAN] = generation.group_s / total_s
+        busy_s, group_s = generation
+        idle[ENGINE_IDLE_RATIO] = 1.0 - _share(busy_s, total_s)
+        idle[INFLIGHT_MEAN] = group_s / total_s
     return idle
 
 
@@ -110,16 +111,6 @@ def counts_metrics(
     }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Inflight:
-    """Measures generation in a stretch of time. Example: `clock.take(loop.time()).busy_s`."""
-
-    busy_s: float
-    """Seconds in which at least one group was being generated."""
-    group_s: float
-    """Seconds in which a group was being generated, summed over all groups."""
-
-
 class InflightClock:
     """Integrates the number of groups being generated over the event loop's time.
 
@@ -139,10 +130,14 @@ class InflightClock:
         self._group_s += elapsed_s * self._running
         self._at_s, self._running = at_s, running
 
-    def take(self, at_s: float) -> Inflight:
-        """Return the totals since the last call, up to `at_s`, and start again from zero."""
+    def take(self, at_s: float) -> tuple[float, float]:
+        """Return the totals since the last call, up to `at_s`, and start again from zero.
+
+        They are the seconds in which at least one group was being generated, and the seconds in
+        which a group was, summed over all groups.
+        """
         self.now(at_s, self._running)
-        taken = Inflight(busy_s=self._busy_s, group_s=self._group_s)
+        taken = self._busy_s, self._group_s
         self._busy_s = self._group_s = 0.0
         return taken
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_idempotent.rl.controller.protocol import Sampler
 from megatron_idempotent.rl.controller.samplers import configured_sampler
-from megatron_idempotent.rl.controller.settings import ControllerSettings, LogprobsAsked
+from megatron_idempotent.rl.controller.state import ControllerSettings, LogprobsAsked
 from megatron_idempotent.rl.engines.protocol import PauseMode
 from megatron_idempotent.settings import Field, SettingsReader, settings
 

@@ -6,7 +6,6 @@ pytest.importorskip("torch")  # the records of the engines are imported with it
 
 from megatron_idempotent.rl.controller.protocol import Counts
 from megatron_idempotent.rl.metrics.names import (
-    Inflight,
     InflightClock,
     counts_metrics,
     idle_metrics,
@@ -44,12 +43,12 @@ def test_engines_are_idle_while_no_group_is_being_generated():
     for at_s, running in ((102.0, 1), (103.0, 3), (105.0, 0), (106.0, 2)):
         clock.now(at_s, running)
     generation = clock.take(108.0)
-    assert generation == Inflight(busy_s=5.0, group_s=11.0)
+    assert generation == (5.0, 11.0)
     metrics = idle_metrics({}, 8.0, generation=generation)
     assert metrics["timing/train/engine_idle_ratio"] == pytest.approx(3 / 8)
     assert metrics["rollouts/inflight_mean"] == pytest.approx(11 / 8)
     # The two groups are still there in the next stretch, and the seconds before it are not.
-    assert clock.take(109.0) == Inflight(busy_s=1.0, group_s=2.0)
+    assert clock.take(109.0) == (1.0, 2.0)
 
 
 def test_every_count_is_a_metric_and_a_lost_group_would_show():
