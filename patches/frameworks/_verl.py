@@ -9,6 +9,8 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_idempotent.patches._case import bench, shared_folder
+
 from . import _standins
 
 ABSENT = ("transformers", "omegaconf", "tensordict", "mbridge", "peft")
@@ -56,15 +58,16 @@ def manager_of(
     scheduler: Any,
     *,
     scheduler_too: bool = False,
+    fully_reshardable: bool = False,
     **checkpoint: Any,
 ) -> Any:
     """Return a manager that has the model in Megatron's shards.
 
-    `checkpoint` is its configuration, and `scheduler_too` is `use_checkpoint_opt_param_scheduler`,
-    which is off in verl.
+    `checkpoint` is its configuration, `scheduler_too` is `use_checkpoint_opt_param_scheduler`, and
+    `fully_reshardable` is `dist_ckpt_optim_fully_reshardable`. Both are off in verl.
     """
     megatron = SimpleNamespace(
-        dist_ckpt_optim_fully_reshardable=False,
+        dist_ckpt_optim_fully_reshardable=fully_reshardable,
         distrib_optim_fully_reshardable_mem_efficient=False,
     )
     return import_manager().MegatronCheckpointManager(
@@ -87,3 +90,16 @@ def manager_of(
         use_checkpoint_opt_param_scheduler=scheduler_too,
         use_dist_checkpointing=True,
     )
+
+
+def saved(*, fully_reshardable: bool = False) -> tuple[Any, Any, str]:
+    """Return a model after a step, a function that loads that step, and its folder."""
+    import torch
+
+    import_manager()  # before Megatron, as verl's program does
+    model, folder = bench(), shared_folder()
+    model.train_step(1, data_seed=0)
+    manager = manager_of(model.chunks, model.optimizer, None, fully_reshardable=fully_reshardable)
+    manager.save_checkpoint(folder)
+    # Megatron copies into fp32 parameters in place.
+    return model, lambda: torch.no_grad()(manager.load_checkpoint)(folder), folder

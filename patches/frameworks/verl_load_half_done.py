@@ -31,17 +31,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.patches import _checkpoints
-from megatron_idempotent.patches._case import (
-    Fault,
-    Original,
-    Patch,
-    arguments,
-    bench,
-    shared_folder,
-    target,
-)
+from megatron_idempotent.patches._case import Fault, Original, Patch, arguments, target
 
-from ._verl import MANAGER
+from ._verl import MANAGER, saved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +88,7 @@ def reproduce() -> None:
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
 
-    model, load, folder = _saved()
+    model, load, folder = saved()
     _checkpoints.expect_told(load)
     model.train_step(1, data_seed=1)
     before = model.parameters()
@@ -114,25 +106,10 @@ def reproduce() -> None:
 
 def neighbour() -> object:
     """Save, train on, and load; return the weights."""
-    model, load, _ = _saved()
+    model, load, _ = saved()
     model.train_step(1, data_seed=1)
     load()
     return model.parameters().numpy().tobytes()
-
-
-def _saved() -> tuple[Any, Any, str]:
-    """Return a model after a step, a function that loads that step, and its folder."""
-    import torch
-
-    from ._verl import import_manager, manager_of
-
-    import_manager()  # before Megatron, as verl's program does
-    model, folder = bench(), shared_folder()
-    model.train_step(1, data_seed=0)
-    manager = manager_of(model.chunks, model.optimizer, None)
-    manager.save_checkpoint(folder)
-    # Megatron copies into fp32 parameters in place.
-    return model, lambda: torch.no_grad()(manager.load_checkpoint)(folder), folder
 
 
 _OF = f"{MANAGER}:MegatronCheckpointManager"

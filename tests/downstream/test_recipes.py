@@ -43,7 +43,9 @@ RECIPES = {
     ),
     "miles": Recipe("MILES_SOURCE", (f"miles.{SLIME}",), ("miles-train-reentry",)),
     "verl": Recipe(
-        "VERL_SOURCE", ("verl.workers.engine",), ("verl-wiring-reentry", "verl-load-half-done")
+        "VERL_SOURCE",
+        ("verl.workers.engine",),
+        ("verl-wiring-reentry", "verl-load-half-done", "verl-load-loses-shards"),
     ),
     "nemo-rl": Recipe(
         "NEMO_RL_SOURCE",

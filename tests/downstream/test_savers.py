@@ -70,7 +70,12 @@ def test_a_run_goes_on_as_it_was_saved(found, expected):
 
 
 @pytest.mark.parametrize(
-    "found", [(name, "dp2-bf16-distopt", FAILURES) for name in FAILED], indirect=True
+    "found",
+    [
+        *((name, "dp2-bf16-distopt", FAILURES) for name in FAILED),
+        ("Verl", "tp2-bf16", ("load-into-live-run", *FAILURES)),
+    ],
+    indirect=True,
 )
 def test_a_failure_on_one_rank_is_known_to_all_and_changes_nothing(found):
     assert not found
