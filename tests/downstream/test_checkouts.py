@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from megatron_idempotent import apply, report
 from megatron_idempotent.patching.catalog import MEGATRON, patches
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError
+from megatron_idempotent.proof.prove import beside
 
 FRAMEWORKS = [p for p in patches().values() if p.distribution != MEGATRON]
 
@@ -44,6 +47,12 @@ def reproduce(patch_id: str, applied: tuple[str, ...]) -> str:
     return report()[patch_id].status
 
 
+def on_source(source: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs on a rank: a function where the framework is on the path."""
+    sys.path.insert(0, source)
+    return function(*arguments)
+
+
 @pytest.mark.parametrize("patch", FRAMEWORKS, ids=lambda patch: patch.id)
 def test_the_hazard_is_there_gone_with_the_patches_and_back_without_its_own(patch, megatron_ranks):
     if source_of(patch.distribution) is None:
@@ -60,3 +69,9 @@ def test_the_hazard_is_there_gone_with_the_patches_and_back_without_its_own(patc
             megatron_ranks(ranks, reproduce, patch.id, applied, timeout_s=120)
         said = f"{failure.value.exception_type}: {failure.value.message}"
         assert re.search(patch.stock_error, said)
+
+    def run(ranks: int, function: Callable[..., Any], *arguments: Any, **how: Any) -> list[Any]:
+        source = source_of(patch.distribution)
+        return megatron_ranks(ranks, on_source, source, function, *arguments, **how)
+
+    assert beside(run, patch.id) in ("ok", "-")

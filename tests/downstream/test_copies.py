@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError, tiny
 
 TAKEN = "config.no_sync_func is taken"
-REDUCED_EARLY = "has registered 3 gradients|Cannot set grad twice"  # the latter before 0.16
 needs_training = pytest.mark.skipif(
     locate("megatron.training.training") is None,
     reason="this release's wheel does not carry megatron.training, which slime imports",
@@ -44,31 +42,6 @@ def with_args(**options: object) -> None:
 
     off = {"align_param_gather": False, "manual_gc": False, "overlap_param_gather": False}
     global_vars.set_args(SimpleNamespace(**{**off, "overlap_grad_reduce": True, **options}))
-
-
-def seen_from_absence_to_import(folder: str) -> list[tuple[str, str | None]]:
-    """Runs on a rank: the outcome before the package is there, before its import and after it."""
-
-    def row() -> tuple[str, str | None]:
-        found = megatron_idempotent.apply()["verl-wiring-reentry"]
-        return found.status, found.version
-
-    seen = [row()]
-    write(Path(folder), VERL)
-    seen.append(row())
-    load(VERL)
-    found = megatron_idempotent.report()["verl-wiring-reentry"]
-    return [*seen, (found.status, found.version), row()]
-
-
-def test_a_checkout_is_found_by_its_package_and_lands_with_its_import(tmp_path, megatron_ranks):
-    (seen,) = megatron_ranks(1, seen_from_absence_to_import, str(tmp_path))
-    assert seen == [
-        ("not_installed", None),
-        ("pending_import", "unknown"),
-        ("applied", "unknown"),
-        ("already_applied", "unknown"),
-    ]
 
 
 def without_a_statement(folder: str, module: str, statement: str, patch_id: str) -> str:
@@ -164,22 +137,6 @@ def test_a_second_setup_on_one_config_belongs_to_the_second_model(tmp_path, mega
     assert found == [(True, gradients) for gradients in expected]
 
 
-def two_models_on_one_config(folder: str) -> None:
-    """Runs on a rank: a window of the first model, and another one after the second one's setup."""
-    write(Path(folder), BRIDGE)
-    apply()
-    setup = load(BRIDGE)
-    first, second = build(), build()
-    for model in (first, second):
-        setup._update_model_config_funcs(model.chunks, first.config, model.chunks[0].ddp_config)
-        first.forward_backward(3, data_seed=0)
-
-
-def test_a_window_of_the_model_that_lost_its_config_is_refused(tmp_path, megatron_ranks):
-    with pytest.raises(RankError, match=REDUCED_EARLY):
-        megatron_ranks(2, two_models_on_one_config, str(tmp_path))
-
-
 def with_a_custom_no_sync(folder: str, module: str) -> None:
     """Runs on a rank: somebody's own `no_sync_func` in the config."""
     from contextlib import nullcontext
@@ -258,22 +215,3 @@ def test_slimes_loop_leaves_collector_and_param_sync_func_where_a_step_raised(
 ):
     assert megatron_ranks(2, left_behind, str(tmp_path), False, align) == [(False, False)] * 2
     assert megatron_ranks(2, left_behind, str(tmp_path), True, align) == [(True, True)] * 2
-
-
-def bound_before(folder: str, rebind: str) -> tuple[str, bool]:
-    """Runs on a rank: a name that slime's worker bound before apply()."""
-    import os
-
-    os.environ["MEGATRON_IDEMPOTENT_REBIND"] = rebind
-    write(Path(folder), SLIME)
-    (Path(folder) / "slime" / "worker.py").write_text(f"from {SLIME} import train\n")
-    worker = importlib.import_module("slime.worker")
-    row = apply()["slime-train-reentry"]
-    return row.reason, worker.train is load(SLIME).train
-
-
-@needs_training
-def test_a_name_that_the_frameworks_worker_bound_before_apply_is_rebound(tmp_path, megatron_ranks):
-    ((reason, same),) = megatron_ranks(1, bound_before, str(tmp_path), "")
-    assert same
-    assert "left alone" not in reason

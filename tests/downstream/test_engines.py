@@ -1,7 +1,8 @@
-"""verl's, ms-swift's, AReaL's and ROLL's own steps on two ranks: log-probs between, and failures.
+"""Frameworks' own steps on two ranks: log-probs or evaluations between them, and failures.
 
-`VERL_SOURCE`, `MS_SWIFT_SOURCE`, `AREAL_SOURCE` and `ROLL_SOURCE` name checkouts, or unpacked
-wheels. Data and losses are replaced by small ones; modes, window, step and evaluation are theirs.
+`VERL_SOURCE`, `MS_SWIFT_SOURCE`, `AREAL_SOURCE`, `ROLL_SOURCE`, `NEMO_RL_SOURCE` and `SKYRL_SOURCE`
+name checkouts, or unpacked wheels. Data and losses are replaced by small ones; modes, window, step
+and evaluation are theirs.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ CLASSES = {
     "ms_swift": "swift_engine:Swift",
     "areal": "areal_engine:Areal",
     "roll": "megatron_idempotent.patches.frameworks._roll:Roll",
+    "nemo_rl": "megatron_idempotent.patches.frameworks._nemo_rl:NemoRL",
+    "skyrl": "megatron_idempotent.patches.frameworks._skyrl:SkyRL",
 }
 #: Called for log-probs, or for evaluations, between steps.
-INFERRING = ("verl", "ms_swift", "areal")
+INFERRING = ("verl", "ms_swift", "areal", "nemo_rl", "skyrl")
 Outcome = tuple[list[float], bytes]
 
 

@@ -13,11 +13,9 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_idempotent.patching.source import locate
-from megatron_idempotent.proof.cpu import RankError
 
 SOURCE = os.environ.get("SLIME_SOURCE", "")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
-MANUAL_GC = (*OVERLAP, "--manual-gc")
 STEPS = 6
 
 pytestmark = [
@@ -29,19 +27,17 @@ pytestmark = [
 ]
 
 
-def start(options: Sequence[str] = OVERLAP, *, applied: bool = True):
+def start():
     """Runs on a rank: slime's model.py around a small program."""
     from megatron_idempotent.patches.frameworks._rollouts import Rollouts
 
     import megatron_idempotent
 
     sys.path.insert(0, SOURCE)
-    if applied:
-        rows = megatron_idempotent.apply()
-        assert rows["slime-train-reentry"].status == "pending_import"
-    rollouts = Rollouts("slime", options)
-    if applied:
-        assert megatron_idempotent.report()["slime-train-reentry"].status == "applied"
+    rows = megatron_idempotent.apply()
+    assert rows["slime-train-reentry"].status == "pending_import"
+    rollouts = Rollouts("slime", OVERLAP)
+    assert megatron_idempotent.report()["slime-train-reentry"].status == "applied"
     return rollouts
 
 
@@ -50,17 +46,12 @@ def outcome(rollouts) -> tuple[list[float], list[float], bytes]:
     return rollouts.losses, rollouts.norms, rollouts.program.parameters().numpy().tobytes()
 
 
-def train(calls: Sequence[int], options: Sequence[str] = OVERLAP, *, applied: bool = True):
+def train(calls: Sequence[int]):
     """Runs on a rank: one rollout after the other, `calls` says of how many steps."""
-    rollouts = start(options, applied=applied)
+    rollouts = start()
     for number, steps in enumerate(calls):
         rollouts.train(steps, first=sum(calls[:number]))
     return outcome(rollouts)
-
-
-def test_the_second_rollout_raises_on_stock(megatron_ranks):
-    with pytest.raises(RankError, match=r"config\.no_sync_func must be None"):
-        megatron_ranks(2, train, (1, 1), applied=False)
 
 
 @pytest.mark.parametrize("calls", [(2, 2, 2), (1,) * STEPS, (5, 1)])
@@ -70,11 +61,6 @@ def test_rollouts_equal_one_long_call_bit_for_bit(calls, megatron_ranks):
     losses, norms, _ = apart[0]
     assert (len(set(losses)), len(set(norms))) == (4 * STEPS, STEPS), "every step must differ"
     assert apart[0][2] == apart[1][2], "the replicas' parameters"
-
-
-def test_one_patched_rollout_equals_one_stock_rollout(megatron_ranks):
-    patched = megatron_ranks(2, train, (2,), applied=True)
-    assert patched == megatron_ranks(2, train, (2,), applied=False)
 
 
 def retried(fail_at: int) -> tuple[int, tuple[list[float], list[float], bytes]]:
@@ -99,44 +85,6 @@ def test_a_rollout_that_failed_in_any_microbatch_goes_on_as_if_it_had_not(fail_a
     found = megatron_ranks(2, retried, fail_at)
     assert [done for done, _ in found] == [(fail_at - 1) // 4] * 2
     assert [seen for _, seen in found] == megatron_ranks(2, train, (STEPS,))
-
-
-def left_behind(fail_at: int | None) -> tuple[bool, bool]:
-    """Runs on a rank: is the collector on, and has the config a param_sync_func, after a
-    rollout."""
-    import gc
-
-    from megatron_idempotent.patches._case import Broken
-
-    rollouts = start(MANUAL_GC)
-    config, (chunk,) = rollouts.program.config, rollouts.program.chunks
-    config.param_sync_func = chunk.start_param_sync
-    if fail_at is None:
-        rollouts.train(0, first=0)
-    else:
-        rollouts.fail_at = fail_at
-        with pytest.raises(Broken):
-            rollouts.train(1, first=0)
-    return gc.isenabled(), config.param_sync_func == chunk.start_param_sync
-
-
-@pytest.mark.parametrize("fail_at", [None, 2])
-def test_a_rollout_without_a_step_leaves_collector_and_param_sync_func(fail_at, megatron_ranks):
-    assert megatron_ranks(2, left_behind, fail_at) == [(True, True)] * 2
-
-
-def train_with_a_custom_no_sync() -> None:
-    """Runs on a rank: somebody's own `no_sync_func` in the config."""
-    from contextlib import nullcontext
-
-    rollouts = start()
-    rollouts.program.config.no_sync_func = nullcontext
-    rollouts.train(1, first=0)
-
-
-def test_a_custom_no_sync_func_still_meets_slimes_assertion(megatron_ranks):
-    with pytest.raises(RankError, match=r"config\.no_sync_func must be None"):
-        megatron_ranks(2, train_with_a_custom_no_sync)
 
 
 def inferring(fail_at: int | None, passes: bool = True):
