@@ -288,11 +288,8 @@ class RequestSlot:
         """
         place = self.request.continued + len(self.tokens)
         state = split_mix(self.seed * _STEP + _MIX) + (place + 1) * _STEP
-        return Turn(
-            token=self.tokens[-1] if self.tokens else self.request.prompt[-1],
-            uniform=(split_mix(state) >> 11) * 2.0**-53,
-            temperature=self.request.temperature,
-        )
+        token = self.tokens[-1] if self.tokens else self.request.prompt[-1]
+        return token, (split_mix(state) >> 11) * 2.0**-53, self.request.temperature
 
     def take(self, token: int, logprob: float, version: int) -> None:
         """Add a token, and answer the request if it was the last one."""

@@ -10,7 +10,6 @@ of them, D head size, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -224,18 +223,9 @@ def draw(
     return torch.cat([tokens for tokens, _ in drawn]), torch.cat([probs for _, probs in drawn])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """Holds the inputs of a row's next token.
-
-    Example: `Turn(token=5, uniform=0.25, temperature=1.0)`.
-    """
-
-    token: int
-    """The last token so far, which is not in the cache yet."""
-    uniform: float
-    """The number in [0, 1) that chooses the token."""
-    temperature: float
+Turn = tuple[int, float, float]
+"""The inputs of a row's next token: the last token so far, which is not in the cache yet, the
+number in [0, 1) that chooses the next one, and the temperature."""
 
 
 class RouteRecorder:
@@ -328,11 +318,12 @@ class DecodeBatch:
 
         The log-prob is NaN if the row's logits are not finite.
         """
+        tokens, uniforms, temperatures = zip(*turns, strict=True)
         device = self._model.device
         lengths_B = self._cache.lengths_B
         positions = torch.arange(self._cache.get_seq_length() + 1, device=device)
         logits_BV = self._model(
-            input_ids=torch.tensor([[turn.token] for turn in turns], device=device),
+            input_ids=torch.tensor([tokens], device=device).T,
             attention_mask=positions[None, :] <= lengths_B[:, None],
             position_ids=lengths_B[:, None],
             use_cache=True,
@@ -341,12 +332,8 @@ class DecodeBatch:
         ).logits[:, -1]
         tokens_B, logprobs_B = draw(
             logits_BV,
-            temperatures_B=torch.tensor(
-                [turn.temperature for turn in turns], dtype=torch.float32, device=device
-            ),
-            uniforms_B=torch.tensor(
-                [turn.uniform for turn in turns], dtype=torch.float64, device=device
-            ),
+            temperatures_B=torch.tensor(temperatures, dtype=torch.float32, device=device),
+            uniforms_B=torch.tensor(uniforms, dtype=torch.float64, device=device),
         )
         if self._recorder is not None:
             self.routes = [each.tobytes() for each in self._recorder.take(len(turns))]

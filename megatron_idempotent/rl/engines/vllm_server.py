@@ -97,7 +97,7 @@ class Control(HttpClient):
 
     async def get(self, path: str, *, limit: str = "control_s") -> Any:
         """Return the JSON answer. Errors: as in `post`."""
-        return await self._ask("GET", path, None, {}, limit)
+        return await self.post(path, limit=limit, method="GET")
 
     async def post(
         self,
@@ -105,24 +105,14 @@ class Control(HttpClient):
         body: Mapping[str, Any] | None = None,
         *,
         limit: str = "control_s",
+        method: str = "POST",
         **query: str,
     ) -> Any:
         """Return the JSON answer, or None if it is empty; `limit` names one of `Timeouts`.
 
         The call is tried once: only its caller knows what a second one would do.
-
         Errors: `BadRequest`, `EngineDead`, `EngineTimeout`, `EngineUnsupported`, `EngineError`.
         """
-        return await self._ask("POST", path, body, query, limit)
-
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        query: Mapping[str, str],
-        limit: str,
-    ) -> Any:
         timeout_s = getattr(self.timeouts, limit)
         answer = await self.call(method, path, body, query=query, timeout_s=timeout_s)
         if answer.status == 200:

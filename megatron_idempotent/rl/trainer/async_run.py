@@ -33,7 +33,7 @@ from megatron_idempotent.rl.controller.samplers import SamplerError, configured_
 from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
 from megatron_idempotent.rl.metrics.console import StatusLines, keep_showing, make_table
 from megatron_idempotent.rl.metrics.timeline import Timeline
-from megatron_idempotent.rl.trainer.task.prompts import PromptSet
+from megatron_idempotent.rl.trainer.task.prompts import PromptSet, PromptStream
 from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
 from megatron_idempotent.rl.workers import RankGroup, RemoteWeights
@@ -47,7 +47,7 @@ from .engines import make_async_engines, sync_settings
 from .output import INITIAL, TRAINED, Job
 from .policy import training_positions
 from .report import make_loggers
-from .rewards import Evaluation, GrpoRecipe, PromptStream, Scorer, make_requests
+from .rewards import Evaluation, GrpoRecipe, Scorer, make_requests
 
 
 def make_sampler(config: Config) -> Sampler:

@@ -25,7 +25,7 @@ from megatron_idempotent.rl.controller import RolloutGroup
 from megatron_idempotent.rl.engines import Sample
 from megatron_idempotent.rl.metrics.loggers import Loggers
 from megatron_idempotent.rl.metrics.names import RESPONSE_TOKENS, SYNC, TOKENS_PER_S, TOTAL_S
-from megatron_idempotent.rl.trainer.task.prompts import Prompt, PromptSet, rollout_prompts
+from megatron_idempotent.rl.trainer.task.prompts import Prompt, PromptSet, PromptStream
 from megatron_idempotent.rl.trainer.task.reward import load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
@@ -103,14 +103,13 @@ class Loop:
         config, policy = self._config, self._policy
         last, every = config.run.rollouts, config.run.checkpoint_every
         count, samples = config.rollout.prompts, config.rollout.group_size
+        stream = PromptStream(self._prompts.train, seed=config.run.seed)
         self._publish(first_rollout)
         if first_rollout == 0:
             self._loggers.log(self._evaluate(0), step=0)
         watch = Stopwatch()
         for index in range(first_rollout, last):
-            asked = rollout_prompts(
-                self._prompts.train, index=index, count=count, seed=config.run.seed
-            )
+            asked = [stream.prompt(index * count + place) for place in range(count)]
             with watch.phase("generation"):
                 drawn = self._draw(policy.replica.share(asked), samples=samples, stream=index)
             with watch.phase("advantages"):

@@ -14,7 +14,7 @@ import torch
 from megatron_idempotent.rl.controller import Fleet, LogprobsOf, RolloutGroup
 from megatron_idempotent.rl.engines import Request, Sample
 from megatron_idempotent.rl.metrics.names import HELD_OUT
-from megatron_idempotent.rl.trainer.task.prompts import Prompt, prompt_at
+from megatron_idempotent.rl.trainer.task.prompts import Prompt
 from megatron_idempotent.rl.trainer.task.reward import FieldsOf, Reward
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
@@ -250,22 +250,3 @@ class GrpoRecipe:
             )
             / samples,
         }
-
-
-class PromptStream:
-    """Implements `controller.Prompts`: repeats the data without end, each time in another order.
-
-    Example: `stream.prompt(0).text`.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
-        self._prompts = prompts
-        self._seed = seed
-
-    def prompt(self, index: int) -> Prompt:
-        """Return the prompt at an index from 0."""
-        return prompt_at(self._prompts, index, seed=self._seed)
-
-    def epoch(self, index: int) -> int:
-        """Return how often the data was used up before that index."""
-        return index // len(self._prompts)

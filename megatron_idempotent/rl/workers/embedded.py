@@ -17,8 +17,8 @@ from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankPool
 from megatron_idempotent.proof.cpu.errors import RankError, RankTimeout, describe_exit
 
 from .protocol import WorkerSpec
-from .serve import ENDED, RankConnection
 from .socket_ranks import Connection, Server, SocketRanks
+from .wire import ENDED, RankConnection
 
 #: The longest life of ranks, which `poll(2)` limits: it takes milliseconds in an int.
 _LIFE_S = 24 * 24 * 3600.0

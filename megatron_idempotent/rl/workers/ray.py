@@ -18,7 +18,6 @@ from typing import Any
 
 from . import wire
 from .protocol import RanksLost, WorkerSpec
-from .serve import RankConnection
 from .socket_ranks import Connection, Server, SocketRanks
 
 #: Seconds for killed actors to be gone.
@@ -110,7 +109,7 @@ class RankActor:
         own = [bytearray(part) for part in argument]
         spec = WorkerSpec(factory=factory, argument=wire.load(own))
         rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-        connection = RankConnection(meeting.controller, meeting.token, rank)
+        connection = wire.RankConnection(meeting.controller, meeting.token, rank)
         os.environ.update(variables)
         connection.serve(spec, lambda: self._join(rank, size, meeting))
 

@@ -36,8 +36,8 @@ from typing import Any
 
 from . import wire
 from .protocol import WorkerSpec, is_alive
-from .serve import RankConnection
 from .socket_ranks import Connection, Server, SocketRanks
+from .wire import RankConnection
 
 #: The files that say where a controller listens, and how the last one ended.
 FILE, EXIT_FILE = "controller.json", "controller-exit.json"

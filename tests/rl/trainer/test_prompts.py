@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from megatron_idempotent.rl.trainer import DataError
-from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE, read_prompts, rollout_prompts
+from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE, PromptStream, read_prompts
 
 ROW = {"prompt": "copy a b", "answer": "a b", "split": "train"}
 
@@ -105,15 +105,12 @@ def test_a_file_or_messages_that_nothing_can_answer_are_refused(tmp_path, rows, 
         read_prompts(path, words=False)
 
 
-def test_each_pass_takes_every_prompt_once_in_an_order_of_its_own():
+def test_each_pass_takes_every_prompt_once_in_an_order_of_its_own_and_is_counted():
     prompts = read_prompts(SHIPPED_FILE).train[:12]
-    passes = []
-    for epoch in range(2):
-        taken = [
-            prompt.row
-            for index in range(epoch * 3, epoch * 3 + 3)
-            for prompt in rollout_prompts(prompts, index=index, count=4, seed=1)
-        ]
+    stream, again = PromptStream(prompts, seed=1), PromptStream(prompts, seed=1)
+    assert [again.prompt(place) for place in range(24)] == list(map(stream.prompt, range(24)))
+    assert [stream.epoch(place) for place in range(24)] == [0] * 12 + [1] * 12
+    passes = [[stream.prompt(at + place).row for place in range(12)] for at in (0, 12)]
+    for taken in passes:
         assert sorted(taken) == sorted(prompt.row for prompt in prompts)
-        passes.append(taken)
     assert passes[0] != passes[1]

@@ -21,12 +21,11 @@ from megatron_idempotent.rl.trainer.config import load_config
 from megatron_idempotent.rl.trainer.rewards import (
     Evaluation,
     GrpoRecipe,
-    PromptStream,
     Scorer,
     group_advantages,
     make_requests,
 )
-from megatron_idempotent.rl.trainer.task.prompts import Prompt, PromptSet, rollout_prompts
+from megatron_idempotent.rl.trainer.task.prompts import Prompt, PromptSet
 from megatron_idempotent.rl.trainer.task.reward import FieldsOf, position_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
@@ -116,14 +115,6 @@ def test_chunks_use_every_sequence_once_in_a_seeded_order():
     assert sorted(order(1, 0)) == list(range(12))
     assert order(1, 0) == order(1, 0) != order(1, 1)
     assert order(1, 0) != order(2, 0)
-
-
-def test_the_stream_of_prompts_is_that_of_the_rollouts_and_counts_epochs():
-    stream = PromptStream(PROMPTS, seed=5)
-    rollouts = [p for i in range(4) for p in rollout_prompts(PROMPTS, index=i, count=2, seed=5)]
-    assert [stream.prompt(place) for place in range(8)] == rollouts
-    assert [stream.epoch(place) for place in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
-    assert {stream.prompt(place).row for place in range(3, 6)} == {0, 1, 2}
 
 
 def group_of(rewards, versions=(3,)):

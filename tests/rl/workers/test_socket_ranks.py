@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from megatron_idempotent.rl.workers import serve, wire
+from megatron_idempotent.rl.workers import wire
 from megatron_idempotent.rl.workers.socket_ranks import Server
 
 TOKEN = bytes(range(32))
@@ -162,8 +162,8 @@ async def test_a_start_that_loses_a_rank_or_is_overtaken_is_dropped_as_a_whole(t
 @pytest.mark.parametrize("busy", [False, True])
 async def test_a_rank_ends_itself_when_its_connection_breaks_wherever_it_is(tmp_path, busy) -> None:
     program = (
-        "import sys; from megatron_idempotent.rl.workers import WorkerSpec, serve;"
-        f"connection = serve.RankConnection(sys.argv[1], {TOKEN!r}, 0);"
+        "import sys; from megatron_idempotent.rl.workers import WorkerSpec, wire;"
+        f"connection = wire.RankConnection(sys.argv[1], {TOKEN!r}, 0);"
         "connection.serve(WorkerSpec(factory='importlib:import_module', argument='time'))"
     )
 
@@ -182,7 +182,7 @@ async def test_a_rank_ends_itself_when_its_connection_breaks_wherever_it_is(tmp_
         finally:
             rank.kill()
             rank.wait()
-        assert (rank.returncode, "is gone" in said) == (serve.ENDED, True)
+        assert (rank.returncode, "is gone" in said) == (wire.ENDED, True)
 
 
 async def test_large_buffers_pass_beside_the_pickle_and_are_not_copied() -> None:

@@ -117,22 +117,25 @@ def check_answers_fit(
         )
 
 
-def rollout_prompts(
-    prompts: Sequence[Prompt], *, index: int, count: int, seed: int
-) -> tuple[Prompt, ...]:
-    """Return the `count` prompts of rollout `index`.
+class PromptStream:
+    """Implements `controller.Prompts`: repeats the data without end, each time in another order.
 
-    Each pass over the data has its own order, by the seed. The result depends on the arguments
-    alone, so that a resumed run needs only the index.
+    The prompt at an index depends on the data and the seed alone, so that a resumed run needs only
+    the index. Example: `stream.prompt(0).text`.
     """
-    places = range(index * count, (index + 1) * count)
-    return tuple(prompt_at(prompts, place, seed=seed) for place in places)
 
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
+        self._prompts = prompts
+        self._seed = seed
 
-def prompt_at(prompts: Sequence[Prompt], place: int, *, seed: int) -> Prompt:
-    """Return the prompt at a place, from 0, of a stream that repeats the data without end."""
-    epoch, offset = divmod(place, len(prompts))
-    return prompts[_epoch_order(len(prompts), epoch, seed)[offset]]
+    def prompt(self, index: int) -> Prompt:
+        """Return the prompt at an index from 0."""
+        place = index % len(self._prompts)
+        return self._prompts[_epoch_order(len(self._prompts), self.epoch(index), self._seed)[place]]
+
+    def epoch(self, index: int) -> int:
+        """Return how often the data was used up before that index."""
+        return index // len(self._prompts)
 
 
 @functools.lru_cache(maxsize=4)
