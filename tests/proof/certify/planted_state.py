@@ -164,6 +164,13 @@ class Everything(SplitStep):
         torch.distributed.barrier()
 
 
+
+class Overflows(Everything):
+    """Has a loss scale with which no gradient is finite."""
+
+    optimizer_overrides: ClassVar = {"initial_loss_scale": 2.0**40}
+
+
 class SaveDraws(Everything):
     """Draws a random number, as for a file's name."""
 

@@ -66,6 +66,12 @@ def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, where, said):
     assert said in fault
 
 
+def test_a_run_that_skips_its_steps_shows_nothing(megatron_rank_pool):
+    how = {"checks": ["rollback"], "layouts": ["fp16-distopt"], "pool": megatron_rank_pool}
+    (found,) = certify("planted_state:Overflows", **how)
+    assert found.fault == "the step was skipped, and shows nothing: a gradient is not finite"
+
+
 def failed(pool, adapter, where):
     found = list(certify(adapter, checks=STATE_CHECKS, layouts=[where], pool=pool))
     assert any(each.verdict == "passed" for each in found)
