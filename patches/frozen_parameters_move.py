@@ -8,14 +8,18 @@ Cause:
     A frozen parameter has no gradient, and torch's optimizers leave it out. Megatron's give each
     parameter that they were built with the gradient in DDP's buffer, which is zero then, and Adam
     steps on zero. The optimizer that steps on the host goes on with the gradient of an earlier step
-    even where it is given none.
+    even where it is given none. Megatron-FSDP has the shard of a parameter in the module between
+    two windows, and the whole one within: `requires_grad_(False)` reaches the shard, and the whole
+    one gets its gradient as before.
 
 Affects:
-    Every release, with fp32, fp16 and bf16, the distributed optimizer and `optimizer_cpu_offload`;
-    not Megatron-FSDP. What the patch does: a parameter that requires no gradient when the optimizer
+    Every release, with fp32, fp16 and bf16, the distributed optimizer, `optimizer_cpu_offload` and
+    Megatron-FSDP. What the patch does: a parameter that requires no gradient when the optimizer
     steps is left out, and keeps its bits and its moments until it is unfrozen. Its step count goes
     on with that of the others, as Megatron saves one count for all. It is zero in the gradient's
-    norm. A step that was captured in a CUDA graph is replayed as it was.
+    norm. A step that was captured in a CUDA graph is replayed as it was. Where Megatron-FSDP has
+    the whole parameter in the module (`overlap_param_gather`, "optim_grads_params") its backward
+    refuses one that is frozen: "it is in a parameter group with requires_grad=True".
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
@@ -33,6 +37,16 @@ from typing import Any
 from megatron_idempotent.megatron import optimizers
 
 from ._case import Fault, Original, Patch, bench, target
+
+
+def prepare_grads(original: Original, self: Any) -> Any:
+    """Take what Megatron-FSDP has computed for frozen shards out of the gradient's norm."""
+    if optimizers.in_fsdp(self):
+        for each in optimizers.frozen(self):
+            for gradient in each.grad, getattr(each, "decoupled_grad", None):
+                if gradient is not None:  # which tells the norm of all ranks which group they are
+                    gradient.zero_()
+    return original(self)
 
 
 def step(original: Original, self: Any) -> bool:
@@ -66,6 +80,7 @@ def reproduce() -> None:
 
 PATCH = Patch(
     "what is frozen after the optimizer was built goes on moving, by momentum and weight decay",
+    target("mixed.prepare_grads", prepare_grads),
     target("mixed.step_with_ready_grads", step),
     target("fp32.step_with_ready_grads", step),
 )

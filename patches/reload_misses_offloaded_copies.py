@@ -39,8 +39,8 @@ from ._case import Fault, Original, Patch, bench, target
 def copy_to_main(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Copy the model to the main parameters as without offload, then these to the copies."""
     hybrid = self.optimizer
-    in_fsdp = ("use_megatron_fsdp", "use_custom_fsdp")  # which has main parameters of its own
-    if not optimizers.is_hybrid(hybrid) or any(vars(self.ddp_config).get(each) for each in in_fsdp):
+    # Megatron-FSDP has main parameters of its own.
+    if not optimizers.is_hybrid(hybrid) or optimizers.in_fsdp(self):
         original(self, *args, **kwargs)
         return
     self.optimizer = None  # with the hybrid one upstream leaves before it copies

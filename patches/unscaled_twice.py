@@ -31,6 +31,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_idempotent.megatron import optimizers
+
 from ._case import Fault, Original, Patch, bench, target
 
 _MEMORY = "megatron_idempotent_unscaled"
@@ -39,7 +41,7 @@ _MEMORY = "megatron_idempotent_unscaled"
 def prepare_grads(original: Original, self: Any) -> Any:
     """Run `prepare_grads`, and unscales each gradient once."""
     # A stub holds no gradient to tell a new window by; Megatron-FSDP keeps its own.
-    if self.grad_scaler is None or self.is_stub_optimizer or _is_fsdp(self):
+    if self.grad_scaler is None or self.is_stub_optimizer or optimizers.in_fsdp(self):
         return original(self)
     if _is_unscaled(self):
         _, scale, found_inf = getattr(self, _MEMORY)
@@ -121,14 +123,6 @@ def _model_grads(optimizer: Any) -> list[Any]:
 
 def _memory(tensor: Any) -> Any:
     return tensor.untyped_storage().data_ptr()
-
-
-def _is_fsdp(optimizer: Any) -> bool:
-    ddp_config = getattr(optimizer, "ddp_config", None)
-    return bool(
-        getattr(ddp_config, "use_megatron_fsdp", False)
-        or getattr(ddp_config, "use_custom_fsdp", False)
-    )
 
 
 def reproduce() -> None:

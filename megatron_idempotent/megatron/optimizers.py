@@ -106,9 +106,26 @@ def start_in(optimizer: Any, model: Any) -> int:
     return int(optimizer._get_model_param_range_map(model)["param"].start)
 
 
+def in_fsdp(optimizer: Any) -> bool:
+    """Return whether an optimizer steps the shards of Megatron-FSDP."""
+    ddp_config = getattr(optimizer, "ddp_config", None)
+    return bool(
+        getattr(ddp_config, "use_megatron_fsdp", False)
+        or getattr(ddp_config, "use_custom_fsdp", False)
+    )
+
+
 def frozen(optimizer: Any) -> list[Tensor]:
-    """Return what one optimizer steps for parameters that are frozen now; not in Megatron-FSDP."""
-    return [main for model, main in stepped(optimizer) if not model.requires_grad]
+    """Return what one optimizer steps for parameters that are frozen now."""
+    found = [main for model, main in stepped(optimizer) if not model.requires_grad]
+    if in_fsdp(optimizer) and optimizer.optimizer is not None:
+        for group in optimizer.optimizer.param_groups:
+            for each in group["params"]:
+                # Megatron-FSDP puts now the shard into the module, now the whole parameter.
+                whole = getattr(each, "orig_param", each)
+                if not (each.requires_grad and whole.requires_grad):
+                    found.append(each)
+    return found
 
 
 def leave_out(inner: Any, mains: Iterable[Any]) -> None:

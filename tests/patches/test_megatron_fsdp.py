@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ranks import RELEASE, abort, built, digest, on_ranks
+from ranks import RELEASE, abort, built, digest, on_ranks, tiered
 
 import megatron_idempotent
+from megatron_idempotent.megatron import optimizers
 from megatron_idempotent.patching.source import locate, read_body
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -141,6 +142,53 @@ def test_a_window_in_two_calls_has_the_gradient_of_both(strategy, overlap, total
     mean = (alone[0].double() + alone[1].double()) / 2
     bound = 4 * torch.finfo(torch.float32).eps
     assert (model.gradients().double() - mean).abs().max() <= bound
+
+
+@pytest.mark.parametrize("strategy", tiered(STRATEGIES[:3], ["optim"]))
+@on_ranks(2)
+def test_what_is_frozen_between_windows_keeps_its_bits(strategy):
+    """... and its moments, and is in no norm; once it is unfrozen it learns again."""
+    import torch
+
+    how = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    model = built(fsdp=strategy, dtype="bf16", **how)
+    for seed in range(2):
+        model.train_step(1, data_seed=seed)
+    named = model.chunks[0].module.named_modules()
+    (head,) = (module for name, module in named if name.endswith("output_layer"))
+    head.requires_grad_(False)
+    (optimizer,) = optimizers.unchained(model.optimizer)
+    still = optimizers.frozen(optimizer)
+    assert len(still) == 1
+    held = [each for each in still for each in (each, *optimizer.optimizer.state[each].values())]
+    before = [local(each) for each in held]
+    model.forward_backward(1, data_seed=2)
+    square, count = torch.zeros((), dtype=torch.float64), 0
+    for group in optimizer.optimizer.param_groups:
+        for each in group["params"]:
+            if each is not still[0] and each.grad is not None:
+                square += local(each.grad).double().square().sum()
+                count += each.numel()
+    if strategy != "no_shard":
+        torch.distributed.all_reduce(square)
+    norm = float(model.step()[1])
+    # The sum of `count` squares in float32, in whatever order.
+    assert abs(norm / float(square.sqrt()) - 1) <= count * torch.finfo(torch.float32).eps
+    step = optimizer.optimizer.state[still[0]].get("step")
+    changed = [
+        index
+        for index, (each, old) in enumerate(zip(held, before, strict=True))
+        if each is not step and not local(each).equal(old)
+    ]
+    assert changed == []
+    head.requires_grad_(True)
+    model.train_step(1, data_seed=3)
+    assert not local(held[0]).numel() or not local(held[0]).equal(before[0])
+
+
+def local(tensor: Any) -> Any:
+    """A copy of this rank's part of a tensor."""
+    return getattr(tensor, "_local_tensor", tensor).detach().clone()
 
 
 @on_ranks(2)

@@ -164,7 +164,6 @@ class Everything(SplitStep):
         torch.distributed.barrier()
 
 
-
 class Overflows(Everything):
     """Has a loss scale with which no gradient is finite."""
 
