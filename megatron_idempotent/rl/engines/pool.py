@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from .protocol import EngineDead, EngineError, Request, RolloutEngine, RoutedExperts, Sample
+from .protocol import EngineDead, EngineError, Request, RolloutEngine, Sample
 
 #: Attempts in a row that may bring nothing, and the pause after the first of them.
 _ATTEMPTS, _WAIT_S = 8, 0.05
@@ -88,13 +88,18 @@ def _rest(request: Request, done: Sample) -> Request:
 
 
 def _joined(request: Request, done: Sample, part: Sample) -> Sample:
+    routes = part.routed_experts
+    if (drawn := done.routed_experts) is not None:
+        # What a part had in its prompt was computed again: the tokens after it were drawn by the
+        # first.
+        routes = drawn if routes is None else drawn.then(routes)
     whole = dataclasses.replace(
         done,
         tokens=done.tokens + part.tokens,
         logprobs=done.logprobs + part.logprobs,
         versions=done.versions + part.versions,
         finish_reason=part.finish_reason,
-        routed_experts=_joined_routes(done.routed_experts, part.routed_experts),
+        routed_experts=routes,
     )
     # An engine that was stopped after the last token may not say that it was the last.
     if whole.tokens and whole.tokens[-1] in request.stop_tokens:
@@ -102,11 +107,6 @@ def _joined(request: Request, done: Sample, part: Sample) -> Sample:
     if len(whole.tokens) >= request.max_tokens:
         return dataclasses.replace(whole, finish_reason="length")
     return whole
-
-
-def _joined_routes(done: RoutedExperts | None, part: RoutedExperts | None) -> RoutedExperts | None:
-    # What a part had in its prompt was computed again: the tokens after it were drawn by the first.
-    return part if done is None else done if part is None else done.then(part)
 
 
 class Quarantine(Protocol):

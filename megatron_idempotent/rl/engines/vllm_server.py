@@ -285,7 +285,10 @@ class VllmServer:
 
         Errors: `RuntimeError` with the end of its log.
         """
-        self._port = self._port or _free_port(self._host)
+        if not self._port:
+            with socket.socket() as probe:
+                probe.bind((self._host, 0))
+                self._port = probe.getsockname()[1]
         name = self._log_name
         self._log = tempfile.TemporaryFile() if name is None else open(name, "ab+")
         # By module: in some builds the `vllm` command does not start.
@@ -345,13 +348,6 @@ class VllmServer:
         if self._log is not None:
             self._log.close()
             self._log = None
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _signal(group: int, number: int) -> None:

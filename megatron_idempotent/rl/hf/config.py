@@ -68,60 +68,6 @@ _REQUIRED = (
 )
 
 
-def architecture_fields(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of an `Architecture` from those of config.json; `where` is for errors.
-
-    Errors: `UnsupportedArchitecture` listing all that GPTModel does not compute.
-    """
-    bad: list[str] = []
-    names = config.get("architectures") or []
-    name = names[0] if len(names) == 1 else None
-    if name not in SUPPORTED:
-        bad.append(f"architectures={names!r} (one of {', '.join(SUPPORTED)})")
-    bad += [f"{key} is missing" for key in _REQUIRED if not isinstance(config.get(key), int)]
-    heads = config.get("num_attention_heads") or 1
-    hidden = config.get("hidden_size") or 1
-    # An absent head_dim is another one for this model.
-    derived = 128 if name == "Qwen3ForCausalLM" and "head_dim" not in config else hidden // heads
-    head_dim = config.get("head_dim") or derived
-    groups = config.get("num_key_value_heads") or heads
-    if heads % groups:
-        bad.append(f"num_attention_heads={heads} and num_key_value_heads={groups} (a multiple)")
-    if head_dim % 2:
-        bad.append(f"head_dim={head_dim} (rotary embeddings take an even one)")
-    theta, factor = _rope(config, bad)
-    _check_layers(config, name, bad)
-    moe = _experts(config, bad) if name == "Qwen3MoeForCausalLM" else {}
-    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), None)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        bad.append(f"dtype={config.get('dtype', config.get('torch_dtype'))!r}")
-    if bad:
-        raise UnsupportedArchitecture(
-            f"{where} asks for what Megatron's GPTModel does not compute exactly: {listed(bad)}"
-        )
-    return {
-        "name": name,
-        "layers": config["num_hidden_layers"],
-        "hidden": hidden,
-        "ffn": config["intermediate_size"],
-        "heads": heads,
-        "query_groups": groups,
-        "head_dim": head_dim,
-        "vocab_size": config["vocab_size"],
-        "max_positions": config.get("max_position_embeddings") or 2048,
-        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
-        "rope_theta": theta,
-        "rope_factor": factor,
-        "tied": bool(config.get("tie_word_embeddings", False)),
-        "qkv_bias": name == "Qwen2ForCausalLM",
-        "qk_norm": name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-        "init_std": config.get("initializer_range", 0.02),
-        "attention_dropout": config.get("attention_dropout") or 0.0,
-        "dtype": dtype,
-        **moe,
-    }
-
-
 def _check_layers(config: Mapping[str, Any], name: Any, bad: list[str]) -> None:
     if config.get("hidden_act", "silu") != "silu":
         bad.append(f"hidden_act={config['hidden_act']!r} (silu)")
@@ -243,12 +189,62 @@ class Architecture:
             exactly; `CheckpointDamaged` if the file is missing or no JSON.
         """
         path = Path(directory) / "config.json"
-        return cls(**architecture_fields(read_json(path), str(path)))
+        return cls.of(read_json(path), str(path))
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Architecture:
-        """Read a configuration such as `transformers`' `config.to_dict()`. Errors: as `read`."""
-        return cls(**architecture_fields(config, "the configuration"))
+    def of(cls, config: Mapping[str, Any], where: str = "the configuration") -> Architecture:
+        """Read a configuration such as `transformers`' `config.to_dict()`. Errors: as `read`.
+
+        `where` is its name in errors.
+        """
+        bad: list[str] = []
+        names = config.get("architectures") or []
+        name: Any = names[0] if len(names) == 1 else None
+        if name not in SUPPORTED:
+            bad.append(f"architectures={names!r} (one of {', '.join(SUPPORTED)})")
+        bad += [f"{key} is missing" for key in _REQUIRED if not isinstance(config.get(key), int)]
+        heads = config.get("num_attention_heads") or 1
+        hidden = config.get("hidden_size") or 1
+        # An absent head_dim is another one for this model.
+        qwen3 = name == "Qwen3ForCausalLM" and "head_dim" not in config
+        head_dim = config.get("head_dim") or (128 if qwen3 else hidden // heads)
+        groups = config.get("num_key_value_heads") or heads
+        if heads % groups:
+            bad.append(f"num_attention_heads={heads} and num_key_value_heads={groups} (a multiple)")
+        if head_dim % 2:
+            bad.append(f"head_dim={head_dim} (rotary embeddings take an even one)")
+        theta, factor = _rope(config, bad)
+        _check_layers(config, name, bad)
+        moe = _experts(config, bad) if name == "Qwen3MoeForCausalLM" else {}
+        kind = config.get("dtype") or config.get("torch_dtype") or "float32"
+        dtype: Any = getattr(torch, str(kind), None)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            bad.append(f"dtype={config.get('dtype', config.get('torch_dtype'))!r}")
+        if bad:
+            raise UnsupportedArchitecture(
+                f"{where} asks for what Megatron's GPTModel does not compute exactly: {listed(bad)}"
+            )
+        return cls(
+            name=name,
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            ffn=config["intermediate_size"],
+            heads=heads,
+            query_groups=groups,
+            head_dim=head_dim,
+            vocab_size=config["vocab_size"],
+            max_positions=config.get("max_position_embeddings") or 2048,
+            norm_epsilon=config.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_factor=factor,
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=name == "Qwen2ForCausalLM",
+            qk_norm=name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+            init_std=config.get("initializer_range", 0.02),
+            attention_dropout=config.get("attention_dropout") or 0.0,
+            dtype=dtype,
+            **moe,
+        )
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Return the vocabulary padded to a multiple of the tensor-parallel ranks.

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 
 class SettingsError(ValueError):
@@ -149,7 +149,11 @@ class Loggers:
     def _build(self) -> None:
         for given in self._given:
             with self._dropping(given):
-                self._loggers.append(_made(given))
+                # A class has the attribute as well, and is what makes the logger.
+                made: Any = given
+                if isinstance(given, type) or not hasattr(given, "log"):
+                    made = made()
+                self._loggers.append(made)
 
     def _log(self, metrics: Mapping[str, float], step: int) -> None:
         for logger in self.working:
@@ -171,13 +175,6 @@ class Loggers:
             told = f"{type(error).__name__}: {error}"
             print(f"{_name(logger)} failed and is dropped: {told}", file=sys.stderr)
             self._loggers[:] = [each for each in self._loggers if each is not logger]
-
-
-def _made(given: Logger | Callable[[], Logger]) -> Logger:
-    # A class has the attribute as well, and is what makes the logger.
-    if isinstance(given, type) or not hasattr(given, "log"):
-        return cast("Callable[[], Logger]", given)()
-    return cast("Logger", given)
 
 
 def _name(logger: Any) -> str:
