@@ -25,7 +25,14 @@ from megatron_idempotent.rl.weights import (
     UpdateRefused,
     WeightUpdate,
 )
-from megatron_idempotent.rl.weights.chains import Chain, Index, Listed, Manifest, write_manifest
+from megatron_idempotent.rl.weights.chains import (
+    LATEST,
+    Chain,
+    Index,
+    Listed,
+    Manifest,
+    write_manifest,
+)
 from megatron_idempotent.rl.weights.transports.bucket import Objects, put_bucket
 from megatron_idempotent.rl.weights.transports.layout import BucketLayout
 
@@ -297,13 +304,14 @@ class BucketFollower:
         self._settings = settings or SyncSettings()
         self._sync = WeightSync(engines, settings=self._settings)
         self._engines = tuple(engines)
-        self._run, self._newest = run, -1
+        self._run, self._newest, self._warned = run, -1, False
 
     async def catch_up(self) -> CatchUp | None:
         """Bring all engines to the newest update; return None if they have it, or there is none.
 
         An engine takes the updates that it missed, joined into one, or the last anchor and those
-        after it if that is nearer; if its bits are not those of its version, the anchor too.
+        after it if that is nearer; if its bits are not those of its version, the anchor too. The
+        first time that nothing was published there, that is logged as a warning.
 
         Raises:
             UpdateDamaged: an object is missing, or is not what was written; no engine has changed.
@@ -314,9 +322,9 @@ class BucketFollower:
         clock = asyncio.get_running_loop().time
         started = clock()
         index = await asyncio.to_thread(Index.read, self._objects)
+        self._check(index)
         if index is None:
             return None
-        self._check(index)
         newest = index.newest
         healths = await self._sync.recover()
         outcomes, behind = {}, []
@@ -368,15 +376,30 @@ class BucketFollower:
         _log.info("%s: %s", self._objects.address, report.describe())
         return report
 
-    def _check(self, index: Index) -> None:
+    def _check(self, index: Index | None) -> None:
+        address = self._objects.address
+        if index is None and self._newest >= 0:
+            raise UpdateRefused(
+                f"{address} has no {LATEST}, and had version {self._newest} before: it was "
+                "emptied, or the store lost it; publish again"
+            )
+        if index is None:
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "%s has no %s, which a publisher writes with its first update: none was "
+                    "published yet, or the trainer has another URL",
+                    *(address, LATEST),
+                )
+            return
         if self._run not in (None, index.run):
             raise UpdateRefused(
-                f"{self._objects.address} has updates of run {index.run!r}, and run {self._run!r} "
+                f"{address} has updates of run {index.run!r}, and run {self._run!r} "
                 "is followed; make a new follower, and start its engines again"
             )
         if index.newest.version < self._newest:
             raise UpdateRefused(
-                f"{self._objects.address} has version {index.newest.version}, and had "
+                f"{address} has version {index.newest.version}, and had "
                 f"{self._newest} before: the store gave back an old list, or was set back"
             )
         self._run, self._newest = index.run, index.newest.version

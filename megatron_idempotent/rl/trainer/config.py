@@ -8,6 +8,7 @@ writes the table again.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -201,8 +202,8 @@ class SyncConfig:
     """Transport of weights to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU). transformers
     reads them from memory."""
     directory: str = ""
-    """Folder for weights that go through files, which servers must see too, or for `bucket` a URL,
-    such as `s3://weights/run`; empty for `sync/` in the output directory."""
+    """Folder for weights that go through files, which servers must see too, or for `bucket` a URL
+    without a password, such as `s3://weights/run`; empty for `sync/` in the output directory."""
     address: str = ""
     """Address at which servers reach this machine, for `gloo` and `nccl`; empty for 127.0.0.1."""
     workers: int = Field(default=1, ge=1)
@@ -212,6 +213,16 @@ class SyncConfig:
     deltas: bool = False
     """True to send only the elements whose bits have changed since the last publish, if all engines
     have it. Ranks keep a copy in host memory of the weights that they send."""
+
+    def __post_init__(self) -> None:
+        # A colon that begins no port, and the query of a signed URL.
+        if re.search(r"://([^/@]*:(?!\d+/)[^@]*@|.*\?)", self.directory):
+            raise ValueError(
+                f"sync.directory is a {self.directory.partition(':')[0]} URL with a password or a "
+                "query, not shown here, which config.toml would keep; give the URL without it, and "
+                "the secret in the environment, as AWS_SECRET_ACCESS_KEY for s3, or in fsspec's "
+                "own configuration"
+            )
 
 
 @settings(ConfigError, "loss.")

@@ -28,7 +28,7 @@ from .records import DELTA, Bucket, UpdateDamaged, WeightUpdate, checksum
 from .transports.bucket import Objects, get_bucket
 from .transports.layout import BucketLayout
 
-_LATEST, _FORMAT = "latest.json", 1
+LATEST, _FORMAT = "latest.json", 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class Index:
 
         Errors: `UpdateDamaged` for a list that cannot be read, or is not a chain.
         """
-        content = objects.read(_LATEST)
+        content = objects.read(LATEST)
         if content is None:
             return None
         try:
@@ -84,7 +84,7 @@ class Index:
             index.updates[-1]
         except (LookupError, RecursionError, TypeError, ValueError) as error:
             raise UpdateDamaged(
-                f"{objects.address}: {_LATEST} cannot be read: {type(error).__name__}: {error}; "
+                f"{objects.address}: {LATEST} cannot be read: {type(error).__name__}: {error}; "
                 "publish again, into an empty bucket"
             ) from error
         return index
@@ -92,7 +92,7 @@ class Index:
     def write(self, objects: Objects) -> None:
         """Make this what the bucket has, at once."""
         fields = {"format": _FORMAT, **dataclasses.asdict(self)}
-        objects.write(_LATEST, json.dumps(fields, indent=1).encode())
+        objects.write(LATEST, json.dumps(fields, indent=1).encode())
 
     @property
     def newest(self) -> Listed:

@@ -41,6 +41,24 @@ def test_an_engine_has_the_trainers_bits_after_each_update(kind: str, tmp_path) 
     run(scenario())
 
 
+def test_a_follower_of_nothing_says_so_once_and_one_of_what_was_emptied_refuses(caplog) -> None:
+    place = url()
+
+    async def scenario() -> None:
+        following = follower(place, WeightsEngine())
+        for _ in range(2):
+            assert await following.catch_up() is None
+        (told,) = (each.getMessage() for each in caplog.records if each.levelname == "WARNING")
+        assert told.startswith(f"{place} has no latest.json, which a publisher writes")
+        await Trainer(place).steps(1)
+        await following.catch_up()
+        Objects(place).remove(["latest.json"])
+        with pytest.raises(UpdateRefused, match=r"has no latest\.json, and had version 1 before"):
+            await following.catch_up()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("missed", "updates", "whole"),
     [(2, 2, False), (3, 1, True), (6, 4, True)],

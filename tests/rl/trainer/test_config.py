@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import traceback
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_idempotent.rl.trainer.config import (
     OptimizerConfig,
     RolloutConfig,
     RunConfig,
+    SyncConfig,
     as_toml,
     load_config,
     with_current_table,
@@ -214,3 +216,25 @@ def test_a_bucket_is_a_transport_by_its_url(tmp_path):
     sender = _sender(config, tmp_path)
     assert isinstance(sender, BucketSender)
     assert sender._objects.address == place
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://key:se%2Fcret@weights", "s3://key:se/cret@weights/run", "http://a/b?token=secret"]
+)
+def test_a_url_with_a_secret_is_refused_before_it_is_written_and_does_not_show(url):
+    for build in (
+        lambda: load_config(None, [f"sync.directory={url}"]),
+        lambda: Config(sync=SyncConfig(directory=url)),
+    ):
+        with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as caught:
+            build()
+        shown = "".join(traceback.format_exception(caught.value))
+        assert "cret@" not in shown
+        assert "token" not in shown
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://weights/run@3", "abfs://box@account.host/run", "http://host:90/a@b", "/tmp/a:b@c"]
+)
+def test_a_url_without_a_secret_is_taken(url):
+    assert load_config(None, [f"sync.directory={url}"]).sync.directory == url
