@@ -172,6 +172,7 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
     from megatron_idempotent.rl.engines.vllm_in_place import Patched
     from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, WeightUpdate, checksum
     from megatron_idempotent.rl.weights.last_sent import LastSent
+    from megatron_idempotent.rl.weights.records import DELTA
     from megatron_idempotent.rl.weights.transports import DiskSender, ProcessGroupSender, receiver
 
     def told(source: int, what: Any = None) -> Any:
@@ -184,7 +185,7 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
     weights = {name: each.bfloat16() for name, each in weights.items()}
     seconds: dict[str, list[float]] = {"whole": [], "deltas": [], "floor": []}
     nbytes = dict.fromkeys(seconds, 0)
-    last = LastSent()
+    last, sums = LastSent(), dict.fromkeys(weights, 0)
 
     async def send(folder: str, version: int, kind: str) -> None:
         before = {name: tensor.clone() for name, tensor in weights.items()}
@@ -200,9 +201,13 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
         sender = DiskSender(folder) if transport == "disk" else ProcessGroupSender()
         told(0, (version, await sender.open(WeightUpdate(id=f"run/{version}", version=version))))
         for index, (name, tensor) in enumerate(weights.items()):
-            bucket = Bucket.of(index, {name: tensor})
-            if kind == "deltas":
-                bucket = last.changed(bucket, whole=False)
+            if kind == "deltas":  # as each rank finds them in what it sends
+                delta = last.delta(name, tensor, before=sums[name])
+                sums[name] = delta.after
+                bucket = Bucket.of(index, {name + DELTA: delta.data})
+            else:
+                bucket = Bucket.of(index, {name: tensor})
+                sums.update(bucket.checksums)
             nbytes[kind] += bucket.nbytes
             told(0, await sender.announce(bucket))
             await sender.transmit(bucket)
@@ -213,7 +218,8 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
             seconds[kind].append(time.process_time() - started + theirs)
         await sender.close()
         if kind == "whole":  # what the next deltas build on
-            last.changed(Bucket.of(0, weights), whole=True)
+            for name, tensor in weights.items():
+                last.keep(name, tensor)
 
     def receive(served: dict[str, Any]) -> None:
         version, opened = told(0)

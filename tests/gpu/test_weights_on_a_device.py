@@ -71,7 +71,7 @@ def patched(dtypes: list[torch.dtype]) -> list[list[bool]]:
     found = []
     for dtype in dtypes:
         # More than a block, a last word that is not whole, and a first one neither.
-        size = (1 << 18) + 3
+        size = (1 << 19) + 3
         memory = torch.randint(0, 256, ((size + 1) * dtype.itemsize,), dtype=torch.uint8).cuda()
         served = memory.view(dtype)[1:]
         old, new = served.clone(), served.clone()

@@ -19,7 +19,6 @@ from megatron_idempotent.rl.weights.records import (
     Part,
     TensorInfo,
     checksum,
-    checksum_share,
     listed,
 )
 from megatron_idempotent.window.params import finish_gathers
@@ -313,9 +312,8 @@ class Changes:
         found = {}
         for member in whole:
             for part, rows in self._whole.mine(member):
-                rows = rows.detach().cpu()
-                share = checksum_share(rows, part.of(self._infos[member].shape))
-                found[member, part] = self._last.delta((member, part), rows, before=0, after=share)
+                place = part.of(self._infos[member].shape)
+                found[member, part] = self._last.delta((member, part), rows, before=0, part=place)
         sums = dict.fromkeys(whole, 0)
         changed: dict[int, list[tuple[Part, EncodedDelta]]] = {}
         for (member, part), (share, came) in zip(

@@ -8,7 +8,7 @@ A delta is a run of bytes, little-endian, as it lies in a file or goes over a wi
 | 1 | bytes of an element: 1, 2, 4 or 8 |
 | 8, 8 | elements of the tensor, and how many of them changed |
 | 8, 8 | `checksum()` of the tensor before and after |
-| | for each block of 2**18 elements: a list of the places that changed in it, and differences |
+| | for each block of 2**19 elements: a list of the places that changed in it, and differences |
 
 A difference is new - old, where the bits of an element are a signed integer: optimizer steps mostly
 take a weight in bfloat16 to its neighbour, which is 1 or -1. First comes a bit for each change,
@@ -16,9 +16,10 @@ lowest bit first: 1 for a difference below 0. Then, for each byte of |difference
 first, comes a list of the places where it is not 0, and one byte for each of them.
 
 A list of places begins with a byte for its form, and 4 bytes each for their number and for the
-list's bytes. The forms: 0, every place; 1, a bitmap, lowest bit first; 2 and 3, the gaps between
-neighbours in units of 1 and 2 bytes, where a unit of all ones says that the gap goes on after it.
-The smallest is taken.
+list's bytes. The forms: 0, every place; 1, a bitmap, lowest bit first; 2 and 3, the first place
+and the steps from each to the next in units of 1 and 2 bytes. A unit of all ones says that the step
+goes on: after the units come those with which such steps go on, and so forth. The smallest is
+taken.
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ _ALL, _BITMAP = 0, 1
 #: The type of a unit, and the unit of all ones.
 _UNITS = {2: ("<u1", 255), 3: ("<u2", 65535)}
 _ITEMSIZES = 1, 2, 4, 8
-#: Elements that are compared at once: their bits and differences stay in the cache.
-_BLOCK = 1 << 18
+_BLOCK = 1 << 19
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -206,6 +206,7 @@ def encode(
     *,
     before: int | None = None,
     after: int | None = None,
+    part: Part | None = None,
     write: bool = False,
 ) -> EncodedDelta:
     """Return what changed from `old` to `new`, by bits.
@@ -215,6 +216,8 @@ def encode(
         old: the same shape, type and device.
         before: `checksum(old)`, if it is known.
         after: `checksum(new)`, if it is known.
+        part: the place of `new` in a tensor, for a part that has whole words; `after` is then what
+            it adds to that tensor's checksum, other than its bytes' number.
         write: True to write into `old` what changed; it is contiguous, and on the host.
 
     Errors: `ValueError` for tensors that differ in shape, type or device.
@@ -225,22 +228,24 @@ def encode(
             f"encode() got {told[0]} and {told[1]}; give two tensors of one shape, type and "
             f"device, with {', '.join(map(str, _ITEMSIZES))} bytes an element"
         )
-    new_N, old_N = _bits(new.cpu()), _bits(old.cpu())
+    new, itemsize = new.detach().cpu().contiguous().reshape(-1), new.dtype.itemsize
+    new_N, old_N = _bits(new), _bits(old.cpu())
     before = checksum(old) if before is None else before
+    room_B = np.empty(min(_BLOCK, len(new_N)), new_N.dtype)
+    shares = [0 if part else new.nbytes]
 
     def block(start: int) -> tuple[int, list[Any]]:
         new_B, old_B = new_N[start : start + _BLOCK], old_N[start : start + _BLOCK]
-        at_K, by_K = _nonzero(new_B - old_B)
+        at_K, by_K = _nonzero(np.subtract(new_B, old_B, out=room_B[: len(new_B)]))
         if write:
             old_B[at_K] += by_K
+        if after is None:  # here it is in the cache
+            shares.append(_share(new[start : start + _BLOCK], start, part))
         return _block(at_K, by_K, len(new_B))
 
-    return _sealed(
-        map(block, range(0, len(new_N), _BLOCK)),
-        (new.dtype.itemsize, len(new_N)),
-        before,
-        checksum(new) if after is None else after,
-    )
+    sealed = [block(start) for start in range(0, len(new_N), _BLOCK)]
+    after = sum(shares) % 2**64 if after is None else after
+    return _sealed(sealed, (itemsize, len(new_N)), before, after)
 
 
 def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch | torch.Tensor:
@@ -264,7 +269,7 @@ def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch | torch.Tensor:
             f"a delta came for a tensor with strides {tensor.stride()}, which is written in "
             "place; give one that is contiguous"
         )
-    old_N, each, made = tensor.detach().reshape(-1), 8 // encoded.itemsize, tensor.nbytes
+    old_N, made = tensor.detach().reshape(-1), tensor.nbytes
     whole = encoded.changed * (8 + encoded.itemsize) >= tensor.nbytes
     room_N = torch.empty_like(old_N if whole else old_N[:_BLOCK])
     found = []
@@ -274,7 +279,7 @@ def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch | torch.Tensor:
         flat_B, at_K, new_K = _there(new_B, at_K, by_K)
         new_K += flat_B[at_K]
         flat_B[at_K] = new_K
-        made += sum(words_share(*words) for words in word_blocks(new_B, start // each))
+        made += _share(new_B, start)
         if not whole:
             at_K += start
             found.append((at_K, new_K))
@@ -335,9 +340,16 @@ def merged(deltas: Sequence[tuple[Part, EncodedDelta]], *, before: int, after: i
     """
     if not deltas:
         raise ValueError("merged() got no deltas; give at least one")
-    elements = math.prod(deltas[0][0].shape)
-    found = [(part, *delta.places()) for part, delta in deltas]
-    return _united([(part.of(at_K), by_K) for part, at_K, by_K in found], elements, before, after)
+    (part, first), *more = deltas
+    elements = math.prod(part.shape)
+    if not more and first.elements == elements:  # nothing to move but the checksums
+        data = first.data.clone()
+        kind = first.itemsize, elements, first.changed
+        struct.pack_into(_HEADER, data.numpy(), 0, _MAGIC, *kind, before, after)
+        return EncodedDelta(data)
+    placed = [(each, *delta.places()) for each, delta in deltas]
+    found = [(each.of(at_K), by_K) for each, at_K, by_K in placed]
+    return _united(found, elements, before, after)
 
 
 def _united(
@@ -367,6 +379,18 @@ def _bits(tensor: torch.Tensor) -> Any:
     return bytes_N.numpy().view(f"<i{tensor.dtype.itemsize}")
 
 
+def _share(new_B: torch.Tensor, start: int, part: Part | None = None) -> int:
+    """Return what elements of a tensor, or of a part, from that one on add to its checksum."""
+    itemsize = new_B.dtype.itemsize
+    first = start * itemsize // 8
+    return sum(
+        part.words_share(first + each, words_W, itemsize)
+        if part
+        else words_share(first + each, words_W)
+        for each, words_W in word_blocks(new_B)
+    )
+
+
 def _sealed(
     blocks: Iterable[tuple[int, list[Any]]], kind: tuple[int, int], before: int, after: int
 ) -> EncodedDelta:
@@ -384,10 +408,15 @@ def _block(at_K: Any, by_K: Any, count: int) -> tuple[int, list[Any]]:
         less_K = by_K >> (8 * by_K.itemsize - 1)  # -1 or 0
         size_K = (by_K ^ less_K) - less_K - 1
         told.append(np.packbits(by_K < 0, bitorder="little"))
+        largest = int(size_K.view(f"u{size_K.itemsize}").max())
         for byte in range(by_K.itemsize):
+            if largest < 256**byte:
+                told += _places(at_K[:0], len(by_K))
+                continue
             plane_K = np.ascontiguousarray(size_K.view(np.uint8)[byte :: by_K.itemsize])
-            at_M, values = _nonzero(plane_K)
-            listed = _places(at_M, len(plane_K))
+            there_K = plane_K != 0
+            at_M = there_K.nonzero()[0]
+            listed, values = _places(at_M, len(plane_K), there_K), plane_K[at_M]
             if sum(map(len, listed)) + len(values) >= len(plane_K) + _PLACES_BYTES:
                 listed, values = [struct.pack(_PLACES, _ALL, len(plane_K), 0)], plane_K
             told += [*listed, values]
@@ -412,34 +441,31 @@ def _nonzero(by_N: Any) -> tuple[Any, Any]:
     return at_K, by_N[at_K]
 
 
-def _places(at_K: Any, count: int) -> list[Any]:
-    """Return a list of places, int64 [K] of so many, in bytes."""
+def _places(at_K: Any, count: int, there_N: Any = None) -> list[Any]:
+    """Return a list of places, int64 [K] of so many, in bytes; `there_N` is the same as bool."""
     number = len(at_K)
     form, content = 2, np.empty(0, np.uint8)
     if number == count:
         form = _ALL
     elif number * 8 >= count:
-        there_N = np.zeros(count, bool)
-        there_N[at_K] = True
+        if there_N is None:
+            there_N = np.zeros(count, bool)
+            there_N[at_K] = True
         form, content = _BITMAP, np.packbits(there_N, bitorder="little")
     elif number:
-        gaps_K = at_K.copy()
-        gaps_K[1:] -= at_K[:-1] + 1
+        steps_K = at_K.copy()
+        steps_K[1:] -= at_K[:-1]
         for form, (unit, goes_on) in _UNITS.items():  # noqa: B007 (the last of them is used)
-            far_F = (gaps_K >= goes_on).nonzero()[0]
-            more_F = gaps_K[far_F] // goes_on
-            more = int(more_F.sum())
-            if more <= number:
+            far_F = (steps_K >= goes_on).nonzero()[0]
+            if int((steps_K[far_F] // goes_on).sum()) <= number:
                 break
-        units_K = gaps_K.astype(unit)
-        if more:
-            units_K[far_F] = gaps_K[far_F] % goes_on
-            ends_M = np.ones(number + more, bool)
-            ends_M[np.repeat(far_F, more_F) + np.arange(more)] = False
-            units_M = np.full(number + more, goes_on, unit)
-            units_M[ends_M] = units_K
-            units_K = units_M
-        content = units_K.view(np.uint8)
+        units = []
+        while len(steps_K):
+            units.append(steps_K.astype(unit))
+            units[-1][far_F] = goes_on
+            steps_K = steps_K[far_F] - goes_on
+            far_F = (steps_K >= goes_on).nonzero()[0]
+        content = np.concatenate(units).view(np.uint8)
     return [struct.pack(_PLACES, form, number, len(content)), content]
 
 
@@ -455,10 +481,16 @@ def _read_places(data: Any, start: int, count: int) -> tuple[Any, int, int]:
         at_K = np.unpackbits(content, count=count, bitorder="little").view(bool).nonzero()[0]
     elif form in _UNITS and size % (form - 1) == 0:
         unit, goes_on = _UNITS[form]
-        units = content.copy().view(unit)
-        ends = units != goes_on
-        at_K = np.cumsum(units + ends.astype(np.int64))[ends]
-        at_K -= 1
+        units = content.view(unit)
+        steps_K, done = units[:number].astype(np.int64), number
+        far_F = (steps_K == goes_on).nonzero()[0]
+        while 0 < len(far_F) <= len(units) - done:
+            more_F = units[done : done + len(far_F)]
+            steps_K[far_F] += more_F
+            done += len(far_F)
+            far_F = far_F[more_F == goes_on]
+        if len(far_F) == 0 and done == len(units):
+            at_K = np.cumsum(steps_K, out=steps_K)
     if len(at_K) != number or (number and at_K[-1] >= count):
         raise UpdateDamaged(
             f"a delta lists {number} places of {count} in form {form} and {size} bytes, which are "

@@ -41,8 +41,8 @@ def listed(texts: Sequence[str], separator: str = "; ") -> str:
     return separator.join([*texts[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
-#: Words of 8 bytes that are mixed at once: a quarter of a MB, so that the passes stay in the cache.
-WORDS = 1 << 15
+#: Words of 8 bytes that are mixed at once: half a MB, so that the passes stay in the cache.
+WORDS = 1 << 16
 
 
 class Part(NamedTuple):
@@ -74,6 +74,16 @@ class Part(NamedTuple):
         sizes = self.start * inner, self.size * inner, self.shape[self.dim] * inner
         return all(size % 8 == 0 for size in sizes)
 
+    def words_share(self, start: int, words_W: Any, itemsize: int) -> int:
+        """Return what words of the part, from that one on, add to the tensor's checksum."""
+        import numpy as np
+
+        each = 8 // itemsize
+        if self.consecutive:
+            return words_share(start + self.of(0) // each, words_W)
+        at_W = self.of(np.arange(start, start + len(words_W)) * each) // each
+        return words_share(0, words_W, at_W)
+
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return 64 bits, from 0 to 2**64 - 1, that tell two tensors' bytes apart, on any device.
@@ -90,36 +100,16 @@ def checksum(tensor: torch.Tensor) -> int:
     return (nbytes + sum(words_share(*each) for each in word_blocks(tensor))) % 2**64
 
 
-def checksum_share(tensor: torch.Tensor, part: Part) -> int:
-    """Return what a part adds to a tensor's checksum: the sum of all parts' and its bytes' number.
-
-    Args:
-        tensor: the part, which has whole words, on the host.
-        part: its place.
-    """
-    import numpy as np
-
-    each = 8 // tensor.dtype.itemsize
-    if part.consecutive:
-        return sum(words_share(*found) for found in word_blocks(tensor, part.of(0) // each)) % 2**64
-    total = 0
-    for start, words_W in word_blocks(tensor):
-        at_W = part.of(np.arange(start, start + len(words_W)) * each) // each
-        total += words_share(start, words_W, at_W)
-    return total % 2**64
-
-
 def in_host_memory(tensor: torch.Tensor) -> bool:
     """Return whether NumPy may have a tensor; no where a CPU rank's stands for a device's."""
     return tensor.is_cpu and not tensor.is_cuda
 
 
-def word_blocks(tensor: torch.Tensor, first: int = 0) -> Iterator[tuple[int, Any]]:
+def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
     """Yield a tensor's words of 8 bytes in blocks, after the number of each block's first.
 
-    Blocks have a quarter of a MB. Words are counted from `first`, and blocks end at multiples of
-    their size. Words on the host are NumPy's uint64 [W], others torch's int64 [W]. If the last word
-    has fewer bytes, it comes by itself, on the host, with zeros after them.
+    Blocks have half a MB. Words on the host are NumPy's uint64 [W], others torch's int64 [W]. If
+    the last word has fewer bytes, it comes by itself, on the host, with zeros after them.
     """
     import numpy as np  # here: who sends no tensor, such as a simulation, needs neither
     import torch
@@ -133,20 +123,19 @@ def word_blocks(tensor: torch.Tensor, first: int = 0) -> Iterator[tuple[int, Any
         if bytes_N.storage_offset() % 8:
             bytes_N = bytes_N.clone()  # a view in words must start at one
         words_W = bytes_N[: whole * 8].view(torch.int64)
-    for start in range(-(first % WORDS), whole, WORDS):
-        low = max(start, 0)
-        yield first + low, words_W[low : start + WORDS]
+    for start in range(0, whole, WORDS):
+        yield start, words_W[start : start + WORDS]
     if whole * 8 < bytes_N.numel():
         rest = bytes_N[whole * 8 :].cpu().numpy().tobytes().ljust(8, b"\0")
-        yield first + whole, np.frombuffer(rest, np.uint64)
+        yield whole, np.frombuffer(rest, np.uint64)
 
 
 def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
     """Return what some words add to a tensor's checksum.
 
     Args:
-        start: the number of the first word, of a block that `word_blocks` gave.
-        words_W: the words.
+        start: the number of the first word.
+        words_W: the words, of a block that `word_blocks` gave.
         at_W: the words' places in the tensor, NumPy's int64 [W]; None for all from the first.
     """
     import torch
@@ -154,7 +143,11 @@ def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
     device = words_W.device if isinstance(words_W, torch.Tensor) else None
     places_W = _places(device)
     if at_W is None:
-        places_W = places_W[start % WORDS : start % WORDS + len(words_W)]
+        more = start % WORDS + len(words_W) - WORDS
+        if more > 0:  # a part begins where no block does
+            ends = len(words_W) - more
+            return sum(map(words_share, (start, start + ends), (words_W[:ends], words_W[ends:])))
+        places_W = places_W[start % WORDS :][: len(words_W)]
         factor = _factor(start // WORDS)
     else:
         places_W = places_W[at_W % WORDS] * _odd(at_W // WORDS)

@@ -19,11 +19,20 @@ from megatron_idempotent.rl.weights import (
     WeightsError,
     checksum,
 )
-from megatron_idempotent.rl.weights.deltas import EncodedDelta, Patch, apply, encode, join, verify
+from megatron_idempotent.rl.weights.deltas import (
+    EncodedDelta,
+    Patch,
+    apply,
+    encode,
+    join,
+    merged,
+    verify,
+)
+from megatron_idempotent.rl.weights.records import Part
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8)
 #: Around a word of 8 bytes, and a block that is compared and mixed at once.
-LENGTHS = (0, 1, 3, 4, 7, 8, 9, 65, 1000, (1 << 18) + 3)
+LENGTHS = (0, 1, 3, 4, 7, 8, 9, 65, 1000, (1 << 19) + 3)
 FRACTIONS = (0.0, 0.0003, 0.02, 0.2, 0.6, 1.0)
 
 
@@ -193,6 +202,25 @@ def test_a_copy_follows_what_was_encoded_of_it() -> None:
     was = old.clone()
     delta = encode(new, old, write=True)
     assert (delta.before, torch.equal(bits(old), bits(new))) == (checksum(was), True)
+
+
+@pytest.mark.parametrize(
+    ("dim", "ends"), [(0, (0, 300, 1024)), (1, (0, 400, 1024)), (0, (0, 1024))]
+)
+def test_deltas_of_parts_make_one_whose_checksum_is_that_of_the_tensor(
+    dim: int, ends: tuple[int, ...]
+) -> None:
+    # More than is mixed at once, and parts that end inside of that.
+    new, old = (each.view(1024, 1024) for each in two_versions(torch.bfloat16, 1 << 20, 0.02, 6))
+    parts = [Part((1024, 1024), dim, start, end - start) for start, end in itertools.pairwise(ends)]
+    found = [
+        (part, encode(*(each.narrow(*part[1:]).clone() for each in (new, old)), part=part))
+        for part in parts
+    ]
+    after = (new.nbytes + sum(delta.after for _, delta in found)) % 2**64
+    assert after == checksum(new)
+    apply(merged(found, before=checksum(old), after=after), old)
+    assert torch.equal(bits(old), bits(new))
 
 
 def test_a_view_that_begins_inside_a_word_is_written_in_place() -> None:
