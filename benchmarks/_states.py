@@ -54,9 +54,6 @@ What fails, and why:
 - *A rank may crash after a save that it could not write, on Python 3.12.0 and 3.12.1*: torch's
   writer leaves a view of an `io.BytesIO` in a reference cycle, and these end in the collector there
   ([CPython 111049](https://github.com/python/cpython/issues/111049)). Take a later one.
-- *With `--use-persistent-ckpt-worker` a save that the writer's process never gets, or in which it
-  dies, hangs*: the trainer waits for its answer without a limit (`PersistentAsyncCaller`). Seen
-  where a rank cannot write, not in the table: `failed-save` saves synchronously.
 - *A run without expert parallelism cannot be loaded with it*, and the other way: one optimizer
   becomes two, `ChainedOptimizer.load_state_dict` counts what it is given, and raises.
 
@@ -64,8 +61,9 @@ Without the patches a load that fails leaves a mixture, and other ranks waiting
 ([`failed-load-half-done`](../HAZARDS.md#failed-load-half-done),
 [`spoilt-checkpoint-ends-well`](../HAZARDS.md#spoilt-checkpoint-ends-well)). So does a save
 ([`failed-save-unknown-to-others`](../HAZARDS.md#failed-save-unknown-to-others),
-[`failed-dist-save-hangs`](../HAZARDS.md#failed-dist-save-hangs)). Expert-parallel
-ranks go on with the random states of one of them
+[`failed-dist-save-hangs`](../HAZARDS.md#failed-dist-save-hangs)), and one whose persistent writer
+dies ([`dead-checkpoint-writer-hangs`](../HAZARDS.md#dead-checkpoint-writer-hangs)).
+Expert-parallel ranks go on with the random states of one of them
 ([`expert-random-states-shared`](../HAZARDS.md#expert-random-states-shared)). What fails after a
 file's length was found right (wrong bytes, a disk that breaks off) may still leave a part. The
 error says so: load a whole checkpoint before a step.
