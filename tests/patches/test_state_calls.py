@@ -144,17 +144,6 @@ def test_a_step_has_the_bits_of_one_before_which_nobody_called_anything(tmp_path
 
 @needs_training
 @on_ranks(1)
-def test_going_back_with_ckpt_step_takes_the_optimizers_state_of_that_step(tmp_path):
-    run = Run(tmp_path, "--ckpt-format", "torch")
-    expected = run.step()
-    run.save()
-    run.args.ckpt_step = 1
-    assert run.load() == 1
-    assert run.step() == expected
-
-
-@needs_training
-@on_ranks(1)
 def test_a_run_that_began_with_pretrained_weights_goes_back_to_its_own(tmp_path):
     run = Run(tmp_path / "pretrained")
     run.args.pretrained_checkpoint = run.args.save
