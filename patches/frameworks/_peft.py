@@ -40,29 +40,36 @@ _REAL = (
 
 
 _CONVERSION = (
+    "utils.common_utils",
     "models.conversion.utils",
     "models.conversion.transformers_compat",
     "models.conversion.param_mapping",
     "models.conversion.quant_mapping",
-    "utils.common_utils",
     "models.conversion.mapping_registry",
     "models.conversion.peft_bridge",
     "models.conversion.quant_bridge",
     "models.conversion.model_bridge",
+    "models.conversion.auto_bridge",
 )
-#: Megatron's names of a layer's weights → Qwen's.
+#: Megatron's names of a layer's weights → Qwen's of its parts; and of those that Qwen has in two.
 _LAYER = {
-    "input_layernorm": "input_layernorm",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-    "self_attention.linear_proj": "self_attn.o_proj",
-    "mlp.linear_fc2": "mlp.down_proj",
-    "mlp.router": "mlp.gate",
-    "mlp.experts.local_experts.*.linear_fc2": "mlp.experts.*.down_proj",
+    "input_layernorm.weight": "input_layernorm",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm",
+    "self_attention.linear_proj.weight": "self_attn.o_proj",
+    "mlp.linear_fc2.weight": "mlp.down_proj",
+    "mlp.router.weight": "mlp.gate",
+    "mlp.experts.local_experts.*.linear_fc2.weight": "mlp.experts.*.down_proj",
+    "mlp.experts.linear_fc2.weight*": "mlp.experts.*.down_proj",
+}
+_GATED = {
+    "mlp.linear_fc1.weight": "mlp",
+    "mlp.experts.local_experts.*.linear_fc1.weight": "mlp.experts.*",
+    "mlp.experts.linear_fc1.weight*": "mlp.experts.*",
 }
 _WHOLE = {
-    "embedding.word_embeddings": "model.embed_tokens",
-    "decoder.final_layernorm": "model.norm",
-    "output_layer": "lm_head",
+    "embedding.word_embeddings.weight": "model.embed_tokens",
+    "decoder.final_layernorm.weight": "model.norm",
+    "output_layer.weight": "lm_head",
 }
 
 
@@ -319,8 +326,50 @@ def exported(chunks: Any, *, merge: bool = True) -> tuple[dict[str, Any], dict[s
 
     All ranks take part. Releases before 0.5 have other modules.
     """
+    modules, config, tasks = [each.module for each in chunks], *_planned(chunks)
+    factors = _qwen()().stream_adapter_weights_megatron_to_hf(modules, show_progress=False)
+    merged = _qwen()().stream_weights_megatron_to_hf(
+        modules,
+        config,
+        show_progress=False,
+        conversion_tasks=tasks,
+        merge_adapter_weights=merge,
+    )
+    alone, whole = ({name: value.clone() for name, value in each} for each in (factors, merged))
+    return alone, whole
+
+
+def auto_bridge() -> Any:
+    """Return Bridge's `AutoBridge`, of which the rest of the conversion is Bridge's own, too."""
+    _qwen()
+    return importlib.import_module("megatron.bridge.models.conversion.auto_bridge").AutoBridge
+
+
+def load_exported(chunks: Any, weights: dict[str, Any]) -> None:
+    """Let Bridge put weights of Qwen's names into a model without adapters. All ranks take part."""
+    import torch
+
+    config, tasks = _planned(chunks)
+    source = _standins.Off(state=weights, config=config)
+    modules = [each.module for each in chunks]
+    own = [dict(each.named_parameters()) for each in modules]
+    with torch.no_grad():
+        for name, value, stage in _qwen()().stream_weights_hf_to_megatron(source, modules, tasks):
+            own[stage][name].copy_(value)
+
+
+def _planned(chunks: Any) -> tuple[Any, list[Any]]:
+    """Return a configuration, and tasks of what Qwen has a name for; norms' biases have none."""
     from transformers import PretrainedConfig
 
+    config = PretrainedConfig()
+    config.tie_word_embeddings = False
+    tasks = _qwen()().build_conversion_tasks(config, [each.module for each in chunks])
+    return config, [each for each in tasks if each is not None]
+
+
+@functools.cache
+def _qwen() -> Any:
     found = {
         name: _standins.import_alone(f"megatron.bridge.{name}", "modelopt", "transformer_engine")
         for name in _CONVERSION
@@ -331,12 +380,12 @@ def exported(chunks: Any, *, merge: bool = True) -> tuple[dict[str, Any], dict[s
     kinds = found["models.conversion.param_mapping"]
     layer = ("decoder.layers.*.", "model.layers.*.")
     names = {f"{layer[0]}{ours}": f"{layer[1]}{theirs}" for ours, theirs in _LAYER.items()} | _WHOLE
-    mappings = [kinds.AutoMapping(f"{a}.weight", f"{b}.weight") for a, b in names.items()]
+    mappings = [kinds.AutoMapping(ours, f"{theirs}.weight") for ours, theirs in names.items()]
     qkv = {each: f"{layer[1]}self_attn.{each}_proj.weight" for each in "qkv"}
     mappings.append(kinds.QKVMapping(f"{layer[0]}self_attention.linear_qkv.weight", **qkv))
-    for ours, theirs in (("mlp.", "mlp."), ("mlp.experts.local_experts.*.", "mlp.experts.*.")):
-        both = {each: f"{layer[1]}{theirs}{each}_proj.weight" for each in ("gate", "up")}
-        mappings.append(kinds.GatedMLPMapping(f"{layer[0]}{ours}linear_fc1.weight", **both))
+    for ours, theirs in _GATED.items():
+        both = {each: f"{layer[1]}{theirs}.{each}_proj.weight" for each in ("gate", "up")}
+        mappings.append(kinds.GatedMLPMapping(f"{layer[0]}{ours}", **both))
 
     class Qwen(found["models.conversion.model_bridge"].MegatronModelBridge):  # type: ignore[misc]
         provider_bridge = None
@@ -345,20 +394,7 @@ def exported(chunks: Any, *, merge: bool = True) -> tuple[dict[str, Any], dict[s
             registry = found["models.conversion.mapping_registry"].MegatronMappingRegistry
             return registry(*mappings)
 
-    modules, config = [each.module for each in chunks], PretrainedConfig()
-    config.tie_word_embeddings = False
-    factors = Qwen().stream_adapter_weights_megatron_to_hf(modules, show_progress=False)
-    # Of the tiny model's parameters some, such as norms' biases, have no counterpart.
-    tasks = [each for each in Qwen().build_conversion_tasks(config, modules) if each is not None]
-    merged = Qwen().stream_weights_megatron_to_hf(
-        modules,
-        config,
-        show_progress=False,
-        conversion_tasks=tasks,
-        merge_adapter_weights=merge,
-    )
-    alone, whole = ({name: value.clone() for name, value in each} for each in (factors, merged))
-    return alone, whole
+    return Qwen
 
 
 @functools.cache

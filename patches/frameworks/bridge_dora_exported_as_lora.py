@@ -4,13 +4,17 @@ Symptom:
     An export of a model with DoRA, merged or of the adapters alone, is another model. Merged
     weights have no magnitudes; `save_hf_adapter` writes `use_dora: true` and no
     `lora_magnitude_vector`, and peft, which warns of the missing key, takes the rows' own norms.
+    `export_adapter_ckpt` writes `use_dora: false`, and peft then has nothing to warn of.
 
 Cause:
-    The conversion looks for adapters by `.linear_in.weight` alone, and merges by `LoRAMerge`.
+    The conversion looks for adapters by `.linear_in.weight` alone, and merges by `LoRAMerge`. What
+    reads a checkpoint's configuration knows `LoRA` and `VLMLoRA`, and loads what these have.
 
 Affects:
     0.5 to main of August 2026, which export DoRA as LoRA from 0.3 on. What the patch does: it gives
-    each merged row the length that its magnitude says, and adds magnitudes to what is exported.
+    each merged row the length that its magnitude says, adds magnitudes to what is exported, and
+    loads a checkpoint of `DoRA` into that. `examples/conversion/adapter/export_adapter.py` on GPUs
+    reads it by code of its own, as LoRA.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/conversion/peft_bridge.py
@@ -22,6 +26,7 @@ Remove when:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_idempotent.patches._case import Fault, Original, Patch, gathered, target
@@ -29,6 +34,7 @@ from megatron_idempotent.patches._case import Fault, Original, Patch, gathered, 
 from . import _peft
 
 _MAGNITUDE = ".lora_magnitude_vector"
+_CONFIG = "run_config.yaml"
 
 
 def plan(original: Original, self: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,8 +75,25 @@ def ranks_of(original: Original, adapter_weights: Iterable[Any], *args: Any, **k
     return original(factors, *args, **kwargs)
 
 
+def load_and_export(
+    original: Original, self: Any, peft_checkpoint: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Export by DoRA what a run with DoRA has saved."""
+    folder = Path(peft_checkpoint).expanduser().resolve()
+    files = [each for each in (folder / _CONFIG, folder.parent / _CONFIG) if each.exists()]
+    if not files or "megatron.bridge.peft.dora.DoRA" not in files[0].read_text(encoding="utf-8"):
+        return original(self, peft_checkpoint, *args, **kwargs)
+    from megatron.bridge.peft import dora, lora
+
+    kept, lora.LoRA = lora.LoRA, dora.DoRA  # which upstream imports when it is called
+    try:
+        return original(self, peft_checkpoint, *args, **kwargs)
+    finally:
+        lora.LoRA = kept
+
+
 def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
-    """Return the magnitudes [rows] of all pipeline stages by Hugging Face's names of weights."""
+    """Return the magnitudes [rows] of all stages and experts by Hugging Face's names of weights."""
     import torch
     from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
     from megatron.core import parallel_state
@@ -87,11 +110,15 @@ def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
                     rows = torch.cat(gathered(rows, group))
                 name = _megatron_local_name_to_global(modules, module.config, name, stage)
                 own[name] = rows.cpu()
-    group = parallel_state.get_pipeline_model_parallel_group()
-    of_stages: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(of_stages, own, group=group)
+    for group in (
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+    ):
+        of_ranks: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(of_ranks, own, group=group)
+        own = {name: rows for each in of_ranks for name, rows in each.items()}
     found: dict[str, Any] = {}
-    for prefix, rows in (each for stage in of_stages for each in stage.items()):
+    for prefix, rows in own.items():
         names = bridge._get_base_hf_param_names_for_adapter(
             bridge.mapping_registry(), prefix, None, ".weight"
         )
@@ -138,6 +165,11 @@ PATCH = Patch(
         "bridge.models.conversion.peft_bridge:infer_rank_pattern_from_adapter_weights",
         ranks_of,
         "_split_hf_lora_weight_name(name)",
+    ),
+    target(
+        "bridge.models.conversion.auto_bridge:AutoBridge.export_adapter_ckpt",
+        load_and_export,
+        "peft_class(**peft_cfg)",
     ),
     since="0.5",
 )

@@ -4,15 +4,20 @@ Symptom:
     With `dropout` above 0 and tensor parallelism without sequence parallelism, features whose
     numbers differ by a rank's share are dropped together, so there are fewer independent masks than
     on one rank. With `dropout_position="post"` it is the outputs of `linear_qkv` and `linear_fc1`.
+    So do ranks that share experts, where `expert_tensor_parallel_size` is above the tensor-parallel
+    size.
 
 Cause:
     The generator outside Megatron's tracker has the same state on all ranks that share a layer,
     which is right for what all of them have. `ParallelLinearAdapter` draws from it for the rank's
-    own features, too. With sequence parallelism Megatron runs all layers in its tracker's state.
+    own features, too. With sequence parallelism Megatron runs all layers in its tracker's state,
+    which tensor-parallel ranks have each of their own.
 
 Affects:
     0.2 to main of August 2026. What the patch does: masks of the rank's own features are drawn in
-    the state of Megatron's tracker, as those of its own attention are.
+    the state of Megatron's tracker, as those of its own attention are; those of experts in its
+    expert-parallel one. Adapters of one per grouped expert (`share_expert_adapters=False`) keep
+    upstream's masks.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py,
@@ -33,13 +38,20 @@ from . import _peft
 
 def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the adapter; draw the mask of the rank's own features in the tracker's state."""
-    first = self.dropout_position == "pre"
-    own = self.input_is_parallel == first and _peft.is_cut(self)
-    if not (own and _peft.drops(self)) or self.config.sequence_parallel:
-        return original(self, x, *args, **kwargs)
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel import random
 
-    with get_cuda_rng_tracker().fork():
+    ranks = dense = ps.get_tensor_model_parallel_world_size()
+    state = []
+    if getattr(self, "is_expert", False):
+        ranks = ps.get_expert_tensor_parallel_world_size()
+        state.append(random.get_expert_parallel_rng_tracker_name())
+    first = self.dropout_position == "pre"
+    own = ranks > 1 and self.input_is_parallel == first and _peft.is_cut(self)
+    # With sequence parallelism all of a layer is in the state of the tensor-parallel rank.
+    if not (own and _peft.drops(self)) or (self.config.sequence_parallel and ranks <= dense):
+        return original(self, x, *args, **kwargs)
+    with random.get_cuda_rng_tracker().fork(*state):
         return original(self, x, *args, **kwargs)
 
 

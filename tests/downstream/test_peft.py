@@ -6,7 +6,9 @@ fused weight gradients and shared outer factors all is float32.
 that are installed.
 """
 
+import importlib
 import importlib.util
+import json
 import os
 import sys
 import zlib
@@ -150,10 +152,10 @@ def recomputed(source, kind, layout):
 
     sys.path.insert(0, source)
     megatron_idempotent.apply()
-    found = []
+    found, part = [], "moe" if "experts" in layout else "mlp"
     for how in (
         {},
-        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"recompute_granularity": "selective", "recompute_modules": [part]},
         {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
@@ -164,6 +166,25 @@ def recomputed(source, kind, layout):
         torch.manual_seed(5)
         bench.forward_backward(2, data_seed=0)
         found.append(bench.gradients())
+    return found
+
+
+def masks(source, layout, more):
+    """Runs on a rank: which features the adapters of the first expert dropped first, by layer."""
+    from megatron_idempotent.patches.frameworks import _peft
+
+    import megatron_idempotent
+
+    sys.path.insert(0, source)
+    megatron_idempotent.apply()
+    bench, found = _peft.build("LoRA", layout, **more, **DROPS), {}
+    for name, adapter in bench.chunks[0].module.named_modules():
+        if name.endswith(".adapter") and ".experts." in name:
+            layer = name.split(".")[-2]
+            adapter.dropout.register_forward_hook(
+                lambda _, x, y, layer=layer: found.update({layer: found.get(layer, y == 0)})
+            )
+    bench.forward_backward(1, data_seed=0)
     return found
 
 
@@ -204,20 +225,118 @@ def exports(source, kind, layout, more, folder=None):
 
     With a folder the adapters are saved there, for peft.
     """
-    from types import SimpleNamespace
-
-    from megatron_idempotent.patches.frameworks import _peft, _standins
+    from megatron_idempotent.patches.frameworks import _peft
 
     bench, _ = built(source, kind, layout, more)
     factors, merged = _peft.exported(bench.chunks)
     _, base = _peft.exported(bench.chunks, merge=False)
     if folder is not None:
-        bridge = _standins.import_alone("megatron.bridge.models.conversion.auto_bridge")
-        pairs = [SimpleNamespace(param_name=n, weight=each) for n, each in factors.items()]
-        own = SimpleNamespace(export_adapter_weights=lambda *_, **__: pairs, hf_pretrained=None)
-        config = _peft.bridge(kind, dim=4, alpha=8)
-        bridge.AutoBridge.save_hf_adapter(own, bench.chunks, folder, config)
+        saving = _auto_bridge()
+        saving.save_hf_adapter(bench.chunks, folder, _peft.bridge(kind, dim=4, alpha=8))
     return factors, merged, {name.replace(".base_layer", ""): v for name, v in base.items()}
+
+
+def _auto_bridge(provider=None):
+    """Bridge's own class, without a model of Hugging Face; a provider builds the model."""
+    from types import SimpleNamespace
+
+    from megatron_idempotent.patches.frameworks import _peft
+
+    bridge = _peft.auto_bridge()
+    own = bridge.__new__(bridge)
+    own.hf_pretrained, own.to_megatron_provider = None, lambda load_weights: provider
+
+    def export_adapter_weights(chunks, **_):
+        chunks = [SimpleNamespace(module=getattr(each, "module", each)) for each in chunks]
+        factors, _ = _peft.exported(chunks)
+        return [SimpleNamespace(param_name=name, weight=each) for name, each in factors.items()]
+
+    own.export_adapter_weights = export_adapter_weights
+    return own
+
+
+def saved_adapters(source, kind, layout, folder):
+    """Runs on a rank: save adapters as Bridge saves them in training, and their export beside."""
+    from pathlib import Path
+
+    from megatron.core import dist_checkpointing
+    from megatron_idempotent.patches.frameworks import _bridge, _peft
+
+    bench, _ = built(source, kind, layout, {})
+    adapters = _peft.bridge(kind, dim=4, alpha=8)
+    _, _, checkpoints = _bridge.import_checkpoints()
+    state = checkpoints._generate_model_state_dict([bench.chunks[0].module])
+    state = checkpoints.apply_peft_adapter_filter_to_state_dict(state, adapters)
+    dist_checkpointing.save(state, f"{folder}/iter_0000001")
+    target = f"{type(adapters).__module__}.{kind}"
+    config = f"peft:\n  _target_: {target}\n  alpha: 8\n  dim: 4\n"
+    Path(folder, "iter_0000001", "run_config.yaml").write_text(config)
+    _auto_bridge().save_hf_adapter(bench.chunks, f"{folder}/right", adapters)
+
+
+def export_saved(source, layout, folder):
+    """Runs on a rank: let Bridge export a checkpoint's adapters, out of a model of its own."""
+    from types import SimpleNamespace
+
+    from megatron_idempotent.patches.frameworks import _bridge, _peft
+
+    import megatron_idempotent
+
+    sys.path.insert(0, source)
+    megatron_idempotent.apply()
+    _bridge.import_checkpoints()
+    _peft.bridge("LoRA")
+    # It asks for a checkpoint's shapes, where Megatron raises on torch 2.15. This is no old one.
+    utils = importlib.import_module("megatron.bridge.peft.utils")
+    utils.enable_legacy_shared_expert_adapter_loading = lambda *_: False
+    hooks = []
+
+    def provide_distributed_model(**_):
+        chunks = _peft.build(lambda module, **_: hooks[0]([module]), layout).chunks
+        return [each.module for each in chunks]
+
+    provider = SimpleNamespace(
+        finalize=lambda: None,
+        register_pre_wrap_hook=hooks.append,
+        provide_distributed_model=provide_distributed_model,
+    )
+    exporting = _auto_bridge(provider)
+    exporting.export_adapter_ckpt(f"{folder}/iter_0000001", f"{folder}/found")
+
+
+def reloaded(source, kind, layout, more):
+    """Runs on a rank: logits of a model with adapters, of one of its export, and of its base."""
+    from megatron_idempotent.patches.frameworks import _peft
+
+    bench, _ = built(source, kind, layout, more)
+    weights = {
+        name.replace(".to_wrap", ""): each.detach().clone()
+        for name, each in bench.chunks[0].module.named_parameters()
+    }
+    found, (_, merged) = [logits(bench)], _peft.exported(bench.chunks)
+    bench = _peft.build(lambda module, **_: None, layout, **more)
+    with torch.no_grad():
+        for name, each in bench.chunks[0].module.named_parameters():
+            each.copy_(weights[name])
+    base = logits(bench)
+    _peft.load_exported(bench.chunks, merged)
+    return [*found, logits(bench), base]
+
+
+def logits(bench):
+    """This rank's part of the logits, None where another pipeline stage has them."""
+    from megatron_idempotent.proof.cpu.tiny import inputs, microbatches
+
+    found = [None]
+
+    def forward_step(data, model):
+        _, positions_BT, hidden = inputs(0)
+        output = model(next(data), positions_BT, hidden)
+        return output, lambda logits_BTV: (logits_BTV.sum(), {"": found.append(logits_BTV)})
+
+    with torch.no_grad():
+        bench.schedule(microbatches(0), 1, forward_step, forward_only=True)
+    return found[-1]
 
 
 def cut(value, name, cuts):
@@ -289,12 +408,33 @@ def test_bridges_adapters_get_the_gradients_of_one_rank(megatron_ranks, source, 
     assert_as_one_rank(megatron_ranks, source, name.split()[0], BRIDGE[name])
 
 
-@pytest.mark.parametrize("layout", [SP, {"tp": 2}], ids=["sp", "tp"])
-@pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("LoRA", SP),
+        ("LoRA", {"tp": 2}),
+        ("DoRA", SP),
+        ("DoRA", {"tp": 2}),
+        ("LoRA", MOE | SP | {"ep": 2, "etp": 1}),
+        ("LoRA", MOE | {"etp": 2}),
+    ],
+    ids=["LoRA-sp", "LoRA-tp", "DoRA-sp", "DoRA-tp", "LoRA-ep", "LoRA-etp"],
+)
 def test_recomputed_adapters_drop_what_they_dropped(megatron_ranks, source, kind, layout):
     for right, *others in megatron_ranks(2, recomputed, source, kind, layout):
         assert right.abs().max() > 0
         assert [each.equal(right) for each in others] == [True, True]
+
+
+@pytest.mark.parametrize("more", [{}, GROUPED], ids=["one by one", "grouped"])
+@pytest.mark.parametrize("layout", [{}, SP], ids=["dp", "tp"])
+def test_ranks_that_share_experts_drop_other_features_of_their_own(
+    megatron_ranks, source, layout, more
+):
+    first, second = megatron_ranks(2, masks, source, MOE | layout | {"etp": 2}, more)
+    assert not first["linear_fc2"].equal(second["linear_fc2"])
+    # With sequence parallelism Megatron runs layers in the state of the tensor-parallel rank.
+    assert first["linear_fc1"].equal(second["linear_fc1"]) == (layout != SP)
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
@@ -306,15 +446,23 @@ def test_adapters_alone_are_saved_and_loaded_in_another_layout(
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("LoRA", SP), ("DoRA", SP), ("DoRA", {"pp": 2}), ("LoRA", MOE | SP | {"etp": 2})],
-    ids=["LoRA-tp", "DoRA-tp", "DoRA-pp", "LoRA-etp"],
+    ("kind", "layout", "more"),
+    [
+        ("LoRA", SP, {}),
+        ("DoRA", SP, {}),
+        ("DoRA", {"pp": 2}, {}),
+        ("LoRA", MOE | SP | {"etp": 2}, {}),
+        ("LoRA", MOE | {"ep": 2}, {}),
+        ("LoRA", MOE | {"ep": 2}, GROUPED),
+        ("CanonicalLoRA", MOE | {"ep": 2}, {}),
+    ],
+    ids=["LoRA-tp", "DoRA-tp", "DoRA-pp", "LoRA-etp", "LoRA-ep", "LoRA-grouped-ep", "canonical-ep"],
 )
-def test_exports_of_two_ranks_are_those_of_one(megatron_ranks, source, kind, layout):
+def test_exports_of_two_ranks_are_those_of_one(megatron_ranks, source, kind, layout, more):
     stages = {"layers_per_stage": 1} if "pp" in layout else {}
     alone = {name: value for name, value in layout.items() if name == "experts"}
-    (right,) = megatron_ranks(1, exports, source, kind, alone, {})
-    for found in megatron_ranks(2, exports, source, kind, layout | stages, {}):
+    (right,) = megatron_ranks(1, exports, source, kind, alone, more)
+    for found in megatron_ranks(2, exports, source, kind, layout | stages, more):
         for own, whole in zip(found, right, strict=True):
             assert own.keys() == whole.keys()
         factors, merged, base = zip(found, right, strict=True)
@@ -325,6 +473,33 @@ def test_exports_of_two_ranks_are_those_of_one(megatron_ranks, source, kind, lay
             roundings = value.shape[-1] + 16
             bound = roundings * torch.finfo(value.dtype).eps * value.abs().max()
             assert (merged[0][name] - value).abs().max() <= bound, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "more"),
+    [
+        ("LoRA", SP, {}),
+        ("DoRA", SP, {}),
+        ("DoRA", {"pp": 2, "layers_per_stage": 1}, {}),
+        ("LoRA", MOE | {"ep": 2}, {}),
+        ("LoRA", MOE | {"ep": 2}, GROUPED),
+        ("CanonicalLoRA", MOE | SP | {"ep": 2, "etp": 1}, {}),
+        ("LoRA", MOE | SP | {"etp": 2}, {}),
+    ],
+    ids=["tp", "DoRA-tp", "DoRA-pp", "ep", "grouped-ep", "canonical-tp-ep", "etp"],
+)
+def test_a_reloaded_export_computes_what_the_adapters_did(
+    megatron_ranks, source, kind, layout, more
+):
+    seen = 0
+    for right, found, base in megatron_ranks(2, reloaded, source, kind, layout, more):
+        if right is not None:
+            # Bridge merges in float32: a sum, a product of 4 terms and DoRA's norm are 8 roundings
+            # of each of 8 layers' weights. What comes after makes an error some 16 times as large.
+            bound = 8 * 8 * 16 * 2.0**-24 * right.norm()
+            assert (found - right).norm() <= bound < (base - right).norm() / 1e2
+            seen += 1
+    assert seen
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -355,6 +530,29 @@ def test_peft_computes_with_an_export_what_the_merged_model_does(
     # other on both sides. What comes after one makes its error at most some 16 times as large.
     bound = 2 * 7 * 16 * 2.0**-24 * right.norm()
     assert (found - right).norm() <= bound < (plain - right).norm() / 1e3
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("LoRA", SP), ("DoRA", SP), ("LoRA", MOE | {"ep": 2})],
+    ids=["LoRA-tp", "DoRA-tp", "LoRA-ep"],
+)
+def test_a_checkpoint_of_adapters_is_exported_as_the_model_that_saved_it(
+    megatron_ranks, source, tmp_path, kind, layout
+):
+    safetensors = pytest.importorskip("safetensors.torch")
+    (tmp_path / "iter_0000001").mkdir()
+    alone = {name: value for name, value in layout.items() if name == "experts"}
+    megatron_ranks(2, saved_adapters, source, kind, layout, str(tmp_path))
+    megatron_ranks(1, export_saved, source, alone, str(tmp_path))
+    found, right = (tmp_path / each for each in ("found", "right"))
+    configs = [json.loads((each / "adapter_config.json").read_text()) for each in (found, right)]
+    assert configs[0] == configs[1]
+    own, whole = (
+        safetensors.load_file(each / "adapter_model.safetensors") for each in (found, right)
+    )
+    assert own.keys() == whole.keys()
+    assert [name for name in own if not own[name].equal(whole[name])] == []
 
 
 @pytest.mark.parametrize("name", tiered(MCORE, USUAL))

@@ -85,6 +85,7 @@ RECIPES = {
             "bridge-dropout-repeated",
             "bridge-dora-exported-as-lora",
             "bridge-expert-adapter-exported-mixed",
+            "bridge-expert-adapters-of-first-rank",
             "bridge-dora-magnitudes-resharded",
             "bridge-expert-adapter-unsummed",
             "bridge-per-expert-adapter-detached",
