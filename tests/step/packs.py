@@ -153,16 +153,11 @@ def exact_gradients(model: Any) -> Any:
     return torch.cat([buffer.grad_data.flatten() for buffer in buffers]).clone()
 
 
-def twice_differentiable(model: Any, loss: PackLoss, replicas: int = 1) -> Any:
-    """The loss of all rows, in a pack for each replica, of plain log-probs."""
-    total: Any = 0.0
-    for replica in range(replicas):
-        (microbatch,) = megatron_idempotent.step.pack_batches(
-            rows(replica, dtype=torch.float64), 256
-        )
-        output = megatron_idempotent.step.gpt_forward(model, microbatch)
-        total = total + loss(torch.log_softmax(output, -1), microbatch)[0]
-    return total
+def twice_differentiable(model: Any, loss: PackLoss) -> Any:
+    """The loss of all rows, in a pack, of plain log-probs."""
+    (microbatch,) = megatron_idempotent.step.pack_batches(rows(dtype=torch.float64), 256)
+    output = megatron_idempotent.step.gpt_forward(model, microbatch)
+    return loss(torch.log_softmax(output, -1), microbatch)[0]
 
 
 class Plain:
@@ -190,7 +185,7 @@ class PlainSequenceLoss(Plain, PackSequenceLoss):
     """Computes what `PackSequenceLoss` does."""
 
 
-def allowed(kind: str, options: dict[str, Any], replicas: int = 1) -> float:
+def allowed(kind: str, options: dict[str, Any]) -> float:
     """Runs on one rank: the bound of `roundings` for the same model and rows.
 
     The logits' gradient has as many roundings as there are words, and 64 more: of exponentials of
@@ -201,7 +196,7 @@ def allowed(kind: str, options: dict[str, Any], replicas: int = 1) -> float:
     loss = PlainLoss() if kind == "token" else PlainSequenceLoss()
 
     def total() -> Any:
-        return twice_differentiable(model, loss, replicas)
+        return twice_differentiable(model, loss)
 
     return roundings(model, total, terms=tiny.VOCABULARY + 64, parts=16 + 4)
 

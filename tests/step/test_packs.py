@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from packs import PackLoss, PackSequenceLoss, double, exact_gradients, make, one_by_one, rows
-from ranks import RELEASE, on_ranks, tiered
+from ranks import RELEASE, on_ranks
 from scenario import DEADLINE_S, raised_by
 
 import megatron_idempotent
@@ -67,30 +67,6 @@ def differences(found: dict[str, Any]) -> dict[str, float]:
     return {way: float((each - first).norm() / first.norm()) for way, each in found.items()}
 
 
-def allowed(kind: str, options: dict[str, Any], replicas: int) -> float:
-    """Runs on one rank: so many roundings."""
-    import packs
-
-    return packs.allowed(kind, options, replicas)
-
-
-@pytest.fixture(scope="module")
-def bound(megatron_rank_pool):
-    """`bound(kind, layers, replicas)` is what two ways may differ by in a model of so many."""
-    known: dict[Any, float] = {}
-
-    def compute(kind: str, layers: int = 2, replicas: int = 1) -> float:
-        key = kind, layers, replicas
-        if key not in known:
-            options = {"layers_per_stage": layers}
-            (known[key],) = megatron_rank_pool.run(1, allowed, kind, options, replicas)
-        # Far below a rounding of float32 or bfloat16.
-        assert known[key] * U < 2.0**-30
-        return known[key] * U
-
-    return compute
-
-
 WAYS = ["one by one", "packs of 32", "padded packs of 64", "packs of 96", "in two calls"]
 
 
@@ -98,11 +74,19 @@ def compared(kind: str, options: dict[str, Any], ways: list[str] = WAYS) -> dict
     return differences(gradients(ways, kind, options))
 
 
+def against_rows(kind: str) -> tuple[dict[str, float], float]:
+    """Runs on a rank: what differs in each way, and what may."""
+    import packs
+
+    return compared(kind, {}), packs.allowed(kind, {}) * U
+
+
 @pytest.mark.parametrize("kind", ["token", "sequence"])
-def test_packs_have_the_gradient_of_their_sequences_as_rows(megatron_ranks, bound, kind):
-    (found,) = megatron_ranks(1, compared, kind, {})
-    print(f"{max(found.values()) / bound(kind):.1e} of {bound(kind) / U:.1e} roundings")
-    assert max(found.values()) < bound(kind), found
+def test_packs_have_the_gradient_of_their_sequences_as_rows(megatron_ranks, kind):
+    ((found, bound),) = megatron_ranks(1, against_rows, kind)
+    print(f"{max(found.values()) / bound:.1e} of {bound / U:.1e} roundings")
+    # Far below a rounding of float32 or bfloat16.
+    assert max(found.values()) < bound < 2.0**-30, found
 
 
 @on_ranks(1)
@@ -146,90 +130,7 @@ def test_an_expert_bias_counts_no_padding() -> None:
     assert all((each == without) != BEFORE_PADDING_MASKS for each in padded)
 
 
-CUT: dict[str, dict[str, Any]] = {
-    "rows": {"micro_batch_size": 2},
-    "packs of 64": {"max_tokens_per_microbatch": 64},
-    "packs of 96, in two calls": {"max_tokens_per_microbatch": 96},
-}
-
-
-def taken(step: Any, loss: Any, way: str, batch: dict[str, Any], *, last: bool) -> tuple[str, int]:
-    """Runs on a rank: begins a step and gives it all rows; its id and the microbatches made."""
-    step_id = step.begin(loss, global_batch_size=24, **CUT[way])
-    cuts = (slice(0, 4), slice(4, None)) if "two" in way else (slice(None),)
-    number = 0
-    for index, cut in enumerate(cuts):
-        piece = {name: value[cut] for name, value in batch.items()}
-        receipt = step.microbatch(step_id, piece, last=last and index == len(cuts) - 1)
-        assert receipt.rows == len(piece["input_ids"])
-        number += receipt.microbatches
-    return step_id, number
-
-
-def stepped(options: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Runs on a rank: the same rows, cut and packed; gradients in float64 before the optimizer, of
-    all replicas, and what whole steps of float32 say."""
-    from megatron.core import parallel_state
-
-    loss = PackLoss() if kind == "token" else PackSequenceLoss()
-    gradients: dict[str, Any] = {}
-    told: dict[str, Any] = {}
-    model = double(**{k: v for k, v in options.items() if k != "distributed_optimizer"})
-    for way in CUT:
-        step = megatron_idempotent.TrainStep(model.chunks, deadline_s=DEADLINE_S)
-        batch = rows(parallel_state.get_data_parallel_rank(), dtype=torch.float64)
-        step_id, _ = taken(step, loss, way, batch, last=False)
-        for parameter in (p for chunk in model.chunks for p in chunk.parameters()):
-            if getattr(parameter, "sequence_parallel", False):  # each rank has some positions
-                group = parallel_state.get_tensor_model_parallel_group()
-                torch.distributed.all_reduce(parameter.main_grad, group=group)
-        gradients[way] = exact_gradients(model)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        torch.distributed.all_reduce(gradients[way], group=group)
-        step.abort(step_id)
-    for way in CUT:
-        narrow = make(loss, **options)
-        step_id, number = taken(narrow.step, loss, way, rows(narrow.replica), last=True)
-        result = narrow.step.finish(step_id)
-        counts = result.global_valid_sequences, result.global_valid_tokens
-        told[way] = *counts, result.grad_norm, number
-    return {"differing": differences(gradients), "told": told}
-
-
 ROUTED = {"experts": 4, "ep": 2, "config_overrides": {"moe_aux_loss_coeff": 0.0}}
-ALWAYS = ("dp2", "pp2 vpp2", "tp2", "ep2")
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "pp2": (2, {"pp": 2}),
-    "pp2 vpp2": (2, {"pp": 2, "vpp": 2, "layers_per_stage": 1}),
-    "tp2": (2, {"tp": 2, "sequence_parallel": True}),
-    "ep2": (2, ROUTED),
-    # All gradients on each rank: shards of others would be of other positions.
-    "cp2": (2, {"cp": 2, "distributed_optimizer": False}),
-}
-
-
-@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
-def test_a_budget_gives_the_step_of_rows_in_every_layout(megatron_ranks, bound, layout):
-    ranks, options = LAYOUTS[layout]
-    kind = "sequence" if layout == "pp2" else "token"
-    # Sums of experts have as many terms as those of other layers.
-    derived = bound(kind, 4 if options.get("pp") else 2, 2 if layout in ("dp2", "ep2") else 1)
-    limit = SOFTMAX_IN_FP32 if layout == "ep2" else derived
-    for found in megatron_ranks(ranks, stepped, options, kind):
-        print(f"{max(found['differing'].values()) / limit:.1e} of {limit / U:.1e} roundings")
-        assert max(found["differing"].values()) < limit, found
-        counted = {each[:2] for each in found["told"].values()}
-        assert len(counted) == 1, found
-        norms = [each[2] for each in found["told"].values()]
-        assert norms == pytest.approx([norms[0]] * len(norms), rel=derived / U * 2.0**-24)
-        # Each is one call: of the 144 tokens in packs of 64, and of four sequences and the rest.
-        multiple = 2 if "vpp" in layout else 1
-        assert [each[3] for each in found["told"].values()] == [
-            6,
-            -(-3 // multiple) * multiple,
-            (1 if multiple == 1 else 2) + -(-1 // multiple) * multiple,
-        ], found
 
 
 def shared_experts() -> tuple[list[int], float, int]:
@@ -257,6 +158,14 @@ def test_ranks_that_share_experts_make_as_many_packs(megatron_ranks):
     assert first[0] == [5, 5, 5]
     assert second[0] == [5, 2, 0]
     assert first[2] == sum(first[0]) + sum(second[0])
+
+
+@on_ranks(2)
+def test_an_interleaved_pipeline_takes_a_multiple_of_its_stages_as_packs() -> None:
+    bench = make(pp=2, vpp=2, layers_per_stage=1)
+    step_id = bench.begin(**budget(64))
+    assert bench.step.microbatch(step_id, rows()).microbatches == 4  # 144 tokens take 3
+    bench.step.finish(step_id)
 
 
 @on_ranks(1)

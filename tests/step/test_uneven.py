@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks, tiered
-from scenario import ROWS, Bench, T, cut, data, differing
+from scenario import ROWS, Bench, T, cut, data
 
 # Microbatches by replica, of each `microbatch` call; None is a rank that does not call at all.
 SHARES: dict[str, list[list[int] | None]] = {
@@ -136,18 +136,3 @@ def test_replicas_that_share_experts(turns: list[list[int]], last: bool) -> None
     for tokens in counted:
         torch.distributed.all_reduce(tokens)
         assert float(tokens.sum()) == 2 * T * ROWS * sum(map(sum, turns))  # two experts a token
-
-
-def changing_counts(options: dict[str, Any]) -> Any:
-    """Runs on a rank: steps of 1, 3, 2 and 1 microbatches, with and without overlap of the last."""
-    sizes = [[1], [1, 2], [2], [1]]
-    at_once = [("once", sum(each), {"seed": n}) for n, each in enumerate(sizes)]
-    steps = [("step", each, {"seed": n, "last": n > 1}) for n, each in enumerate(sizes)]
-    for n in (1, 3):
-        steps[n][-1]["rank_batch_size"] = ROWS * sum(sizes[n])
-    return differing(options, at_once, {"pieces": (steps, ())})
-
-
-@pytest.mark.parametrize("gathers", [False, True])
-def test_the_number_of_microbatches_may_change_between_steps(megatron_ranks, gathers):
-    assert megatron_ranks(2, changing_counts, {"overlap_param_gather": gathers}) == [{}, {}]
