@@ -54,6 +54,9 @@ What fails, and why:
 - *A rank may crash after a save that it could not write, on Python 3.12.0 and 3.12.1*: torch's
   writer leaves a view of an `io.BytesIO` in a reference cycle, and these end in the collector there
   ([CPython 111049](https://github.com/python/cpython/issues/111049)). Take a later one.
+- *With torch 2.15 a checkpoint cannot be asked what it has*: torch describes tensors by `strides`
+  too, which upstream hands to `torch.empty`. `load_plain_tensors`, `load_tensors_metadata` and each
+  `--dist-ckpt-strictness` but the default end in a `TypeError`.
 - *A run without expert parallelism cannot be loaded with it*, and the other way: one optimizer
   becomes two, `ChainedOptimizer.load_state_dict` counts what it is given, and raises.
 
