@@ -1,6 +1,7 @@
 """A save that fails on one rank raises on all, and the checkpoint of before can be loaded."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -74,14 +75,14 @@ def new(tmp_path, name):
 
 #: By what is in the way: what the error says on all ranks, or for tensors on rank 0.
 CAUSES = {
-    "__1_0.distcp": "IsADirectoryError",
+    "__1_0.distcp": "Is ?[aA] ?[dD]irectory",
     ".metadata": ".metadata",
     "metadata.json": "metadata.json",
     "no folder": "No such file",
     "one part twice": "Invalid access pattern",
 }
 if RELEASE < (0, 19):  # later releases save its contents beside the tensors
-    CAUSES["common.pt"] = "common.pt"
+    CAUSES["common.pt"] = "Is a directory"
 
 
 @SAVES
@@ -100,8 +101,8 @@ def test_ranks_hear_of_what_one_of_them_could_not_write(tmp_path, parallel, late
         elif broken != "no folder":
             in_the_way(folder / broken)
         told = raised(save, folder, 2.0, twice=twice, **how)
-        assert cause in told[0], told
-        assert cause in told[1] or (broken == "__1_0.distcp" and told[1]), told
+        assert re.search(cause, told[0]), told
+        assert re.search(cause, told[1]) or (broken == "__1_0.distcp" and told[1]), told
         loaded = dist_checkpointing.load(state(0.0), str(older))
         assert loaded["weight"].eq(1.0).all()
     save(new(tmp_path, "newest"), 3.0, **how)
