@@ -3,7 +3,8 @@
 Symptom:
     The disk is full, a quota ends, or the folder is not there. Rank 0 raises, and the others wait
     for it until their collective's timeout, in `dist_checkpointing.save` or, if the save is
-    asynchronous, where it is finalized. What other ranks cannot write is told to all of them.
+    asynchronous, where it is finalized. What other ranks cannot write is told to all of them, but
+    in 0.13, where rank 0 waits for theirs.
 
 Cause:
     Four times rank 0 does alone what may fail, and the others go on to the next collective: it
@@ -14,8 +15,8 @@ Cause:
 Affects:
     0.13 and later. What the patch does: before each of these collectives ranks tell each other
     whether they have failed, and all raise. `.metadata` is written after all have heard of the
-    tensors. It costs six exchanges of a few bytes per save. A save must be called on all ranks, as
-    upstream's own barrier wants it. A queue of `nvidia-resiliency-ext` finalizes as before.
+    tensors. It costs seven exchanges of a few bytes per save. A save must be called on all ranks,
+    as upstream's own barrier wants it. A queue of `nvidia-resiliency-ext` finalizes as before.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/core/dist_checkpointing/serialization.py,
@@ -52,13 +53,21 @@ def save_state_dict_async_finalize(
     """Write the metadata after all ranks have heard of the tensors, and tell them of it."""
     from megatron_idempotent.window import agreement
 
+    retrieve = storage_writer.retrieve_write_results
     finish, held = storage_writer.finish, []
+
+    def met_with_results() -> Any:
+        results = retrieve()  # 0.13 raises here, on the rank that has not written
+        agreement.meet(NOT_SAVED)
+        return results
+
+    storage_writer.retrieve_write_results = met_with_results
     storage_writer.finish = lambda *args, **kwargs: held.append((args, kwargs))
     with agreement.as_one(NOT_SAVED):
         try:
             original(storage_writer, *args, **kwargs)
         finally:
-            del storage_writer.finish
+            del storage_writer.retrieve_write_results, storage_writer.finish
         with agreement.attempt(NOT_SAVED):
             for given, named in held:
                 finish(*given, **named)
