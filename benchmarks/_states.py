@@ -55,8 +55,9 @@ What fails, and why:
   writer leaves a view of an `io.BytesIO` in a reference cycle, and these end in the collector there
   ([CPython 111049](https://github.com/python/cpython/issues/111049)). Take a later one.
 - *With torch 2.15 a checkpoint cannot be asked what it has*: torch describes tensors by `strides`
-  too, which upstream hands to `torch.empty`. `load_plain_tensors`, `load_tensors_metadata` and each
-  `--dist-ckpt-strictness` but the default end in a `TypeError`.
+  too, which upstream hands to `torch.empty`. `load_plain_tensors`, `load_tensors_metadata` and
+  `--dist-ckpt-strictness` of `log_all` or `raise_all` end in a `TypeError` (tried on 0.19.2; by
+  their source the other values that look at what is there do as well).
 - *A run without expert parallelism cannot be loaded with it*, and the other way: one optimizer
   becomes two, `ChainedOptimizer.load_state_dict` counts what it is given, and raises.
 

@@ -169,20 +169,21 @@ def reproduce() -> None:
 
     rank, saves = torch.distributed.get_rank(), async_utils.AsyncCallsQueue(persistent=True)
     saves.schedule_async_request(async_utils.AsyncRequest(_end if rank else os.getpid, (), []))
-    process = saves.async_calls[0].async_caller.process
+    caller = saves.async_calls[0].async_caller
+    process = caller.process
     if rank:
         process.join()
+    while not rank and _queue(caller, "comp_q").empty():
+        time.sleep(0.1)  # it has not written
     torch.distributed.barrier()
     try:
-        while not rank and not process.is_alive():
-            time.sleep(0.1)
         finished = saves.maybe_finalize_async_calls()
     except RuntimeError as error:
         if "ended with 3" not in str(error):
             raise
     else:
         process.kill()
-        saves.async_calls[0].async_caller.process = None  # closing would hang
+        caller.process = None  # closing would hang
         raise Fault(f"the writer of rank 1 has ended, and rank {rank} finds {finished}")
     if saves.schedule_async_request(
         async_utils.AsyncRequest(os.getpid, (), [])
