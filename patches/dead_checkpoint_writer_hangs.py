@@ -113,11 +113,10 @@ def is_current_async_call_done(
     """Tell whether all ranks have written; raise on all if one's process never will."""
     from megatron_idempotent.window import agreement
 
-    while self.process and self.cur_item is None:
-        _look(self)
-        if not blocking or not self.process or self.cur_item is not None:
-            break
+    _look(self)
+    while blocking and self.process and self.cur_item is None:
         time.sleep(0.1)
+        _look(self)
     done = original(self, blocking, no_dist)
     if not done:
         return done

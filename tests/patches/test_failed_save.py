@@ -160,14 +160,12 @@ def test_a_request_that_cannot_be_sent_is_not_waited_for(prepared):
     def local():  # cannot be pickled
         pass
 
-    rank = torch.distributed.get_rank()
-    prepare = os.getpid if prepared else None
-    for function in (local if rank else os.getcwd, os.getpid):
-        arguments = (None, None) if prepared else ()
-        write = AsyncRequest(function if rank else os.getpid, arguments, [], preload_fn=None)
+    bad = local if torch.distributed.get_rank() else os.getpid
+    for function in (bad, os.getpid):
+        request = AsyncRequest(function, (), [])
         if prepared:
-            write = write._replace(async_fn=_nothing, preload_fn=local if rank else prepare)
-        queue.schedule_async_request(write)
+            request = AsyncRequest(_nothing, (None, None), [], preload_fn=bad)
+        queue.schedule_async_request(request)
     told = raised(queue.maybe_finalize_async_calls, blocking=True)
     assert all("could not be sent" in each for each in told), told
     assert queue.get_num_unfinalized_calls() == 0
