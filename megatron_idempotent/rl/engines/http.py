@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.lazy import naming_the_remedy
+from megatron_idempotent.rl.weights.urls import refuse_secrets
 
 from .protocol import EngineDead, EngineTimeout
 
@@ -50,8 +51,14 @@ class HttpClient:
             engine: the engine's name, for errors.
             api_key: sent as a bearer token.
 
-        Errors: `ModuleNotFoundError` without aiohttp.
+        Errors: `ModuleNotFoundError` without aiohttp; `ValueError` for a URL with a password, which
+            names, errors and reports would show.
         """
+        refuse_secrets(
+            "the URL of an engine",
+            url,
+            "give it without, and a key that the server asks for as api_key",
+        )
         with naming_the_remedy("an engine over HTTP"):
             import aiohttp
         self._aiohttp = aiohttp

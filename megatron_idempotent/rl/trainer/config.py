@@ -8,12 +8,12 @@ writes the table again.
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_idempotent.rl.weights.urls import refuse_secrets
 from megatron_idempotent.settings import Field, SettingsReader, allowed, schema, settings
 
 from . import ConfigError
@@ -176,7 +176,7 @@ class RolloutConfig:
     """Engine that samples: `transformers` runs a model in each rank's process; `vllm` is
     servers over HTTP for all ranks."""
     engine_url: str = ""
-    """URLs of the vLLM servers, separated by commas."""
+    """URLs of the vLLM servers, separated by commas, without passwords."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that one response may take; after that the run ends with an error."""
     router_replay: Literal["off", "measure", "replay"] = "off"
@@ -185,6 +185,12 @@ class RolloutConfig:
     needs `--enable-return-routed-experts`."""
 
     def __post_init__(self) -> None:
+        refuse_secrets(
+            "rollout.engine_url",
+            self.engine_url,
+            "config.toml would keep it, and vLLM reads none: give the URL without it; a proxy on "
+            "this machine can add what one in front of the servers asks for",
+        )
         if bool(self.engine_url) == (self.engine == "transformers"):
             raise ValueError(
                 f"rollout.engine is {self.engine!r} and rollout.engine_url is {self.engine_url!r}; "
@@ -215,14 +221,12 @@ class SyncConfig:
     have it. Ranks keep a copy in host memory of the weights that they send."""
 
     def __post_init__(self) -> None:
-        # A colon that begins no port, and the query of a signed URL.
-        if re.search(r"://([^/@]*:(?!\d+/)[^@]*@|.*\?)", self.directory):
-            raise ValueError(
-                f"sync.directory is a {self.directory.partition(':')[0]} URL with a password or a "
-                "query, not shown here, which config.toml would keep; give the URL without it, and "
-                "the secret in the environment, as AWS_SECRET_ACCESS_KEY for s3, or in fsspec's "
-                "own configuration"
-            )
+        refuse_secrets(
+            "sync.directory",
+            self.directory,
+            "config.toml would keep it: give the URL without it, and the secret in the "
+            "environment, as AWS_SECRET_ACCESS_KEY for s3, or in fsspec's own configuration",
+        )
 
 
 @settings(ConfigError, "loss.")

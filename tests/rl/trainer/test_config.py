@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import traceback
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from megatron_idempotent.rl.trainer.config import (
     OptimizerConfig,
     RolloutConfig,
     RunConfig,
-    SyncConfig,
     as_toml,
     load_config,
     with_current_table,
@@ -219,18 +219,28 @@ def test_a_bucket_is_a_transport_by_its_url(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://key:se%2Fcret@weights", "s3://key:se/cret@weights/run", "http://a/b?token=secret"]
+    ("key", "url"),
+    [
+        ("sync.directory", "s3://key:se%2Fcret@weights"),
+        ("sync.directory", "s3://key:se/cret@weights/run"),
+        ("sync.directory", "http://a/b?token=secret"),
+        ("rollout.engine_url", "http://key:cret@127.0.0.1:8000"),
+        ("rollout.engine_url", "http://a:8000,https://cret@b:8000"),
+    ],
 )
-def test_a_url_with_a_secret_is_refused_before_it_is_written_and_does_not_show(url):
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_a_url_with_a_secret_is_refused_before_it_is_written_and_does_not_show(key, url, engine):
+    section, _, name = key.partition(".")
     for build in (
-        lambda: load_config(None, [f"sync.directory={url}"]),
-        lambda: Config(sync=SyncConfig(directory=url)),
+        lambda: load_config(None, [f"rollout.engine={engine}", f"{key}={url}"]),
+        lambda: SECTIONS[section](**{name: url}),
     ):
-        with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as caught:
+        with pytest.raises(
+            ConfigError, match=f"{key} has a password or a query.*without"
+        ) as caught:
             build()
         shown = "".join(traceback.format_exception(caught.value))
-        assert "cret@" not in shown
-        assert "token" not in shown
+        assert not re.search("cret@|token", shown), shown
 
 
 @pytest.mark.parametrize(

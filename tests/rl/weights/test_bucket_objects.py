@@ -22,6 +22,7 @@ from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights import transports as t
 from megatron_idempotent.rl.weights.transports.bucket import Objects
 from megatron_idempotent.rl.weights.transports.layout import BucketLayout
+from megatron_idempotent.rl.weights.urls import split_secrets
 
 UPDATE = WeightUpdate(id="run/1", version=1)
 KEY, SECRET, TOKEN = "AKIA-fake-key", "fake/secret+of=nobody", "fake-token-0123"
@@ -160,6 +161,7 @@ def test_no_error_log_or_announcement_shows_a_key_or_a_token(
     places = [
         (made, private),
         (f"ftp://{KEY}:{TOKEN}@127.0.0.1:9/weights", {}),
+        (f"ftp://{KEY}:{SECRET}@127.0.0.1:9/weights", {}),  # with a slash that nobody quoted
         (f"http://127.0.0.1:9/weights?signature={TOKEN}", {}),
         (f"pigeon://{KEY}:{TOKEN}@coop", {"secret": SECRET}),
         (made, {**s3, "wrong": [TOKEN], "config_kwargs": {TOKEN: TOKEN}}),
@@ -180,9 +182,39 @@ def test_no_error_log_or_announcement_shows_a_key_or_a_token(
         else:
             raise AssertionError(place)
     found = caplog.text + "".join(said)
-    for word in (SECRET, TOKEN, "fake%2Fsecret"):
+    for word in (KEY, SECRET, TOKEN, "fake%2Fsecret", "secret+of"):
         assert word not in found, found
     assert "OSError: *** *** *** ***" in found
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("s3://key:pass@weights/run@3", "s3://weights/run@3"),
+        ("s3://key:p@ss@weights/run@3", "s3://weights/run@3"),
+        ("s3://key:pa/ss@weights/run", "s3://weights/run"),
+        ("s3://key:pa?ss@weights/run", "s3://weights/run"),
+        ("ftp://a@b:pass@host:21/run", "ftp://host:21/run"),
+        ("HTTPS://pass@host/run?a=pass@b#c", "HTTPS://host/run"),
+        ("http://host:90?a=pass@b", "http://host:90"),
+        ("simplecache::s3://key:pass@weights", "simplecache::s3://weights"),
+    ],
+)
+def test_an_address_is_the_url_less_its_secrets(url: str, address: str) -> None:
+    found, secrets = split_secrets(url)
+    assert found == address
+    assert secrets & {"pass", "p@ss", "pa/ss", "pa?ss", "pass@b", "pass@b#c"}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("abfs://box@account.host:443/run@3", "ftp://me@host/run", "http://host:90/a@b", "/a:b@c"),
+        *("x::s3://weights/a@b", "http://[::1]:90/a@b", "s3://weights/run:3@x", "/a?b"),
+    ],
+)
+def test_an_address_keeps_what_is_no_secret(url: str) -> None:
+    assert split_secrets(url) == (url, set())
 
 
 @pytest.mark.parametrize("module", ["fsspec", "zstandard"])

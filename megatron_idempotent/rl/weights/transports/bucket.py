@@ -23,6 +23,7 @@ import torch
 from megatron_idempotent.lazy import naming_the_remedy
 from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights.safetensors_io import flush
+from megatron_idempotent.rl.weights.urls import split_secrets
 
 from .base import Announcement, Receiver, Sender, Session, TransportError
 from .layout import BucketLayout
@@ -55,13 +56,8 @@ class Objects:
         with naming_the_remedy("a bucket of objects"):
             import fsspec
             import zstandard  # noqa: F401 (missing, it is to be said before an update begins)
-        # A password stands before the host; the query of a signed URL is its signature.
-        plain, _, query = url.partition("?") if "://" in url else (url, "", "")
-        users = re.findall(r"://([^/]*)@", plain)
-        self.address = re.sub(r"://[^/]*@", "://", plain)
+        self.address, self._secrets = split_secrets(url)
         """The URL, less what is secret in it."""
-        parts = [part for user in users for part in user.split(":")]
-        self._secrets = {query, *parts, *_values(urllib.parse.parse_qs(query))}
         self._secrets |= {*_values(options or {})}
         failure: Exception
         try:
