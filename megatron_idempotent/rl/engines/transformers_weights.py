@@ -21,7 +21,7 @@ from megatron_idempotent.rl.weights import (
     WeightUpdate,
 )
 from megatron_idempotent.rl.weights.deltas import Patch
-from megatron_idempotent.rl.weights.records import DELTA, in_host_memory
+from megatron_idempotent.rl.weights.records import DELTA
 from megatron_idempotent.rl.weights.staging import SideStream, used_here
 
 from .protocol import EngineError, refuse_kv_scales, refuse_out_of_turn
@@ -232,7 +232,8 @@ class Incoming(Staging):
         came = super().complete()
         whole = {}
         for name, tensor in came.items():
-            if isinstance(tensor, Patch) and in_host_memory(tensor.tensor):
+            # Not `in_host_memory`: what stands for a device on a CPU rank costs what the host does.
+            if isinstance(tensor, Patch) and tensor.tensor.is_cpu:
                 whole[name] = tensor.made()
             elif name in self._dtypes and getattr(tensor, "dtype", None) == E4M3:
                 if name + _SCALE not in came:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -212,6 +213,8 @@ CPU_ENVIRONMENT = {
 """The environment of vLLM on few CPU cores and small models: 1 GiB of cache, one thread."""
 #: Seconds that a server gets to end by itself.
 _STOP_S = 10.0
+#: A line of vLLM's log that names an error, of whichever process.
+_ERROR = re.compile(r"\bERROR\b.*\b\w+(Error|Exception): ")
 
 
 class VllmServer:
@@ -328,12 +331,17 @@ class VllmServer:
         self.stop()
 
     def log(self, lines: int = 30) -> str:
-        """Return the last lines of the running server's log."""
+        """Return the last lines of the running server's log, after the first that names an error.
+
+        A worker's own error stands long before the end, which says that it failed.
+        """
         if self._log is None:
             return ""
         file = self._log.fileno()  # read at a place: the server writes where the file's own is
         whole = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
-        return "\n".join(whole.splitlines()[-lines:])
+        told = whole.splitlines()
+        named = next(filter(_ERROR.search, told[:-lines]), None)
+        return "\n".join([*filter(None, [named]), *told[-lines:]])
 
     def stop(self) -> None:
         """End the server and every process that it has started. Not running: no-op."""

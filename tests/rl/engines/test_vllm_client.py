@@ -333,12 +333,18 @@ def test_limits_are_seconds_above_0() -> None:
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "vllm" / "entrypoints" / "openai").mkdir(parents=True)
     module = tmp_path / "vllm" / "entrypoints" / "openai" / "api_server.py"
-    module.write_text("print('no such model')\nraise SystemExit(3)\n")
+    cause = "(Worker pid=7) ERROR [core.py] NotImplementedError: no such cache"
+    module.write_text(
+        f"print({cause!r})\nfor each in range(99):\n    print(f'line {{each}}')\n"
+        "print('no such model')\nraise SystemExit(3)\n"
+    )
     server = VllmServer(
         tmp_path, python=sys.executable, environment={"PYTHONPATH": str(tmp_path)}, deadline_s=60
     )
-    with pytest.raises(RuntimeError, match=r"ended with 3; its log ends:\nno such model"):
+    with pytest.raises(RuntimeError, match="ended with 3; its log ends") as error:
         server.__enter__()
+    told = str(error.value).splitlines()
+    assert told[1:] == [cause, *(f"line {each}" for each in range(70, 99)), "no such model"]
     assert server.log() == ""
     with pytest.raises(RuntimeError, match="not running"):
         _ = server.pid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,10 +23,11 @@ from megatron_idempotent.rl.weights.records import DELTA
 from megatron_idempotent.rl.weights.transports import SharedMemorySender
 
 SETTINGS = SyncSettings(bucket_bytes=1 << 16, retry_wait_s=0.01, attempts=1)
-#: For each family, more arguments of vLLM, its environment, and why deltas do not go in place.
+#: For each family, more arguments of vLLM, its environment, and the reason for which deltas do
+#: not go in place. With AVX-512 its experts are packed beside the weights, else instead.
 SERVERS: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
     "qwen2": (("--tensor-parallel-size", "2"), {"TEST_PLAIN_WEIGHTS": "1"}, ""),
-    "qwen3_moe": (ONE_PROCESS, {}, "computes with what it makes"),
+    "qwen3_moe": (ONE_PROCESS, {}, ".*computes with what it makes|.* is in another layout .*"),
 }
 
 
@@ -55,8 +57,7 @@ class TestDeltas(ContractBase):
                 assert report.bytes_sent < report.bytes_whole / 5
             by_deltas = await self.served_bits(engine)
             assert by_deltas != start
-            assert self.because in by_deltas["whole_because"]
-            assert bool(self.because) == bool(by_deltas["whole_because"])
+            assert re.fullmatch(self.because, by_deltas["whole_because"])
             await self.refused(engine, training, before)
             assert await self.served_bits(engine) == by_deltas
             await self.broken(engine, training, before)

@@ -27,8 +27,13 @@ class TestVllmWithAnFp8Cache(ContractBase):
     def test_scales_take_effect_with_an_update_and_stay(self, old: Path, new: Path, shared) -> None:
         shared.server.stop()  # two engines would share two cores
         arguments = ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8", "--enforce-eager")
-        with faulty_server(old, *arguments, *ONE_PROCESS) as server:
-            asyncio.run(asyncio.wait_for(self.scenario(server, old, new), 480))
+        try:
+            with faulty_server(old, *arguments, *ONE_PROCESS) as server:
+                asyncio.run(asyncio.wait_for(self.scenario(server, old, new), 480))
+        except RuntimeError as error:  # vLLM's own refusal, from its log
+            if (fact := "FP8 KV cache on CPU requires x86 with AVX-512 or AMX") in str(error):
+                pytest.skip(fact)
+            raise
 
     async def scenario(self, server, old, new):
         engine = VllmEngine(server.url, transport=SharedMemorySender)
