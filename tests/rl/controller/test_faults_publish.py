@@ -17,6 +17,7 @@ def test_a_publish_without_an_engine_is_tried_again():
     toy = Toy()
     toy.generator.publishing = [EnginesLost("all dead"), EnginesLost("all dead")]
     once(toy.run(5))
+    assert toy.published() == [1, 2, 3, 4, 5]
     assert toy.logger.rows[-1][1]["rollouts/retries/publish"] == 2
 
 
@@ -27,6 +28,7 @@ def test_weights_that_cannot_be_published_end_the_run(every):
     with pytest.raises(PublishFailed, match="version 2 could not be published in 3 attempts"):
         toy.run(9)
     assert len(toy.policy.steps) == 2
+    assert toy.published() == [1, None]
     assert toy.policy.open is None
     assert conserved(run_virtually(toy.controller.ping()))
 
@@ -66,6 +68,7 @@ def test_a_run_that_is_cancelled_in_a_publish_publishes_when_it_is_called_again(
     toy.generator.publish_seconds = 3.0
     cut_off(toy, lambda status: status.trainer_version == 2, how="cancel", go_on=5)
     once(toy)
+    assert toy.published() == [1, None, 3, 4, 5]
 
 
 def test_engines_that_came_back_during_a_publish_are_published_to_once():

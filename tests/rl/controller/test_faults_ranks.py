@@ -51,6 +51,7 @@ def test_ranks_that_are_lost_in_a_publish_beside_a_step_without_groups_are_resto
     toy = stored(sampler=StrictSampler())
     publish_raises(toy, LOST, versions=[2], times=1, after_s=1.0)
     once(toy.run(5))
+    assert toy.published() == [1, None, 1, 2, 3, 4, 5]
     assert toy.store.restored == 1
 
 

@@ -52,6 +52,7 @@ def test_one_finish_and_one_clearing_per_optimizer_step_and_one_publish_per_oute
         ["publish"] + (["finish"] * 3 + ["publish"]) * 2
     )
     assert [version for _, version in toy.kinds("publish")] == [0, 3, 6]
+    assert toy.published() == [None, None, 3, None, None, 6]
     evicted = toy.status.counts["evicted"]
     cleared = [group_id for ids in noted for group_id in ids]
     assert len(cleared) == len(set(cleared)) == 12 + evicted
@@ -66,6 +67,7 @@ def test_the_next_step_trains_while_weights_are_published_and_updates_behind_it(
     order = [event[0] for event in toy.kinds("microbatch", "publish", "finish")]
     first = order.index("finish")
     assert order[first + 1 : first + 6] == ["microbatch"] * 3 + ["publish", "finish"]
+    assert toy.published() == [1, 2, 3, 4, 5, 6]
     row = dict(toy.logger.rows)[2]
     assert row["timing/train/exposed_sync_s"] == pytest.approx(5.0 - 4 * 0.2)
     waiting = Toy(sampler=InOrderSampler(4), groups=3, seconds=0.1)
@@ -116,8 +118,7 @@ def test_metrics_are_logged_once_per_version_with_the_names_of_phases():
         assert f"timing/train/{phase}_s" in last
     assert last["timing/train/policy_training_s"] == pytest.approx(0.8)  # begin, two, finish
     assert last["rollouts/unaccounted"] == 0
-    published = [m.get("sync/version") for _, m in toy.logger.rows]
-    assert published == [None, 1, 2, 3, 4], "each row has its own publish's, beside a step or not"
+    assert toy.published() == [None, 1, 2, 3, 4], "of its own publish, beside a step or not"
 
 
 def test_ping_answers_while_a_step_trains():

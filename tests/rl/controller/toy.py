@@ -63,7 +63,8 @@ class ToyGenerator:
         await asyncio.sleep(self.publish_seconds)
         self.version = version
         self.events.append(("publish", version))
-        return {"pause_s": 0.25, "version": version}
+        number = sum(event[0] == "publish" for event in self.events)
+        return {"pause_s": 0.25, "version": version, "number": number}
 
     async def recover(self):
         return False
@@ -221,6 +222,10 @@ class Toy:
     def trained(self):
         """Ids of all groups that were trained."""
         return [group_id for step in self.policy.steps for group_id in step]
+
+    def published(self):
+        """The version that the publish in each row brought; None for a row without a publish."""
+        return [row.get("sync/version") for _, row in self.logger.rows]
 
     def kinds(self, *wanted):
         """Events of some kinds."""

@@ -11,7 +11,11 @@ BAD = RuntimeError("bad")
 
 
 def once(toy, steps=5, groups=2):
-    """Every step has its groups, and each of them once."""
+    """Every step has its groups, and each of them once; no row has another one's publish."""
+    rows = [(step, row) for step, row in toy.logger.rows if "sync/version" in row]
+    assert [row["sync/version"] for _, row in rows] == [step for step, _ in rows]
+    numbers = [row["sync/number"] for _, row in rows]
+    assert numbers == sorted({*numbers})
     assert [len(step) for step in toy.policy.steps] == [groups] * steps
     assert len(set(toy.trained())) == steps * groups
     assert toy.status.trainer_version == steps
