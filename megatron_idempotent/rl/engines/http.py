@@ -54,11 +54,7 @@ class HttpClient:
         Errors: `ModuleNotFoundError` without aiohttp; `ValueError` for a URL with a password, which
             names, errors and reports would show.
         """
-        refuse_secrets(
-            "the URL of an engine",
-            url,
-            "give it without, and a key that the server asks for as api_key",
-        )
+        refuse_secrets("the URL of an engine", url, "give it without, and a key as api_key")
         with naming_the_remedy("an engine over HTTP"):
             import aiohttp
         self._aiohttp = aiohttp
