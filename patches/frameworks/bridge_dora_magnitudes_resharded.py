@@ -70,7 +70,7 @@ def reproduce() -> None:
     group = parallel_state.get_tensor_model_parallel_group()
     halves = [each.chunk(2) for each in gathered(adapter.weight_magnitude, group)]
     right = torch.cat([part for half in zip(*halves, strict=True) for part in half])
-    # As one rank has it, and not by load_plain_tensors, which fails with torch 2.15.
+    # As one rank has it, and not by load_plain_tensors, which stock cannot call with torch 2.15.
     whole = ShardedTensor.from_rank_offsets(
         "weight_magnitude", torch.zeros_like(right), replica_id=group.rank()
     )

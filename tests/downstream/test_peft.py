@@ -286,9 +286,6 @@ def export_saved(source, layout, folder):
     megatron_idempotent.apply()
     _bridge.import_checkpoints()
     _peft.bridge("LoRA")
-    # It asks for a checkpoint's shapes, where Megatron raises on torch 2.15. This is no old one.
-    utils = importlib.import_module("megatron.bridge.peft.utils")
-    utils.enable_legacy_shared_expert_adapter_loading = lambda *_: False
     hooks = []
 
     def provide_distributed_model(**_):

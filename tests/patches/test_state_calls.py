@@ -224,3 +224,28 @@ def test_metadata_is_kept_for_the_file_it_was_read_from(tmp_path):
             found.append(strategy.cached_global_metadata)
         assert found[0] is found[1]
         assert [*reader._metadata_cache.values()] == found[:1]
+
+
+@needs_writer
+@on_ranks(1)
+def test_a_checkpoint_says_what_it_has_and_keeps_what_it_was_read_with(tmp_path):
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    from torch.distributed.checkpoint import FileSystemReader
+
+    megatron_idempotent.apply(["checkpoint-shapes-unreadable"], strict=True)
+    dist_checkpointing.save(state(1), str(tmp_path))
+    whole = serialization.load_sharded_metadata(str(tmp_path))
+    assert {"note", "weight"} <= {name.partition("/")[0] for name in whole}  # 0.19 has one more
+    loaded = dist_checkpointing.load(state(0), str(tmp_path), strict="raise_all")
+    assert loaded["weight"].eq(1).all()
+    less = {"weight": state(0)["weight"]}
+    with pytest.raises(CheckpointingException, match="note"):
+        dist_checkpointing.load(less, str(tmp_path), strict="raise_all")
+    read = FileSystemReader(tmp_path).read_metadata()
+    before = vars(read.state_dict_metadata["weight"].properties).copy()
+    found = TorchDistLoadShardedStrategy().load_tensors_metadata(tmp_path, read)
+    assert (found["weight"].global_shape, found["weight"].dtype) == ((4,), torch.float32)
+    assert vars(read.state_dict_metadata["weight"].properties) == before
