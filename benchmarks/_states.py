@@ -45,7 +45,8 @@ compared after the load, and the next step with a step from a state that plain c
 
 The patches of this library are applied. Not run: Megatron-FSDP, Transformer Engine, a file system
 other than a local one, a dataloader that keeps a state of its own (`--dataloader-save`). Releases
-before 0.16 cannot save torch's Adam of today.
+before 0.16 cannot save torch's Adam of today. Loads that fail in another layout, or of what was
+saved asynchronously, were run on 0.19.2 in the two fully reshardable formats, not in every cell.
 
 What fails, and why:
 
@@ -54,10 +55,6 @@ What fails, and why:
 - *A rank may crash after a save that it could not write, on Python 3.12.0 and 3.12.1*: torch's
   writer leaves a view of an `io.BytesIO` in a reference cycle, and these end in the collector there
   ([CPython 111049](https://github.com/python/cpython/issues/111049)). Take a later one.
-- *With torch 2.15 a checkpoint cannot be asked what it has*: torch describes tensors by `strides`
-  too, which upstream hands to `torch.empty`. `load_plain_tensors`, `load_tensors_metadata` and
-  `--dist-ckpt-strictness` of `log_all` or `raise_all` end in a `TypeError` (tried on 0.19.2; by
-  their source the other values that look at what is there do as well).
 - *A run without expert parallelism cannot be loaded with it*, and the other way: one optimizer
   becomes two, `ChainedOptimizer.load_state_dict` counts what it is given, and raises.
 
@@ -68,7 +65,9 @@ Without the patches a load that fails leaves a mixture, and other ranks waiting
 [`failed-dist-save-hangs`](../HAZARDS.md#failed-dist-save-hangs)), and one whose persistent writer
 dies ([`dead-checkpoint-writer-hangs`](../HAZARDS.md#dead-checkpoint-writer-hangs)).
 Expert-parallel ranks go on with the random states of one of them
-([`expert-random-states-shared`](../HAZARDS.md#expert-random-states-shared)). What fails after a
+([`expert-random-states-shared`](../HAZARDS.md#expert-random-states-shared)). With torch 2.15 a
+checkpoint cannot be asked what it has
+([`checkpoint-shapes-unreadable`](../HAZARDS.md#checkpoint-shapes-unreadable)). What fails after a
 file's length was found right (wrong bytes, a disk that breaks off) may still leave a part. The
 error says so: load a whole checkpoint before a step.
 

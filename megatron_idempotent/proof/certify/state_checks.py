@@ -8,15 +8,17 @@ is compared with has been rounded so, by plain copies.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .checks import CHECKS, Check
-from .faults import SPOILT, attempt, largest_file, no_room, slow_disk
+from .faults import LATER, SPOILT, attempt, largest_file, no_room, slow_disk
 from .protocol import PUT, Wrong
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .states import States
 
 _checks: dict[str, Check] = {}
@@ -24,8 +26,6 @@ STATE_CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
 """The checks of state by name, in the order in which they are made."""
 
 _SAVES = ("save", "load")
-_LATER = "later.pt"
-"""The name of the files that ranks that save leave for those that load."""
 
 
 def _check(summary: str, **traits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -160,13 +160,13 @@ def load_into_new_process(bench: States) -> None:
 def _leave(bench: States, state: Any) -> None:
     import torch
 
-    torch.save((state, bench.course, bench.whole_state()), bench.folder / f"{bench.rank}-{_LATER}")
+    torch.save((state, bench.course, bench.whole_state()), bench.folder / f"{bench.rank}-{LATER}")
 
 
 def _left(bench: States, rank: int) -> Any:
     import torch
 
-    return torch.load(bench.folder / f"{rank}-{_LATER}", weights_only=False)
+    return torch.load(bench.folder / f"{rank}-{LATER}", weights_only=False)
 
 
 def _load_later(bench: States) -> None:
@@ -177,8 +177,12 @@ def _load_later(bench: States) -> None:
 
 def _reshard(bench: States) -> None:
     """Load what other ranks have saved; compare with what plain copies make of it."""
-    adapter: Any = bench.adapter
     state, course, whole = _left(bench, 0)
+    bench.advance(5)
+    for what, spoilt in SPOILT.items():
+        _fail_to_load(bench, state, what.replace("-", " "), spoilt)
+    bench.begin_again()
+    adapter: Any = bench.adapter
     saved, beside = course[1][1], bench.held()
     rates = saved["scheduler"]
     beside["scheduler"] = {**rates, "groups": bench.groups_at(rates["groups"][0])}
@@ -201,7 +205,8 @@ for _word, _what in {
 }.items():
     _checks[f"reshard-{_word}"] = Check(
         name=f"reshard-{_word}",
-        summary=f"a run that is loaded on another number of {_what} goes on as it was saved",
+        summary=f"a run that is loaded on another number of {_what} goes on as it was saved; a "
+        "load there that fails raises on all ranks, and changes nothing",
         run=_checks["load-into-new-process"].run,
         then=_reshard,
         reshards=_word,
@@ -345,20 +350,42 @@ def failed_save(bench: States) -> None:
 def _failed_load(bench: States, what: str, spoilt: Callable[..., Any]) -> None:
     state = _saved_after_two(bench)
     adapter: Any = bench.adapter
-    bench.advance(5)
+    older: set[Path] = set()
+    for written in ("", " of an asynchronous save"):
+        if written:
+            if not getattr(adapter, "save_async", None):
+                return
+            _load(bench, state)
+            bench.told_by_all(None)  # all have loaded
+            older |= {*bench.folder.rglob("*")}
+            bench.told_by_all(None)  # all have looked
+            state = adapter.save_async()
+            adapter.saved()
+        bench.advance(5)
+        _fail_to_load(bench, state, what + written, spoilt, older)
+        _load(bench, state, what=f"a load that failed, and one that did not{written}")
+        bench.follow(2, f"a load that failed, and one that did not{written}")
+
+
+def _fail_to_load(
+    bench: States,
+    state: Any,
+    what: str,
+    spoilt: Callable[..., Any],
+    older: Collection[Path] = (),
+) -> None:
+    """Load where the largest file, but for older ones, is spoilt."""
     before = bench.held()
     bench.told_by_all(None)  # all have written
-    path = largest_file(bench)
+    path = largest_file(bench, older)
     if path is None:
         return
     with spoilt(bench, path) as told_of:
-        fault, _ = attempt(adapter.load, state)
+        fault, _ = attempt(bench.adapter.load, state)  # type: ignore[attr-defined]
         told = bench.told_by_all(fault)
     if None in told:
         raise Wrong(f"{told_of}, and load() raises nothing on rank {told.index(None)}")
     bench.hold(1, f"a load that failed ({what})", before, before)
-    _load(bench, state, what="a load that failed, and one that did not")
-    bench.follow(2, "a load that failed, and one that did not")
 
 
 for _name, _what in {
@@ -368,7 +395,8 @@ for _name, _what in {
 }.items():
     _checks[f"failed-load-{_name}"] = Check(
         name=f"failed-load-{_name}",
-        summary=f"a load raises on all ranks where {_what}, and changes nothing",
+        summary=f"a load raises on all ranks where {_what}, and changes nothing; what was saved "
+        "asynchronously too",
         run=functools.partial(_failed_load, what=_what, spoilt=SPOILT[_name]),
         needs=_SAVES,
     )

@@ -82,10 +82,13 @@ class Everything(SplitStep):
         return str(self.subject.folder / f"{self.steps}-{self.saves}")
 
     def write(self, path: str, state: Any) -> None:
-        torch.save(state, f"{path}.{torch.distributed.get_rank()}")
+        torch.save(state, self.file(path))
+
+    def file(self, path: str) -> str:
+        return f"{path}.{torch.distributed.get_rank()}"
 
     def read(self, path: str) -> Any:
-        with open(f"{path}.{torch.distributed.get_rank()}", "rb") as file:
+        with open(self.file(path), "rb") as file:
             return torch.load(file, weights_only=False)
 
     def agreed(self, function: Any) -> Any:
@@ -349,7 +352,7 @@ class EmptiesFirst(Everything):
     """Makes room before it reads what it has opened."""
 
     def read(self, path: str) -> Any:
-        with open(f"{path}.{torch.distributed.get_rank()}", "rb") as file:
+        with open(self.file(path), "rb") as file:
             with torch.no_grad():
                 for each in parameters_of(self.subject):
                     each.zero_()
@@ -376,6 +379,15 @@ class RankZeroLooks(Everything):
         self.put(self.read(path))
 
 
+class RemembersWhatItWrote(Everything):
+    """Takes what is not there any more from what it has written itself, asynchronously."""
+
+    pending = ("", None)
+
+    def read(self, path: str) -> Any:
+        return super().read(path) if Path(self.file(path)).exists() else self.pending[1]
+
+
 class _Elsewhere(FullyReshardable):
     """Loses moments where one kind of ranks has another number than it had."""
 
@@ -395,13 +407,19 @@ class _Elsewhere(FullyReshardable):
         return self.sizes(), super().save()
 
     def load(self, state: Any) -> None:
-        super().load(state[1])
         changed = [name for name, size in self.sizes().items() if size != state[0][name]]
         # Replicas make room for other ranks.
-        if self.word in changed and (self.word != "dp" or changed == ["dp"]):
-            for inner in stepping(unchained(self.subject.optimizer)[0].optimizer):
-                for each in inner.state.values():
-                    each["exp_avg_sq"].zero_()
+        yes = self.word in changed and (self.word != "dp" or changed == ["dp"])
+        self.load_there(state[1]) if yes else super().load(state[1])
+
+    def load_there(self, state: Any) -> None:
+        super().load(state)
+        self.lose()
+
+    def lose(self) -> None:
+        for inner in stepping(unchained(self.subject.optimizer)[0].optimizer):
+            for each in inner.state.values():
+                each["exp_avg_sq"].zero_()
 
 
 class LosesMomentsOnOtherDP(_Elsewhere):
@@ -410,6 +428,14 @@ class LosesMomentsOnOtherDP(_Elsewhere):
 
 class LosesMomentsOnOtherTP(_Elsewhere):
     word = "tp"
+
+
+class LosesMomentsFirstOnOtherTP(LosesMomentsOnOtherTP):
+    """Loses them before it loads, so that only a load that fails shows it."""
+
+    def load_there(self, state: Any) -> None:
+        self.lose()
+        FullyReshardable.load(self, state)
 
 
 class LosesMomentsOnOtherPP(_Elsewhere):

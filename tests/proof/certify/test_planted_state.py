@@ -25,6 +25,7 @@ OF_CHECKS = [
     ("RemembersItsSaves", "load-into-new-process", ALONE, "has other optimizer"),
     ("LosesMomentsOnOtherDP", "reshard-dp", TWO, "the whole model has another "),
     ("LosesMomentsOnOtherTP", "reshard-tp", ALONE, "the whole model has another "),
+    ("LosesMomentsFirstOnOtherTP", "reshard-tp", ALONE, "a load that failed (file missing) rank 0"),
     ("LosesMomentsOnOtherPP", "reshard-pp", ALONE, "the whole model has another "),
     ("LosesMomentsOnOtherEP", "reshard-ep", "ep2-bf16-distopt", "the whole model has another "),
     ("LosesMomentsOnOtherCP", "reshard-cp", ALONE, "the whole model has another "),
@@ -39,6 +40,7 @@ OF_CHECKS = [
     ("StepsFrozen", "saved-while-frozen", ALONE, "after a step while it is frozen "),
     ("OneRankKnowsOfWrites", "failed-save", TWO, "takes the run for saved"),
     ("MissingIsNew", "failed-load-file-missing", ALONE, "load() raises nothing on rank 0"),
+    ("RemembersWhatItWrote", "failed-load-file-missing", ALONE, "load() raises nothing on rank 0"),
     ("EmptiesFirst", "failed-load-file-truncated", ALONE, "rank 0 has other weights"),
     ("RankZeroLooks", "failed-load-rank-cannot-read", TWO, "load() raises nothing on rank 0"),
 ]
