@@ -46,7 +46,7 @@ compared after the load, and the next step with a step from a state that plain c
 The patches of this library are applied. Not run: Megatron-FSDP, Transformer Engine, a file system
 other than a local one, a dataloader that keeps a state of its own (`--dataloader-save`). Releases
 before 0.16 cannot save torch's Adam of today. Loads that fail in another layout, or of what was
-saved asynchronously, were run on 0.19.2 in the two fully reshardable formats, not in every cell.
+saved asynchronously, were run in fully reshardable formats on 0.16.1, 0.17.1 and 0.19.2 alone.
 
 What fails, and why:
 
