@@ -1,6 +1,6 @@
 """Measures how long requests wait for new weights: the pause ÷ the whole sync, staged and inline.
 
-    python -m benchmarks.weight_sync [--rounds 5] [--hidden 768] [--streams 8] [--json]
+    python -m benchmarks.weight_sync [--rounds 20] [--hidden 768] [--streams 8] [--json]
                                      [--vllm-python .nox/vllm/bin/python]
                                      [--device cuda [--seconds 60]]
 
@@ -186,7 +186,7 @@ def _train(chunks: list[Any], changed: float = 1.0) -> None:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--vllm-python", default="", help="of an environment with vLLM")
