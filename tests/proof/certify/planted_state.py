@@ -406,6 +406,12 @@ class _Elsewhere(FullyReshardable):
     def save(self) -> Any:
         return self.sizes(), super().save()
 
+    def save_async(self) -> Any:
+        return self.sizes(), super().save_async()
+
+    def load_weights(self, state: Any) -> None:
+        super().load_weights(state[1])
+
     def load(self, state: Any) -> None:
         changed = [name for name, size in self.sizes().items() if size != state[0][name]]
         # Replicas make room for other ranks.
