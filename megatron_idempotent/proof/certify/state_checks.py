@@ -350,21 +350,31 @@ def failed_save(bench: States) -> None:
 def _failed_load(bench: States, what: str, spoilt: Callable[..., Any]) -> None:
     state = _saved_after_two(bench)
     adapter: Any = bench.adapter
-    older: set[Path] = set()
-    for written in ("", " of an asynchronous save"):
-        if written:
-            if not getattr(adapter, "save_async", None):
-                return
-            _load(bench, state)
-            bench.told_by_all(None)  # all have loaded
-            older |= {*bench.folder.rglob("*")}
-            bench.told_by_all(None)  # all have looked
-            state = adapter.save_async()
-            adapter.saved()
-        bench.advance(5)
-        _fail_to_load(bench, state, what + written, spoilt, older)
-        _load(bench, state, what=f"a load that failed, and one that did not{written}")
-        bench.follow(2, f"a load that failed, and one that did not{written}")
+    _fail_and_load(bench, state, what, spoilt)
+    if not getattr(adapter, "save_async", None):
+        return
+    _load(bench, state)
+    bench.told_by_all(None)  # all have loaded
+    older = {*bench.folder.rglob("*")}
+    bench.told_by_all(None)  # all have looked
+    state = adapter.save_async()
+    adapter.saved()
+    _fail_and_load(bench, state, f"{what} of an asynchronous save", spoilt, older)
+
+
+def _fail_and_load(
+    bench: States,
+    state: Any,
+    what: str,
+    spoilt: Callable[..., Any],
+    older: Collection[Path] = (),
+) -> None:
+    """Go on, load where a file is spoilt, and then where it is whole again."""
+    bench.advance(5)
+    _fail_to_load(bench, state, what, spoilt, older)
+    then = f"a load that failed ({what}), and one that did not"
+    _load(bench, state, what=then)
+    bench.follow(2, then)
 
 
 def _fail_to_load(
@@ -375,13 +385,14 @@ def _fail_to_load(
     older: Collection[Path] = (),
 ) -> None:
     """Load where the largest file, but for older ones, is spoilt."""
+    adapter: Any = bench.adapter
     before = bench.held()
     bench.told_by_all(None)  # all have written
     path = largest_file(bench, older)
     if path is None:
         return
     with spoilt(bench, path) as told_of:
-        fault, _ = attempt(bench.adapter.load, state)  # type: ignore[attr-defined]
+        fault, _ = attempt(adapter.load, state)
         told = bench.told_by_all(fault)
     if None in told:
         raise Wrong(f"{told_of}, and load() raises nothing on rank {told.index(None)}")

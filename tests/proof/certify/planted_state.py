@@ -415,8 +415,10 @@ class _Elsewhere(FullyReshardable):
     def load(self, state: Any) -> None:
         changed = [name for name, size in self.sizes().items() if size != state[0][name]]
         # Replicas make room for other ranks.
-        yes = self.word in changed and (self.word != "dp" or changed == ["dp"])
-        self.load_there(state[1]) if yes else super().load(state[1])
+        if self.word in changed and (self.word != "dp" or changed == ["dp"]):
+            self.load_there(state[1])
+        else:
+            super().load(state[1])
 
     def load_there(self, state: Any) -> None:
         super().load(state)

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from training import Training, flipped
 from transformers import AutoModelForCausalLM
 
 from megatron_idempotent.rl.engines import EngineHealth
 from megatron_idempotent.rl.engines.transformers import TransformersEngine
-from megatron_idempotent.rl.engines.transformers_weights import ServedWeights
+from megatron_idempotent.rl.engines.transformers_weights import Incoming, ServedWeights
 from megatron_idempotent.rl.sync import SyncFailed, SyncReport, SyncSettings, WeightSync
+from megatron_idempotent.rl.weights import Bucket, WeightUpdate
 from megatron_idempotent.rl.weights.deltas import encode, verify
+from megatron_idempotent.rl.weights.records import DELTA, in_host_memory
 
 SETTINGS = SyncSettings(bucket_bytes=1 << 16, retry_wait_s=0.001, attempts=2)
 
@@ -193,3 +196,33 @@ def test_deltas_are_written_in_place_and_taken_back_from_half_way(
     assert all(torch.equal(weights.served(name), each) for name, each in wanted.items())
     moved = {name for name in served if weights.served(name).data_ptr() != served[name].data_ptr()}
     assert moved == {name for name in new if "down_proj" in name and wanted is new}
+
+
+def staged_deltas(folder: Any, *, stand_in: bool) -> None:
+    """Stage a delta of each tensor; the engine is to have made all tensors before the commit."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    weights = ServedWeights(model.cuda() if stand_in else model)
+    served = {info.name: weights.served(info.name) for info in weights.expected}
+    assert {in_host_memory(each) for each in served.values()} == {not stand_in}
+    deltas = {}
+    for name, old in served.items():
+        new = old.clone()
+        new.view(torch.int16).flatten()[::30] += 1
+        deltas[name + DELTA] = encode(new, old).data
+    incoming = Incoming(WeightUpdate(id="u", version=2, base_version=1), weights=weights)
+    incoming.add(Bucket.of(0, deltas))
+    assert {type(each) for each in incoming.complete().values()} == {torch.Tensor}
+
+
+def test_requests_do_not_wait_for_elements_to_be_written_on_the_host(make_model: Any) -> None:
+    staged_deltas(make_model(dtype=torch.bfloat16), stand_in=False)
+
+
+@on_ranks(1)
+def test_nor_where_its_memory_stands_for_a_device(folder_of_a_model: Any) -> None:
+    staged_deltas(folder_of_a_model, stand_in=True)
+
+
+@pytest.fixture
+def folder_of_a_model(make_model: Any) -> Any:
+    return make_model(dtype=torch.bfloat16)

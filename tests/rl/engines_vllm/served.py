@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 from contract_base import ContractBase, buckets
 from tiny import read_weights
 
@@ -20,6 +21,9 @@ HERE = Path(__file__).parent
 ARGUMENTS = ("--dtype", "float32", "--enforce-eager")
 #: Of a server that does not live long: without a process for its one worker.
 ONE_PROCESS = ("--distributed-executor-backend", "uni")
+#: As vLLM asks for it: it packs experts beside their weights with it and in their place without,
+#: and has no FP8 cache without.
+AVX512 = torch.cpu._is_avx512_supported()
 
 
 class Served:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import torch
 from contract_base import ContractBase, next_update
-from served import ARGUMENTS, ONE_PROCESS, faulty_server
+from served import ARGUMENTS, AVX512, ONE_PROCESS, faulty_server
 from training import Training, flipped
 
 from megatron_idempotent.rl.engines import EngineError, Request
@@ -23,11 +22,14 @@ from megatron_idempotent.rl.weights.records import DELTA
 from megatron_idempotent.rl.weights.transports import SharedMemorySender
 
 SETTINGS = SyncSettings(bucket_bytes=1 << 16, retry_wait_s=0.01, attempts=1)
-#: For each family, more arguments of vLLM, its environment, and the reason for which deltas do
-#: not go in place. With AVX-512 its experts are packed beside the weights, else instead.
+#: For each family, more arguments of vLLM, its environment, and why deltas do not go in place.
 SERVERS: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
     "qwen2": (("--tensor-parallel-size", "2"), {"TEST_PLAIN_WEIGHTS": "1"}, ""),
-    "qwen3_moe": (ONE_PROCESS, {}, ".*computes with what it makes|.* is in another layout .*"),
+    "qwen3_moe": (
+        ONE_PROCESS,
+        {},
+        "computes with what it makes" if AVX512 else "is in another layout",
+    ),
 }
 
 
@@ -57,7 +59,8 @@ class TestDeltas(ContractBase):
                 assert report.bytes_sent < report.bytes_whole / 5
             by_deltas = await self.served_bits(engine)
             assert by_deltas != start
-            assert re.fullmatch(self.because, by_deltas["whole_because"])
+            assert self.because in by_deltas["whole_because"]
+            assert bool(self.because) == bool(by_deltas["whole_because"])
             await self.refused(engine, training, before)
             assert await self.served_bits(engine) == by_deltas
             await self.broken(engine, training, before)

@@ -220,24 +220,31 @@ def test_a_bucket_is_a_transport_by_its_url(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "url"),
+    ("key", "url", "remedy"),
     [
-        ("sync.directory", "s3://key:se%2Fcret@weights"),
-        ("sync.directory", "s3://key:se/cret@weights/run"),
-        ("sync.directory", "http://a/b?token=secret"),
-        ("rollout.engine_url", "http://key:cret@127.0.0.1:8000"),
-        ("rollout.engine_url", "http://a:8000,https://cret@b:8000"),
+        ("sync.directory", "s3://key:se%2Fcret@weights", "AWS_SECRET_ACCESS_KEY"),
+        ("sync.directory", "s3://key:se/cret@weights/run", "AWS_SECRET_ACCESS_KEY"),
+        ("sync.directory", "http://a/b?token=secret", "AWS_SECRET_ACCESS_KEY"),
+        ("rollout.engine_url", "http://key:cret@127.0.0.1:8000", "a proxy on this machine"),
+        ("rollout.engine_url", "http://a:8000,https://cret@b:8000", "a proxy on this machine"),
     ],
 )
-def test_a_url_with_a_secret_is_refused_before_it_is_written_and_does_not_show(key, url):
+def test_a_url_with_a_secret_is_refused_before_it_is_written_and_does_not_show(key, url, remedy):
     section, _, name = key.partition(".")
-    for build in (
-        lambda: load_config(None, [f"{key}={url}"]),
-        lambda: load_config(None, ["rollout.engine=vllm", f"{key}={url}"]),
-        lambda: SECTIONS[section](**{name: url}),
-        lambda: VllmEngine(url),
+    for build, error, words in (
+        (lambda: load_config(None, [f"{key}={url}"]), ConfigError, remedy),
+        (lambda: load_config(None, ["rollout.engine=vllm", f"{key}={url}"]), ConfigError, remedy),
+        (lambda: SECTIONS[section](**{name: url}), ConfigError, remedy),
+        (lambda: VllmEngine(url), ValueError, "api_key"),
     ):
-        with pytest.raises(ValueError, match=f"({key}|engine) has a password.* without") as e:
+        with pytest.raises(error, match=f"({key}|engine) has a password.* without.*{words}") as e:
             build()
         shown = "".join(traceback.format_exception(e.value))
         assert not re.search("cret@|token", shown), shown
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://weights/run@3", "abfs://box@account.host/run", "http://host:90/a@b", "/tmp/a:b@c"]
+)
+def test_a_url_without_a_secret_is_taken(url):
+    assert load_config(None, [f"sync.directory={url}"]).sync.directory == url
