@@ -120,13 +120,14 @@ class SettingsReader(Generic[Record]):
             path, equals, raw = text.partition("=")
             place = tuple(part.strip() for part in path.split("."))
             if not equals or not all(place):
-                raise self._error(f"--set {text!r}; write key=value, or section.key=value")
+                raise self._error(f"--set {_shown(text)}; write key=value, or section.key=value")
             table = self.table
             for part in place[:-1]:
                 table = table.setdefault(part, {})
                 if not isinstance(table, dict):
                     raise self._error(
-                        f"--set {text!r}: {part} is {table!r}, and no section; write {part}=value"
+                        f"--set {_shown(text)}: {part} is {_shown(table)}, and no section; "
+                        f"write {part}=value"
                     )
             table[place[-1]] = _value(raw.strip(), _at(self._kind, place)[1])
             self._set.add(place)
@@ -195,27 +196,32 @@ def _problems(found: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[
     """Yield the place of each fault that pydantic found, and a sentence about it."""
     for each in found.errors(include_url=False):
         place, field = _at(kind, each["loc"])
-        name, value, what = prefix + _dotted(place), each["input"], each["type"]
+        name, value, what = prefix + _dotted(place), _shown(each["input"]), each["type"]
         if what == "value_error":  # a record's own check names what is wrong in it
             text = str(each["ctx"]["error"])
             yield place, text if text.startswith(name) else f"{name}: {text}"
         elif what == "unexpected_keyword_argument":
             siblings = _at(kind, each["loc"][:-1])[1].get("properties", {})
-            yield place, _unknown(kind, place, prefix, value, siblings)
+            yield place, _unknown(kind, place, prefix, each["input"], siblings)
         elif what == "missing":
             yield place, f"{name} is missing; give {_TYPES.get(field.get('type', ''), 'it')}"
         elif what.startswith("union_tag"):
             tags = ", ".join(field["discriminator"]["mapping"])
-            yield place, f"{name} is {value!r}; allowed: a table with kind = one of {tags}"
+            yield place, f"{name} is {value}; allowed: a table with kind = one of {tags}"
         elif field.get("type") == "object":
-            yield place, f"{name} is {value!r}; write it as a table, [{name}]"
+            yield place, f"{name} is {value}; write it as a table, [{name}]"
         elif field.get("type") == "array":
-            yield place, f"{name} is {value!r}; write a list, or each as a table, [[{name}]]"
+            yield place, f"{name} is {value}; write a list, or each as a table, [[{name}]]"
         elif what.endswith("_type") and field.get("type") in _TYPES:
             also = "" if allowed(field) == "any" else f", {allowed(field)}"
-            yield place, f"{name} is {value!r}; give {_TYPES[field['type']]}{also}"
+            yield place, f"{name} is {value}; give {_TYPES[field['type']]}{also}"
         else:
-            yield place, f"{name} is {value!r}; allowed: {allowed(field)}"
+            yield place, f"{name} is {value}; allowed: {allowed(field)}"
+
+
+def _shown(value: object) -> str:
+    """Return a value as a message has it; a URL may hold a password, or a query that signs it."""
+    return "not shown: a URL may hold secrets" if "://" in repr(value) else repr(value)
 
 
 def _unknown(kind: Any, place: Place, prefix: str, value: object, siblings: Iterable[str]) -> str:
@@ -226,7 +232,7 @@ def _unknown(kind: Any, place: Place, prefix: str, value: object, siblings: Iter
     hint = f"did you mean {prefix}{hints[0]}?" if hints else f"known: {', '.join(siblings)}"
     if isinstance(value, dict):
         return f"unknown section {prefix}{_dotted(place)}; {hint}"
-    return f"unknown key {prefix}{_dotted(place)} (value {value!r}); {hint}"
+    return f"unknown key {prefix}{_dotted(place)} (value {_shown(value)}); {hint}"
 
 
 def _keys(kind: Any) -> Iterator[Place]:

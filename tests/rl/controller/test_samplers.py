@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from buffer_strategies import contents, filled, versions
 from custom_samplers import Answers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_idempotent.rl.controller.protocol import Admission, Generating, Held, Sampler
@@ -35,6 +35,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(contents, windows, versions, counts)
 def test_a_sampler_selects_evicts_and_aborts_what_its_kind_says(
     kind, groups, window, version, count

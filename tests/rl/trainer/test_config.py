@@ -244,6 +244,22 @@ def test_a_url_with_a_secret_is_refused_before_it_is_written_and_does_not_show(k
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.engine_urls={}", "unknown key rollout.engine_urls (value not shown: a URL"),
+        ("rollout.group_size={}", "rollout.group_size is not shown: a URL may hold secrets"),
+        ("rollout='{}'", "rollout is not shown: a URL may hold secrets; write it as a table"),
+        ("rollout.engine_url {}", "--set not shown: a URL may hold secrets; write key=value"),
+    ],
+)
+def test_a_mistake_about_a_url_does_not_show_it(override, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override.format("http://key:pa55@127.0.0.1:8000")])
+    assert message in str(caught.value)
+    assert "pa55" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "url", ["s3://weights/run@3", "abfs://box@account.host/run", "http://host:90/a@b", "/tmp/a:b@c"]
 )
 def test_a_url_without_a_secret_is_taken(url):
