@@ -28,6 +28,7 @@ ADAPTERS = {
     "Training": "`megatron.training.checkpointing`, `--ckpt-format torch_dist`",
     "TrainingFully": "The same with `--dist-ckpt-optim-fully-reshardable`",
     "Legacy": "The same with `--ckpt-format torch`",
+    "Resilient": "`megatron.training.checkpointing`, asynchronously by nvidia-resiliency-ext",
 }
 """The adapters of `certify.checkpoints`, and what each table of the page is about."""
 _HEAD = """\
@@ -45,8 +46,9 @@ compared after the load, and the next step with a step from a state that plain c
 
 The patches of this library are applied. Not run: Megatron-FSDP, Transformer Engine, a file system
 other than a local one, a dataloader that keeps a state of its own (`--dataloader-save`). Releases
-before 0.16 cannot save torch's Adam of today. Loads that fail in another layout, or of what was
-saved asynchronously, were run in fully reshardable formats on 0.16.1, 0.17.1 and 0.19.2 alone.
+before 0.16 cannot save torch's Adam of today. nvidia-resiliency-ext is that of its commit d8686d9.
+Loads that fail in another layout, or of what was saved asynchronously, were not run in
+`ep2-fp16-distopt` on 0.16.1 to 0.18.2.
 
 What fails, and why:
 

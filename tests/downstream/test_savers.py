@@ -1,10 +1,13 @@
 """Holds what `certify` finds in frameworks' own savers and loaders, whose sources a variable gives.
 
 `NEMO_RL_SOURCE`, `VERL_SOURCE`, `SKYRL_SOURCE` and `SLIME_SOURCE` name checkouts of August 2026,
-`BRIDGE_SOURCE` the folder `src` of Megatron-Bridge.
+`BRIDGE_SOURCE` the folder `src` of Megatron-Bridge, `RESILIENCY_SOURCE` that of NVIDIA's resiliency
+extension.
 """
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,3 +82,22 @@ def test_a_run_goes_on_as_it_was_saved(found, expected):
 )
 def test_a_failure_on_one_rank_is_known_to_all_and_changes_nothing(found):
     assert not found
+
+
+@pytest.mark.skipif("RESILIENCY_SOURCE" not in os.environ, reason="RESILIENCY_SOURCE names none")
+def test_megatron_saves_through_the_resiliency_extension(tmp_path):
+    told = tmp_path / "nvidia_resiliency_ext-0.7.0.dist-info" / "METADATA"  # a checkout has none
+    told.parent.mkdir()
+    told.write_text("Metadata-Version: 2.1\nName: nvidia-resiliency-ext\nVersion: 0.7.0\n")
+    path = filter(None, (os.environ["RESILIENCY_SOURCE"], tmp_path, os.environ.get("PYTHONPATH")))
+    checks = ("async-save", "load-into-new-process", *FAILURES)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_idempotent", "certify", "--state"]
+        + [f"--check={check}" for check in checks]
+        + ["--layout=dp2-bf16-distopt", "megatron_idempotent.proof.certify.checkpoints:Resilient"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, f"{len(checks)} passed, 0 failed" in done.stdout) == (0, True), done

@@ -219,6 +219,7 @@ class Training(DistCheckpoint):
     """Saves and loads with `megatron.training.checkpointing`, as `pretrain` does."""
 
     given: tuple[str, ...] = ("--ckpt-format", "torch_dist")
+    strategy = "mcore"
 
     def build(self, subject: Subject) -> None:
         from megatron.core import num_microbatches_calculator
@@ -279,7 +280,7 @@ class Training(DistCheckpoint):
         return self.args.save
 
     def save_async(self) -> Any:
-        self.args.async_save, self.args.async_strategy = True, "mcore"
+        self.args.async_save, self.args.async_strategy = True, self.strategy
         try:
             return self.save()
         finally:
@@ -321,6 +322,12 @@ class TrainingFully(Training):
 
     reshards = _ALL
     given = ("--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable")
+
+
+class Resilient(Training):
+    """Does so, and asynchronously by nvidia-resiliency-ext, upstream's choice from 0.17 on."""
+
+    strategy = "nvrx"
 
 
 class Legacy(Training):
