@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(
     reason="this release's wheel does not carry megatron.training, which slime imports",
 )
 
+NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+CHOOSES = "megatron.core.dist_checkpointing.strategies.nvrx"
 #: By adapter: the variables, and the checks that fail on a layout.
 FAILED = {
     "SkyRL": (("SKYRL_SOURCE",), {"load-weights-alone", "keeps-random"}),
@@ -101,3 +103,13 @@ def test_megatron_saves_through_the_resiliency_extension(tmp_path):
         check=False,
     )
     assert (done.returncode, f"{len(checks)} passed, 0 failed" in done.stdout) == (0, True), done
+
+
+@pytest.mark.skipif(locate(NVRX) is not None, reason="the resiliency extension is installed")
+@pytest.mark.skipif(locate(CHOOSES) is None, reason="this release does not know the extension")
+def test_nothing_else_saves_where_the_extension_is_missing(megatron_rank_pool):
+    options = {"checks": ("async-save",), "layouts": ["dp2-bf16-distopt"]}
+    adapter = "megatron_idempotent.proof.certify.checkpoints:Resilient"
+    (found,) = certify(adapter, pool=megatron_rank_pool, **options)
+    assert found.verdict == "failed"
+    assert "`nvidia-resiliency-ext` installation is required" in found.fault

@@ -259,6 +259,12 @@ def test_a_mistake_about_a_url_does_not_show_it(override, message):
     assert "pa55" not in str(caught.value)
 
 
+def test_a_url_in_the_place_of_a_section_does_not_show():
+    overrides = ["rollout=http://key:pa55@127.0.0.1:8000", "rollout.group_size=4"]
+    with pytest.raises(ConfigError, match=r"rollout is not shown: a URL may .*, and no section"):
+        load_config(None, overrides)
+
+
 @pytest.mark.parametrize(
     "url", ["s3://weights/run@3", "abfs://box@account.host/run", "http://host:90/a@b", "/tmp/a:b@c"]
 )
