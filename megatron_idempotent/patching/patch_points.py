@@ -5,15 +5,17 @@ changes: `deepcopy`, `pickle`, `cloudpickle` and Dynamo treat it as they treat u
 applied is once applied by identity, with a `revert()` in between too. The patches on it are layers
 below that function, so that they can be added and taken away in any order.
 
-`StaleReferences` finds names that still hold the old function. All modules of a process have some
-300,000 names, so one look serves all functions of an `apply()`. Modules in which nothing is rebound
-are looked through, for the report, only if reference counts say that one of them holds a function.
+`StaleReferences` finds names that still hold the old function. Most are the function's own name;
+reference counts say where there are more. Only then it looks at all values: a process has some
+300,000 in its modules, so one look serves all functions of an `apply()`, and it writes a reference
+count of each, for which a forked process copies the page.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from .source import Body
 
 
-_Modules = list[tuple[str, types.ModuleType]]
+_Modules = Iterable[tuple[str, types.ModuleType]]
 #: Do not import Megatron, and hold half of all names.
 _NEVER = frozenset({"torch"}) | sys.stdlib_module_names
 
@@ -52,25 +54,24 @@ class StaleReferences:
         sites, self._sites = self._sites, []
         if not sites:
             return
-        found = dict.fromkeys(sites, 0)
-        ours: _Modules = []
-        others: _Modules = []
-        owners = {id(site.owner) for site in sites}
-        prefixes = tuple({prefix for site in sites for prefix in site.prefixes})
-        for module_name, module in _modules():
-            change = id(module) in owners or module_name.startswith(prefixes)
-            (ours if change else others).append((module_name, module))
         for site in sites:
             site.left = []
-        for site, module_name, module, name in _held(sites, ours):
+        prefixes = tuple({prefix for site in sites for prefix in site.prefixes})
+        owners = {site.target.module for site in sites}
+        ours = list(_modules(lambda name: name in owners or name.startswith(prefixes)))
+        found = dict.fromkeys(sites, 0)
+        for site, place in _held(sites, ours, names={site.name for site in sites}):
+            site.lead(*place)
             found[site] += 1
-            if site.may_change(module_name, module):
-                namespace(module)[name] = site.current
-            else:
-                site.left.append(f"{module_name}.{name}")
-        hidden = [site for site, count in found.items() if site.is_held_by_more_than(count)]
-        for site, module_name, _, name in _held(hidden, others):
-            site.left.append(f"{module_name}.{name}")
+        # Another thread may have bound a function since its references were counted.
+        alone = threading.active_count() == 1
+        hidden = [site for site in sites if site.is_held_by_more_than(found[site]) or not alone]
+        for site, place in _held(hidden, ours):
+            site.lead(*place)
+        known = {name for name, _ in ours}
+        installed = [site for site in hidden if site.is_installed]
+        for site, place in _held(installed, _modules(lambda name: name not in known)):
+            site.lead(*place)
 
 
 def references(holder: dict[str, Any], name: str) -> int:
@@ -87,28 +88,39 @@ def _references(holder: dict[str, Any], name: str) -> int:
 _ALONE = _references({"value": object()}, "value")
 
 
-def _modules() -> Iterator[tuple[str, types.ModuleType]]:
+def _modules(
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Iterator[tuple[str, types.ModuleType]]:
     for name in list(sys.modules):
         # By the name first: to look at a module copies its page of memory in a forked process.
-        module = None if name.partition(".")[0] in _NEVER else sys.modules.get(name)
+        top = name.partition(".")[0]
+        module = sys.modules.get(name) if top not in _NEVER and wanted(name) else None
         # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
         if module is not None and issubclass(type(module), types.ModuleType):
             yield name, module
 
 
 def _held(
-    sites: list[PatchPoint], modules: _Modules
-) -> Iterator[tuple[PatchPoint, str, types.ModuleType, str]]:
-    """Yield the places at which modules hold a function that a site has replaced or put back."""
+    sites: Sequence[PatchPoint], modules: _Modules, names: Iterable[str] | None = None
+) -> Iterator[tuple[PatchPoint, tuple[str, types.ModuleType, str]]]:
+    """Yield the places at which modules hold a function that a site has replaced or put back.
+
+    Args:
+        sites: those that are asked for.
+        modules: names and modules that are looked through.
+        names: the only ones that are looked at in each module; None looks at all.
+    """
     by_id = {id(value): site for site in sites for value in (site.original, site.installed)}
     ids = frozenset(by_id)
     for module_name, module in modules if sites else ():
-        if ids.isdisjoint(map(id, list(namespace(module).values()))):
+        values = namespace(module)
+        if names is None and ids.isdisjoint(map(id, list(values.values()))):
             continue
-        for name, held in list(namespace(module).items()):
+        for name in list(values) if names is None else names:
+            held = values.get(name)
             site = by_id.get(id(held))
             if site is not None and held is not site.current:
-                yield site, module_name, module, name
+                yield site, (module_name, module, name)
 
 
 def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
@@ -332,21 +344,25 @@ class PatchPoint:
         """The object that the function's names should lead to: ours while it is installed."""
         return self.installed if self.is_installed else self.original
 
-    def may_change(self, module_name: str, module: types.ModuleType) -> bool:
-        """Return whether we may rebind names in that module."""
-        return module is self.owner or any(
+    def lead(self, module_name: str, module: types.ModuleType, name: str) -> None:
+        """Rebind that name to what the site has now, or note it where we may not change it."""
+        told = f"{module_name}.{name}"
+        if module is self.owner or any(
             module_name == prefix or module_name.startswith(f"{prefix}.")
             for prefix in self.prefixes
-        )
+        ):
+            namespace(module)[name] = self.current
+        elif told not in self.left:
+            self.left.append(told)
 
     def is_held_by_more_than(self, names: int) -> bool:
-        """Return whether more than `names` names may hold the function that we replaced.
+        """Return whether more than `names` names may hold the function that the site replaced.
 
         That is known only the first time, before we hold the function ourselves; later calls assume
         that more names hold it.
         """
         held, self._held_elsewhere = self._held_elsewhere, None
-        return self.is_installed and (held is None or held > names)
+        return held is None or held > names
 
     def install(self, prefixes: Iterable[str], names: StaleReferences) -> None:
         """Put our function at the site.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import types
 
 import pytest
@@ -271,11 +272,36 @@ def test_a_name_that_is_bound_after_the_references_were_counted_is_found(module,
     assert site.left == ["toy_late.greet"]
 
 
-def test_modules_that_cannot_hold_a_function_are_not_looked_through(module, monkeypatch):
+def test_modules_that_cannot_hold_a_function_are_not_looked_through(toys, monkeypatch):
+    toys.write("toy_sites", SOURCE.replace("alias = greet", ""))
+    toys.write("toy_user", "from toy_sites import greet")
+    import toy_user
+
     looked = []
     stock = patch_points._held
     monkeypatch.setattr(
-        patch_points, "_held", lambda sites, m: looked.append(len(sites)) or stock(sites, m)
+        patch_points,
+        "_held",
+        lambda sites, m, names=None: looked.append((len(sites), names)) or stock(sites, m, names),
     )
-    install(site_of("greet"))  # `alias` is found in the module itself
-    assert looked == [1, 0]
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # pytest's reruns have one
+    site = site_of("greet")
+    install(site, "toy_user")
+    assert toy_user.greet is site.installed
+    assert looked == [(1, {"greet"}), (0, None), (0, None)]
+
+
+def test_a_name_that_another_thread_bound_after_the_count_is_found(module):
+    site = site_of("greet")
+    names, done = StaleReferences(), threading.Event()
+    module.late = module.greet  # by the thread, that may bind more
+    site._held_elsewhere -= 1
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        site.install((), names)
+        names.rebind()
+    finally:
+        done.set()
+        thread.join()
+    assert module.greet is module.late is module.alias is site.installed

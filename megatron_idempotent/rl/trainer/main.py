@@ -137,7 +137,8 @@ def _run(options: argparse.Namespace) -> int:
         code, told = 2, f"error: {error}"
     except cpu.RankError as error:
         log = job.out / "logs" / f"rank-{error.rank}.log"
-        code, told = 1, f"{error}\n\nrank {error.rank} failed; what it printed is in {log}"
+        told = f"{error}\n\nrank {error.rank} failed; what it printed is in {log}\n{again}"
+        code = 1
     except (ControllerError, RanksLost, RankFailed, LauncherLost) as error:
         code, told = 1, f"{error}\n{again}"
     except cpu.RankTimeout:

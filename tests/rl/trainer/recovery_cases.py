@@ -227,6 +227,8 @@ def piece(runner, mode, turn, first):
 def check(run, found, left):
     """Compare a run with what was found in, and left by, one that nothing killed."""
     assert run.found() == found
+    # Who has to start it again is told how.
+    assert run.said.count(f"continue with --resume --out {run.out}") == run.codes.count(1)
     # Nothing is stranded: processes, files, folders.
     until = time.monotonic() + 10
     while alone := [each for each in run.pids if alive(*each)]:

@@ -1,11 +1,14 @@
 """The command line: what it refuses before any rank starts, and what it costs to ask for help."""
 
 import importlib.util
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from megatron_idempotent.proof.cpu import RankError, RankFailure
+from megatron_idempotent.rl.trainer import main as command
 from megatron_idempotent.rl.trainer.main import main
 
 needs_the_trainer = pytest.mark.skipif(
@@ -118,6 +121,23 @@ def test_a_mistake_is_told_in_one_line_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     assert message in refused(arguments, capsys)
     assert not list(tmp_path.iterdir())
+
+
+@needs_the_trainer
+def test_a_rank_that_dies_is_told_with_its_log_and_how_to_go_on(tmp_path, monkeypatch, capsys):
+    died = RankFailure(
+        rank=1, exception_type="", message="", traceback="", exit_code=-signal.SIGSEGV
+    )
+
+    def launch(job, prompts):
+        raise RankError([died], {})
+
+    monkeypatch.setattr(command, "launch", launch)
+    assert main(["--out", str(tmp_path), "--quiet"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("rank 1 died with signal SIGSEGV")
+    log = tmp_path / "logs" / "rank-1.log"
+    assert f"what it printed is in {log}\ncontinue with --resume --out {tmp_path}\n" in told
 
 
 @needs_the_trainer
