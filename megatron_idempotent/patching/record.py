@@ -462,6 +462,7 @@ _FRAMEWORKS = {
     "megatron.bridge": "megatron-bridge",
     "miles": "miles",
     "nemo_rl": "nemo-rl",
+    "nvidia_resiliency_ext": "nvidia-resiliency-ext",
     "roll": "roll",
     "skyrl": "skyrl",
     "slime": "slime",

@@ -5,6 +5,8 @@
 extension.
 """
 
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.certify import certify
 
@@ -86,23 +89,40 @@ def test_a_failure_on_one_rank_is_known_to_all_and_changes_nothing(found):
     assert not found
 
 
-@pytest.mark.skipif("RESILIENCY_SOURCE" not in os.environ, reason="RESILIENCY_SOURCE names none")
-def test_megatron_saves_through_the_resiliency_extension(tmp_path):
+@pytest.fixture
+def resilient(tmp_path):
+    """Return a function that runs a command beside the resiliency extension."""
+    if "RESILIENCY_SOURCE" not in os.environ:
+        pytest.skip("RESILIENCY_SOURCE names none")
     told = tmp_path / "nvidia_resiliency_ext-0.7.0.dist-info" / "METADATA"  # a checkout has none
     told.parent.mkdir()
     told.write_text("Metadata-Version: 2.1\nName: nvidia-resiliency-ext\nVersion: 0.7.0\n")
     path = filter(None, (os.environ["RESILIENCY_SOURCE"], tmp_path, os.environ.get("PYTHONPATH")))
-    checks = ("async-save", "load-into-new-process", *FAILURES)
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_idempotent", "certify", "--state"]
-        + [f"--check={check}" for check in checks]
-        + ["--layout=dp2-bf16-distopt", "megatron_idempotent.proof.certify.checkpoints:Resilient"],
+    return functools.partial(
+        subprocess.run,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize("adapter", ["Resilient", "ResilientPersistent"])
+def test_megatron_saves_through_the_resiliency_extension(resilient, adapter):
+    checks = ("async-save", "load-into-new-process", *FAILURES)
+    done = resilient(
+        [sys.executable, "-m", "megatron_idempotent", "certify", "--state"]
+        + [f"--check={check}" for check in checks]
+        + ["--layout=dp2-bf16-distopt", f"megatron_idempotent.proof.certify.checkpoints:{adapter}"]
+    )
     assert (done.returncode, f"{len(checks)} passed, 0 failed" in done.stdout) == (0, True), done
+
+
+def test_what_saves_through_the_extension_meet_is_mended(resilient):
+    ids = [each for each in hazards() if each.startswith("resiliency-")]
+    done = resilient([sys.executable, "-m", "megatron_idempotent", "prove", "--json", *ids])
+    found = {each["id"]: each["verdict"] for each in json.loads(done.stdout)}
+    assert found == dict.fromkeys(ids, "proven"), done
 
 
 @pytest.mark.skipif(locate(NVRX) is not None, reason="the resiliency extension is installed")

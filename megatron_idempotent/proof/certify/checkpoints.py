@@ -280,7 +280,11 @@ class Training(DistCheckpoint):
         return self.args.save
 
     def save_async(self) -> Any:
+        from megatron.training import async_utils
+
         self.args.async_save, self.args.async_strategy = True, self.strategy
+        if self.persistent:  # as `initialize_megatron` does
+            async_utils.init_persistent_async_worker(torch.distributed.get_rank())
         try:
             return self.save()
         finally:
@@ -328,6 +332,12 @@ class Resilient(Training):
     """Does so, and asynchronously by nvidia-resiliency-ext, upstream's choice from 0.17 on."""
 
     strategy = "nvrx"
+
+
+class ResilientPersistent(Resilient):
+    """Does so by a process that stays (`--use-persistent-ckpt-worker`)."""
+
+    persistent = True
 
 
 class Legacy(Training):

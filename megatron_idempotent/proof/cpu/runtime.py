@@ -249,9 +249,12 @@ def _writers(module: ModuleType, complete: Complete) -> None:
 
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+_EXTENSION = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 COMPLETE: dict[str, Callable[[ModuleType, Complete], None]] = {
     f"{_STRATEGIES}.async_utils": _writers,
     f"{_STRATEGIES}.filesystem_async": _writers,
+    f"{_EXTENSION}.core": _writers,
+    f"{_EXTENSION}.filesystem_async": _writers,
     "torch._dynamo.eval_frame": _compiler,
     "megatron.core.datasets.utils": _datasets,
     "megatron.core.optimizer.distrib_optimizer": _optimizer,
