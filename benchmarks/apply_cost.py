@@ -1,10 +1,14 @@
-"""Measures what `import megatron_idempotent; apply()` costs a program before it imports Megatron.
+"""Measures what `apply()` costs a program before it imports Megatron, and at that import.
 
     python -m benchmarks.apply_cost [--json]
 
-Fresh interpreters, taken in turn with two yardsticks: an interpreter that does nothing, and one
-that imports asyncio from the standard library. CPU time, because that is what is repeatable. Once
-with compiled files, and once without, as in containers where none may be written.
+`import megatron_idempotent; apply()` in fresh interpreters, taken in turn with two yardsticks: an
+interpreter that does nothing, and one that imports asyncio from the standard library. CPU time,
+because that is what is repeatable. Once with compiled files, and once without, as in containers
+where none may be written.
+
+At the import of Megatron its sources are read and compared, and the patches land: the CPU time of
+`import megatron.training` with all patches, as a part of what it takes without.
 
 The same for the entry points, which pytest and vLLM load in processes that use nothing of this
 package: pytest, or torch, is imported before the clock starts.
@@ -37,6 +41,15 @@ PROGRAMS = {
 }
 """Maps a name to what runs before the clock, and to what is measured."""
 
+AT_IMPORT = {
+    "import megatron.training": ("import torch", "import megatron.training"),
+    "import megatron.training, patched": (
+        "import torch, megatron_idempotent as m",
+        "m.apply(); import megatron.training",
+    ),
+}
+ROUNDS_AT_IMPORT = 5
+
 
 def _cpu_ms(before: str, program: str, environ: dict[str, str]) -> float:
     timed = (
@@ -52,18 +65,20 @@ def _cpu_ms(before: str, program: str, environ: dict[str, str]) -> float:
     return 1000 * float(result.stdout)
 
 
-def _measure(environ: dict[str, str]) -> dict[str, dict[str, float]]:
+def _measure(
+    environ: dict[str, str], programs: dict[str, tuple[str, str]], yardstick: str, rounds: int
+) -> dict[str, dict[str, float]]:
     """Return median and least milliseconds of each program, and the ratio of medians."""
-    times: dict[str, list[float]] = {name: [] for name in PROGRAMS}
-    for _ in range(ROUNDS):
-        for name, (before, program) in PROGRAMS.items():
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, (before, program) in programs.items():
             times[name].append(_cpu_ms(before, program, environ))
-    yardstick = statistics.median(times["import asyncio"])
+    of = statistics.median(times[yardstick])
     return {
         name: {
             "median_ms": statistics.median(values),
             "min_ms": min(values),
-            "of import asyncio": statistics.median(values) / yardstick,
+            f"of {yardstick}": statistics.median(values) / of,
         }
         for name, values in times.items()
     }
@@ -72,12 +87,16 @@ def _measure(environ: dict[str, str]) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Print median and minimum per program, and the ratio to the yardstick."""
     asked = options(__doc__).parse_args()
-    found = {"with compiled files": _measure({"PYTHONDONTWRITEBYTECODE": ""})}
+    compiled, small = {"PYTHONDONTWRITEBYTECODE": ""}, (PROGRAMS, "import asyncio", ROUNDS)
+    found = {"with compiled files": _measure(compiled, *small)}
     with tempfile.TemporaryDirectory() as empty:
         # Looked for there, of this package and of the standard library alike.
         found["without compiled files"] = _measure(
-            {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": empty}
+            {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": empty}, *small
         )
+    found["at the import of Megatron"] = _measure(
+        compiled, AT_IMPORT, "import megatron.training", ROUNDS_AT_IMPORT
+    )
     tell(found, asked.json)
 
 

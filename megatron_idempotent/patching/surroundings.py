@@ -17,6 +17,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from .base import Record
@@ -334,6 +335,8 @@ def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
 @lru_cache(maxsize=1024)
 def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
     """Return the subclasses in a module that have a method of this name that calls no other one."""
+    if owner not in text:
+        return ()
     found = []
     # An indented one may be an example in a docstring.
     for heir in re.findall(rf"^class (\w+)\([^)]*\b{owner}\b[^)]*\)", text, re.MULTILINE):
@@ -349,14 +352,29 @@ def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+_DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
+
+
 @lru_cache(maxsize=1024)
 def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
     """Return the statements that hold a function beside its own name: of its module or class."""
     own = class_text(text, owner) if owner else text
-    mentions = rf"^(?![ \t]*(?:def|class|async|#|@|import|from)\b).*(?<![\w.\"']){name}\b(?!\s*\()"
-    if not re.search(mentions, own, re.MULTILINE):
+    mention = re.compile(rf"(?<![\w.\"']){name}\b(?!\s*\()")
+    if name not in own or not any(map(mention.search, _open_statements(own, bool(owner)))):
         return ()
     return _held_by_statements(text, owner, name)
+
+
+@lru_cache(maxsize=64)
+def _open_statements(own: str, is_class: bool) -> tuple[str, ...]:
+    """Return the statements of a module or class but for definitions, with what else may be one."""
+    # Comments, brackets and quotes at the left may stand inside of a statement.
+    left = r"(?:[ ]{1,4}|\t)" if is_class else ""
+    heads = [found.end() for found in re.finditer(rf"^{left}(?=[\w@(\[*])", own, re.MULTILINE)]
+    if not heads:  # a class in a style that is not upstream's
+        return (own,)
+    parts = [own[start:end] for start, end in pairwise([0, *heads, len(own)])]
+    return tuple(each for each in parts if not _DEFINES.match(each))
 
 
 def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:

@@ -87,6 +87,13 @@ def source_properties(every: int) -> dict[str, Any]:
             parsed.clear()
             if _extent(found) != _extent(expected):
                 wrong.append(f"{path}: {name}")
+            inside = getattr(expected, "body", ())
+            for method in {each.name for each in inside if type(each) is ast.FunctionDef}:
+                found = source._parse_method(text, name, method)
+                checked += 1
+                cut += found is not None
+                if found and _extent(found) != _extent(source._definition(expected.body, method)):
+                    wrong.append(f"{path}: {name}.{method}")
     return {"checked": checked, "wrong": wrong, "cut": cut}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -151,24 +152,36 @@ def test_parameters_are_listed_in_order(tmp_path):
         ("def f():\n    a = (\n1)\n    return 2\n", 2),
         ("class C:\n    def f(self):\n        return 1\n\ndef f():\n    return 2\n", 2),
         ("async def f():\n    return 2\n", 2),
+        ('x = """\ndef f():\n    return 1\n"""\nif A:\n    def  f():\n        return 2\n', 2),
     ],
 )
 def test_the_definition_that_counts_at_run_time_is_found(tmp_path, text, returned):
     assert body(text, tmp_path, "f").contains(f"return {returned}")
+    assert body(_in_a_class(text), tmp_path, "C.f").contains(f"return {returned}")
+
+
+def _in_a_class(text: str) -> str:
+    return f"class D:\n    x = 1\n\nclass C:\n    y = 2\n{textwrap.indent(text, '    ')}\nz = 3\n"
 
 
 @pytest.mark.parametrize(
     "text", ["@a\ndef f(): ...\n", "@a\n# why\n\ndef f(): ...\n", "@a([\n1,\n]\n)\ndef f(): ...\n"]
 )
-def test_a_decorator_is_part_of_the_body(tmp_path, text):
-    assert len(body(text, tmp_path, "f").tree.decorator_list) == 1
+@pytest.mark.parametrize("above", ["", "@b\n", "@b(\n    1\n)\n"])
+def test_a_decorator_is_part_of_the_body(tmp_path, text, above):
+    for found in (
+        body(f"{above}{text}", tmp_path, "f"),
+        body(_in_a_class(f"{above}{text}"), tmp_path, "C.f"),
+    ):
+        assert len(found.tree.decorator_list) == 1 + bool(above)
 
 
 def test_what_is_not_a_function_is_not_found(tmp_path):
     path = tmp_path / "module.py"
-    path.write_text("class C:\n    x = 1\n    def m(self): ...\nf = C\n")
+    told = '"""For example:\n    def no(self): ...\n    """'
+    path.write_text(f"class C:\n    {told}\n    x = 1\n    def m(self): ...\nf = C\n")
     assert source.read_body(path, "C.m") is not None
-    for name in ("C", "C.x", "C.none", "f", "none", "C.m.n"):
+    for name in ("C", "C.x", "C.none", "C.no", "f", "none", "C.m.n"):
         assert source.read_body(path, name) is None
 
 

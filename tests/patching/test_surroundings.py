@@ -172,6 +172,10 @@ def test_report_and_verify_name_live_code_that_goes_past(toys: Toys, caplog):
     ("more", "said"),
     [
         ("    again = greet\n", "holds Up.greet a second time, at `again = greet`"),
+        ("    again = (\n    greet\n    )\n", "holds Up.greet a second time, at `again = greet`"),
+        ("    A = {\n    # All.\n    'a': [\n        greet]}\n", "at `A = {'a': [greet]}`"),
+        ('    """\n    again = greet\n    """\n', ""),
+        ("    def other(self):\n        again = greet\n", ""),
         ("\nclass Rude(Up):\n    def greet(self):\n        return 0\n", "Rude overrides Up.greet"),
         ("\nclass Kind(Up):\n    def greet(self):\n        return self.x.greet(0)\n", ""),
         ('\nclass A:\n    """\n    class B(Up):\n    """\n    def greet(self):\n        0\n', ""),
