@@ -7,11 +7,13 @@ import functools
 import importlib
 import os
 import queue
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
-from ._case import Fault, Original
+from ._case import Fault, Original, once_there
 from ._checkpoints import NOT_SAVED
 
 _QUEUES = ("queue", "preload_q", "comp_q")
@@ -46,7 +48,12 @@ def _drop(caller: Any) -> None:
     for name in ("process", *_QUEUES):
         if hasattr(type(caller), shared := f"_persistent_{name}"):
             setattr(type(caller), shared, None)
-    for forget in getattr(caller, "_worker_restart_callbacks", ()):  # what the process had cached
+    _forget_cached(caller)
+
+
+def _forget_cached(caller: Any) -> None:
+    """Have the next save send what an extension's process had cached: it is prepared beforehand."""
+    for forget in getattr(caller, "_worker_restart_callbacks", ()):
         forget()
 
 
@@ -126,12 +133,28 @@ def maybe_finalize_async_calls(original: Original, self: Any, *args: Any, **kwar
         return original(self, *args, **kwargs)
     except RuntimeError:
         if self.async_calls and vars(self.async_calls[0].async_caller).pop("aborted", False):
-            self.async_calls.clear()
-            package = type(self).__module__.rpartition(".")[0]
-            results = importlib.import_module(f"{package}.filesystem_async")._results_queue
-            while results is not None and not results.empty():
-                results.get_nowait()
+            _forget(self)
         raise
+
+
+def _forget(saves: Any) -> None:
+    """Forget saves that are not finalized, and what was written for them."""
+    saves.async_calls.clear()
+    package = type(saves).__module__.rpartition(".")[0]
+    results = importlib.import_module(f"{package}.filesystem_async")._results_queue
+    while results is not None and not results.empty():
+        results.get_nowait()
+
+
+def abort_all(original: Original, self: Any, abort: bool = False) -> None:
+    """Close the queue of saves; after an abort nothing is left of them."""
+    processes = [call.async_caller.process for call in self.async_calls]
+    original(self, abort)
+    if abort and self.persistent:
+        for process in filter(None, processes):
+            process.join()  # it may be about to say what it has written
+        self.persistent_caller = None  # until 0.16 it kept requests that nobody had taken
+        _forget(self)
 
 
 def close(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -140,6 +163,7 @@ def close(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
         _drop(self)
     else:
         original(self, *args, **kwargs)
+        _forget_cached(self)
 
 
 def _end() -> None:
@@ -189,3 +213,76 @@ def lives(module: Any) -> object:
             ended += saves.maybe_finalize_async_calls(blocking=True)
     saves.close()
     return ended
+
+
+def _state(moments: Any, *steps: int) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    return {
+        "moments": ShardedTensor.from_rank_offsets("moments", moments),
+        "steps": ShardedObject("steps", steps, (1,), (0,)),
+    }
+
+
+def _begin(saves: Any, strategy: str, folder: Path, state: Any, after: Path | None = None) -> None:
+    """Have a persistent worker save; it writes once a file is there, if one is given."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_idempotent.megatron.layer_specs import takes
+
+    folder.mkdir()
+    how: dict[str, Any] = {"async_sharded_save": True}
+    if takes(dist_checkpointing.save, "async_strategy"):
+        how["async_strategy"] = strategy
+    request = dist_checkpointing.save(state, str(folder), **how)
+    if after:
+        request = request._replace(async_fn=functools.partial(once_there, after, request.async_fn))
+    saves.schedule_async_request(request)
+
+
+def shares(module: Any, strategy: str) -> None:
+    """Save a tensor on the host, and change it before the worker gets to write it."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    moments, saves = torch.zeros(8), module.AsyncCallsQueue(persistent=True)
+    with tempfile.TemporaryDirectory() as folder:
+        saved, stepped = Path(folder, "saved"), Path(folder, "stepped")
+        _begin(saves, strategy, saved, _state(moments), stepped)
+        moments += 1
+        stepped.touch()
+        saves.maybe_finalize_async_calls(blocking=True)
+        saves.close()
+        loaded = dist_checkpointing.load(_state(torch.zeros(8)), str(saved))["moments"]
+    if loaded.any():
+        raise Fault(f"saved at 0, and {float(loaded[0]):g} is in the checkpoint")
+
+
+def aborts(module: Any, strategy: str) -> None:
+    """Abort a save that is written, and one that is not; save after each, and load that."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    def save_and_load(folder: Path) -> None:
+        _begin(saves, strategy, folder, _state(torch.ones(8), 1))
+        saves.maybe_finalize_async_calls(blocking=True)
+        loaded = dist_checkpointing.load(_state(torch.zeros(8)), str(folder))
+        if not loaded["moments"].all() or loaded["steps"] != (1,):
+            raise Fault("what was saved after an abort is another state")
+
+    with tempfile.TemporaryDirectory() as root:
+        folders = [Path(root, str(number)) for number in range(4)]
+        aborted = module.AsyncCallsQueue(persistent=True)
+        _begin(aborted, strategy, folders[0], _state(torch.zeros(8), *range(99)))
+        while _queue(aborted.async_calls[0].async_caller, "comp_q").empty():
+            time.sleep(0.1)
+        aborted.close(abort=True)
+        saves = module.AsyncCallsQueue(persistent=True)
+        save_and_load(folders[1])
+        _begin(saves, strategy, folders[2], _state(torch.zeros(8)), Path(root, "never"))
+        saves.close(abort=True)
+        save_and_load(folders[3])
+        saves.close()
+        if Path(folders[2], ".metadata").exists():
+            raise Fault("a save that was aborted counts as saved")

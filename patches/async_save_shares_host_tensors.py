@@ -15,8 +15,7 @@ Affects:
     with a torch of today. Without `--use-persistent-ckpt-worker` a worker is forked for each save,
     and sees the tensors as they are then. What the patch does: the persistent worker gets copies of
     tensors on the host, which live until the save is written. What is on a device was copied
-    before. NVIDIA's nvidia-resiliency-ext 0.4.1 has a worker with the same code, which this does
-    not reach; 0.7.0 copies.
+    before. NVIDIA's resiliency extension does so, too: `resiliency-save-shares-host-tensors`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/dist_checkpointing/strategies/filesystem_async.py,
@@ -33,7 +32,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ._case import Fault, Original, Patch, once_there, target
+from . import _writers
+from ._case import Original, Patch, target
 
 
 def schedule(original: Original, self: Any, async_req: Any) -> None:
@@ -61,35 +61,9 @@ def schedule(original: Original, self: Any, async_req: Any) -> None:
 
 def reproduce() -> None:
     """Save a tensor on the host, and change it before the worker gets to write it."""
-    import inspect
-    import tempfile
-    from pathlib import Path
+    from megatron.core.dist_checkpointing.strategies import async_utils
 
-    import torch
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
-    def sharded(tensor: Any) -> dict[str, Any]:
-        make = dist_checkpointing.ShardedTensor.from_rank_offsets
-        return {"moments": make("moments", tensor)}
-
-    moments = torch.zeros(8)
-    how: dict[str, Any] = {"async_sharded_save": True}
-    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
-        how["async_strategy"] = "mcore"  # without nvidia-resiliency-ext
-    queue = AsyncCallsQueue(persistent=True)
-    with tempfile.TemporaryDirectory() as folder:
-        request = dist_checkpointing.save(sharded(moments), folder, **how)
-        stepped = Path(folder, "stepped")
-        write = functools.partial(once_there, stepped, request.async_fn)
-        queue.schedule_async_request(request._replace(async_fn=write))
-        moments += 1
-        stepped.touch()
-        queue.maybe_finalize_async_calls(blocking=True)
-        queue.close()
-        loaded = dist_checkpointing.load(sharded(torch.zeros(8)), folder)["moments"]
-    if loaded.any():
-        raise Fault(f"saved at 0, and {float(loaded[0]):g} is in the checkpoint")
+    _writers.shares(async_utils, "mcore")
 
 
 PATCH = Patch(

@@ -1,0 +1,68 @@
+"""A checkpoint that the resiliency extension's persistent worker writes has later steps in it.
+
+Symptom:
+    With `--async-save --use-persistent-ckpt-worker`, and NVIDIA's resiliency extension, tensors on
+    the host, such as Adam's moments of an optimizer that is offloaded to the CPU, have the values
+    of a later step in the checkpoint, or of two steps. Save and load report success.
+
+Cause:
+    `prepare_write_data` copies a tensor on the host only if it is a view, as Megatron's own does
+    (`async-save-shares-host-tensors`). The worker gets the others through shared memory, in which
+    the optimizer then goes on.
+
+Affects:
+    0.6.0 and 0.7.0, through which megatron-core saves from 0.17 on unless `--async-strategy mcore`
+    says otherwise. Without `--use-persistent-ckpt-worker` a worker is forked for each save. What
+    the patch does: the worker gets copies of tensors on the host, which live until the save is
+    written. What is on a device, and the extension's own copies of it in shared memory, it gets as
+    before.
+
+Upstream:
+    https://github.com/NVIDIA/nvidia-resiliency-ext/blob/main/src/nvidia_resiliency_ext/checkpointing/async_ckpt/filesystem_async.py,
+    `prepare_write_data`; no thread found.
+
+Remove when:
+    the writer copies host tensors for a persistent worker.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from megatron_idempotent.patches import _writers
+from megatron_idempotent.patches._case import Original, Patch, target
+
+_CORE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+
+
+def schedule(original: Original, self: Any, async_req: Any) -> None:
+    """Give the worker copies of what is on the host."""
+    prepare = async_req.preload_fn
+    if getattr(getattr(prepare, "func", None), "__name__", "") == "preload_tensors":
+        (folder, (key, (hint, kept, fresh, *rest))), *how = prepare.args
+        if fresh is not None:  # items, and tensors that the worker does not keep
+            fresh = fresh[0], [each if each.is_cuda else each.clone() for each in fresh[1]]
+        data = folder, (key, (hint, kept, fresh, *rest))
+        prepare = functools.partial(prepare.func, data, *how, **prepare.keywords)
+    original(self, async_req._replace(preload_fn=prepare))
+
+
+def reproduce() -> None:
+    """Save a tensor on the host, and change it before the worker gets to write it."""
+    _writers.shares(importlib.import_module(_CORE), "nvrx")
+
+
+PATCH = Patch(
+    "with the resiliency extension's persistent worker a save has later values of host tensors",
+    target(
+        f"{_CORE}:PersistentAsyncCaller.schedule_async_call",
+        schedule,
+        "self.preload_q.join()",
+        "self.queue.put(async_req)",
+    ),
+    since="0.6",
+    ranks=1,
+    needs=("psutil",),
+)
