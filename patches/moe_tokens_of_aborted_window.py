@@ -36,13 +36,8 @@ from ._case import EXPERT_BIAS, Fault, Original, Patch, bench, interrupt_window,
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
     """Throw the tokens away with their gradients."""
-    config = self.config
-    # A dense model need not pay for the walk over its modules, nor a router that counts nothing.
-    if getattr(config, "num_moe_experts", None) and (
-        config.moe_router_enable_expert_bias
-        or "global_aux_loss" in config.moe_router_load_balancing_type
-        or config.moe_router_load_balancing_type == "quantile_balancing"
-    ):
+    # A dense model need not pay for the walk over its modules.
+    if getattr(self.config, "num_moe_experts", None):
         forget_tokens(self)
     original(self)
 

@@ -359,7 +359,7 @@ def needs_of(patch: Patch, trees: Sequence[SourceTree], known: Needs | None) -> 
     found: set[Need | None] = set()
     for name in sorted({read.name for read, _ in reads}):
         if name in before:
-            found |= {_merged(need, trees) for need in before[name]}
+            found = found.union(*(_merged(need, trees) for need in before[name]))
             continue
         for read, of in sorted(reads, key=str):
             if read.name == name:
@@ -511,19 +511,31 @@ def _bounded(place: _Place, trees: Sequence[SourceTree], only_here: bool) -> Nee
     return Need(modules=modules, owner=owner, name=name, since=since, before=before)
 
 
-def _merged(need: Need, trees: Sequence[SourceTree]) -> Need | None:
-    """Return a known need, no longer asked of releases that lack the name; None if none is left."""
-    has, lacks = _keys((need.modules, need.owner, need.name), trees)
+def _merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
+    """Return a known need, no longer asked of releases that lack the name.
+
+    There are two where it is gone in between: before, and after if what is installed has it again.
+    """
+    place = need.modules, need.owner, need.name
+    has, lacks = _keys(place, trees)
     lacks = {key for key in lacks if need.covers(key)}
     if not lacks:
-        return need
+        return {need}
+    below, (release, released) = bound_of(min(lacks)), max(lacks)
     later = {key for key in has if key > max(lacks)}
-    if not later and need.since == bound_of(min(lacks)):
-        return None
-    since, before = (
-        (bound_of(min(later)), need.before) if later else (need.since, bound_of(min(lacks)))
-    )
-    return Need(modules=need.modules, owner=need.owner, name=need.name, since=since, before=before)
+    spans = set()
+    if later:
+        spans = {(bound_of(min(later)), need.before)}
+    elif need.since != below:
+        spans = {(need.since, below)}
+    now, _ = _keys(place, installed_trees())
+    if not later and any(key > max(lacks) and need.covers(key) for key in now):
+        after = (*release[:-1], release[-1] + released), not released
+        spans.add((bound_of(after), need.before))
+    return {
+        Need(modules=need.modules, owner=need.owner, name=need.name, since=since, before=before)
+        for since, before in spans
+    }
 
 
 @lru_cache(maxsize=1)

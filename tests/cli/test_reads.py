@@ -2,10 +2,12 @@
 
 import pytest
 
-from megatron_idempotent.cli.reads import derived, installed_trees, renewed
+from megatron_idempotent.cli.reads import derived, installed_trees, needs_of, renewed
 from megatron_idempotent.patching.catalog import MEGATRON, generated, patches
+from megatron_idempotent.patching.decide import Installed
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.surroundings import READS, Need, Needs, lines_of, parsed, table
+from megatron_idempotent.patching.trees import SourceTree
 
 
 def test_the_table_says_what_the_wrappers_read():
@@ -27,3 +29,27 @@ def test_the_table_says_what_the_wrappers_read():
     said = parsed([*lines_of(renewed({**table(), case: once}, installed_trees()))])
     assert said == table(), "run `python -m megatron_idempotent.cli.casebook` in the repository"
     assert generated(READS) == [*lines_of(table())]
+
+
+def test_a_commit_that_lacks_a_name_takes_it_neither_from_later_nor_from_earlier_releases():
+    if not installed_trees():
+        pytest.skip("there is no Megatron in this environment")
+    module, name = "megatron.core.transformer.transformer_config", "num_moe_experts"
+
+    class Commit(SourceTree):
+        def text(self, module: str) -> str | None:
+            return (super().text(module) or "").replace(name, "other")
+
+    commit = object.__new__(Commit)
+    vars(commit).update(vars(*installed_trees()))
+    case = patches()["moe-tokens-of-aborted-window"]
+    for version, spans in {
+        "0.16.0rc0": {("", "0.16.0rc"), ("0.16.0", "")},
+        "0.15.3": {("", "0.15.3"), ("0.15.4rc", "")},
+        "99.0": {("", "99.0")},
+    }.items():
+        release = tuple(map(int, version.partition("rc")[0].split(".")))
+        commit.versions = {MEGATRON: Installed(text=version, release=release)}
+        known = Need(modules=(module,), owner="TransformerConfig", name=name)
+        found = needs_of(case, [commit], Needs(names=(known,)))
+        assert {(n.since, n.before) for n in found.names if n.name == name} == spans

@@ -11,7 +11,7 @@ import dis
 import functools
 import random
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -82,7 +82,7 @@ def mentioned(patch_id: str) -> frozenset[str]:
         if isinstance(each, type) and _is_ours(each):
             waiting += vars(each).values()
         elif isinstance(each, types.FunctionType) and _is_ours(each):
-            found.update(_names(each.__code__))
+            found.update(_names(each.__code__, each.__globals__))
             waiting += _reached(each)
         elif isinstance(each, str):
             found.add(each)
@@ -111,14 +111,20 @@ def _is_ours(each: object) -> bool:
     return name.startswith(("megatron_idempotent.patches.", "megatron_idempotent.megatron."))
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _names(code: types.CodeType, known: Mapping[str, object]) -> Iterator[str]:
+    of_ours = False
+    for step in dis.get_instructions(code):
+        # A global is ours, or was imported by a step with its name; so is what our modules have.
+        if step.argval in code.co_names and step.opname != "LOAD_GLOBAL" and not of_ours:
+            yield step.argval
+        module = known.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
+        of_ours = getattr(module, "__name__", "").startswith("megatron_idempotent.")
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            yield from _names(each)
+            yield from _names(each, known)
         elif isinstance(each, str):
             yield each
-        elif isinstance(each, tuple):
+        elif isinstance(each, tuple) and "return" not in each:  # else a function's annotations
             yield from (item for item in each if isinstance(item, str))
 
 
