@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from .patching.report import Report
 
 PACKAGES = frozenset(
-    {"mcore_adapter", "megatron", "miles", "nemo_rl", "roll", "skyrl", "slime", "swift", "verl"}
+    {
+        *("mcore_adapter", "megatron", "miles", "nemo_rl", "nvidia_resiliency_ext", "roll"),
+        *("skyrl", "slime", "swift", "verl"),
+    }
 )
 """The top-level packages that have patches. The first import of one of them applies all."""
 
