@@ -545,6 +545,7 @@ def elsewhere() -> frozenset[str]:
     import functools
     import hashlib
     import logging
+    import threading
     import types
 
     import torch
@@ -555,7 +556,7 @@ def elsewhere() -> frozenset[str]:
         *(types.CodeType, types.TracebackType, types.ModuleType, types.MethodType),
         *(torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.cuda.Stream),
         *(torch.utils.hooks.RemovableHandle, torch.distributed.Work, torch.autograd.Function),
-        *(functools.partial, enum.Enum, logging.Logger, type(hashlib.sha256())),
+        *(functools.partial, enum.Enum, logging.Logger, type(hashlib.sha256()), threading.Thread),
     )
     stored = filesystem._StorageInfo.__dataclass_fields__
     instances = {"parameters", "param_groups", "path", *stored}

@@ -163,7 +163,7 @@ def parsed(lines: list[str]) -> dict[str, Needs]:
         for each in names or [""]:
             name, since, before = re.fullmatch(
                 r"(\.?\w*)(?:>=([\w.]+))?(?:<([\w.]+))?", each
-            ).groups()  # type: ignore[union-attr]
+            ).groups("")  # type: ignore[union-attr]
             found[patch_id].append(
                 Need(
                     modules=tuple(modules.split("|")),

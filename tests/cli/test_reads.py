@@ -4,9 +4,17 @@ import pytest
 
 from megatron_idempotent.cli.reads import derived, installed_trees, needs_of, renewed
 from megatron_idempotent.patching.catalog import MEGATRON, generated, patches
-from megatron_idempotent.patching.decide import Installed
+from megatron_idempotent.patching.decide import Installed, in_range, numbers
 from megatron_idempotent.patching.source import locate
-from megatron_idempotent.patching.surroundings import READS, Need, Needs, lines_of, parsed, table
+from megatron_idempotent.patching.surroundings import (
+    READS,
+    Need,
+    Needs,
+    key_of,
+    lines_of,
+    parsed,
+    table,
+)
 from megatron_idempotent.patching.trees import SourceTree
 
 
@@ -29,6 +37,21 @@ def test_the_table_says_what_the_wrappers_read():
     said = parsed([*lines_of(renewed({**table(), case: once}, installed_trees()))])
     assert said == table(), "run `python -m megatron_idempotent.cli.casebook` in the repository"
     assert generated(READS) == [*lines_of(table())]
+
+
+def test_a_name_that_the_installed_release_binds_is_asked_of_it():
+    newest = max(numbers(need.since) for needs in table().values() for need in needs.names)
+    for tree in installed_trees():
+        version = tree.versions[MEGATRON]
+        if version.release < newest:
+            pytest.skip(f"what was looked for in {newest} alone is not asked of older releases")
+        for patch_id, needs in table().items():
+            asked = [need for need in needs.names if need.covers(key_of(version))]
+            places = {(need.modules, need.owner, need.name) for need in asked}
+            if in_range(patches()[patch_id], version):
+                for need in needs.names:
+                    place = (need.modules, need.owner, need.name)
+                    assert place in places or not need.is_met(tree), f"{patch_id}: {need}"
 
 
 def test_a_commit_that_lacks_a_name_takes_it_neither_from_later_nor_from_earlier_releases():
