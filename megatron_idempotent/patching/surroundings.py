@@ -367,7 +367,10 @@ def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def _open_statements(own: str, is_class: bool) -> tuple[str, ...]:
-    """Return the statements of a module or class but for definitions, with what else may be one."""
+    """Cut a module's or class's text at the lines at its left; leave out definitions and imports.
+
+    What is returned are its own statements, and lines at the left of a docstring, which are none.
+    """
     # Comments, brackets and quotes at the left may stand inside of a statement.
     left = r"(?:[ ]{1,4}|\t)" if is_class else ""
     heads = [found.end() for found in re.finditer(rf"^{left}(?=[\w@(\[*])", own, re.MULTILINE)]
