@@ -523,15 +523,14 @@ def _merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
         return {need}
     below, (release, released) = bound_of(min(lacks)), max(lacks)
     later = {key for key in has if key > max(lacks)}
-    spans = set()
     if later:
         spans = {(bound_of(min(later)), need.before)}
-    elif need.since != below:
-        spans = {(need.since, below)}
-    now, _ = _keys(place, installed_trees())
-    if not later and any(key > max(lacks) and need.covers(key) for key in now):
-        after = (*release[:-1], release[-1] + released), not released
-        spans.add((bound_of(after), need.before))
+    else:
+        spans = {(need.since, below)} if need.since != below else set()
+        now, _ = _keys(place, installed_trees())
+        if any(key > max(lacks) and need.covers(key) for key in now):
+            after = (*release[:-1], release[-1] + released), not released
+            spans.add((bound_of(after), need.before))
     return {
         Need(modules=need.modules, owner=need.owner, name=need.name, since=since, before=before)
         for since, before in spans

@@ -62,8 +62,7 @@ class computed(Generic[_T]):
 
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_Defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # ctx repeats the position of a node; kind and type_params come and go with the Python version.
 _UNSTABLE_FIELDS = frozenset({"ctx", "kind", "type_params", "type_comment"})
 _ANNOTATIONS = frozenset({"annotation", "returns"})
@@ -196,7 +195,7 @@ def parse_body(text: str, qualname: str) -> Body | None:
 
 
 @lru_cache(maxsize=8)  # the methods of one class are asked for one after the other
-def _parse_definition(text: str, name: str) -> _Defined | None:
+def _parse_definition(text: str, name: str) -> _Definition | None:
     starts = _starts(text, name)
     if not starts:
         return None
@@ -205,7 +204,7 @@ def _parse_definition(text: str, name: str) -> _Defined | None:
     return _definition((tree or ast.parse(text)).body, name)
 
 
-def _parse_method(text: str, owner: str, name: str) -> _Defined | None:
+def _parse_method(text: str, owner: str, name: str) -> _Definition | None:
     """Return a method's definition, or None if its class has to be parsed to find it."""
     around = _span(text, _starts(text, owner))
     span = _span(text, _starts(text, name, *around), *around, indent="    ") if around else None
@@ -257,7 +256,7 @@ def _parse_lines(text: str, start: int, end: int, head: str = "") -> ast.Module 
         return None
 
 
-def _definition(statements: Sequence[ast.stmt], name: str) -> _Defined | None:
+def _definition(statements: Sequence[ast.stmt], name: str) -> _Definition | None:
     found = None
     for statement in statements:
         if isinstance(statement, _Definition):
