@@ -228,17 +228,15 @@ def _span(
     """Return where the lines of a definition begin and end, or None where that is not certain.
 
     Parsing only these is four times faster than the 4,700 lines of training.py. Whatever could make
-    the cut wrong takes the long way: a second definition, anywhere; one that is conditional, in a
-    string, or below a decorator of more than a line.
+    the cut wrong takes the long way: a second definition, anywhere; one that is conditional, or in
+    a string.
     """
     if len(starts) != 1 or starts[0][1] != indent:
         return None
     start = starts[0].start()
     above = re.compile(rf"^{indent}(?:(@)|(?:async def|def|class)\b)", re.MULTILINE)
     lines = list(above.finditer(text, begin, start))
-    while lines and lines[-1][1]:
-        if text.count("\n", lines[-1].start(), start) > 1:
-            return None
+    while lines and lines[-1][1]:  # a decorator, with what is between it and the definition
         start = lines.pop().start()
     if any(text.count(quotes, begin, start) % 2 for quotes in ('"""', "'''")):
         return None

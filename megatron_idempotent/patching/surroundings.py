@@ -371,7 +371,7 @@ def _open_statements(own: str, is_class: bool) -> tuple[str, ...]:
 
     What is returned are its own statements, and lines at the left of a docstring, which are none.
     """
-    # Comments, brackets and quotes at the left may stand inside of a statement.
+    # A comment, bracket or quote at the left belongs to what is above it, such as a function.
     left = r"(?:[ ]{1,4}|\t)" if is_class else ""
     heads = [found.end() for found in re.finditer(rf"^{left}(?=[\w@(\[*])", own, re.MULTILINE)]
     if not heads:  # a class in a style that is not upstream's

@@ -178,7 +178,7 @@ def test_a_decorator_is_part_of_the_body(tmp_path, text, above):
 
 def test_what_is_not_a_function_is_not_found(tmp_path):
     path = tmp_path / "module.py"
-    told = '"""For example:\n    def no(self): ...\n    """'
+    told = '"""For example:\n    def no(self): ...\n    and so on."""'
     path.write_text(f"class C:\n    {told}\n    x = 1\n    def m(self): ...\nf = C\n")
     assert source.read_body(path, "C.m") is not None
     for name in ("C", "C.x", "C.none", "C.no", "f", "none", "C.m.n"):
