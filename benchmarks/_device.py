@@ -79,7 +79,7 @@ def real_sizes(hidden: int, sequence: int, layers: int) -> dict[str, Any]:
         "layers_per_stage": layers,
         "sequence": sequence,
         "batch": 1,
-        "vocabulary": 32_000,
+        "vocabulary": min(32_000, 16 * sequence),  # smaller in a rehearsal
         "config_overrides": {
             "hidden_size": hidden,
             "num_attention_heads": hidden // 128,

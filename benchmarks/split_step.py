@@ -17,7 +17,7 @@ and a backward each. The wall ratio is printed beside it. No bubble is in the CP
 Then what is left of communication, with a delay in each reduction of two replicas, on microbatches
 of 16 rows; and the most memory that a step holds, by the allocator's events. `--only-steps` leaves
 both out, and so does `--device cuda`, which takes one rank, a model in bf16 at real sizes (hidden
-2048 by default, rows of 2048 tokens), and waits for the device before each reading of the clock.
+2048 and rows of 2048 tokens by default), and waits for the device before each reading of the clock.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def times(
     return _in_turn(rounds, sides, clocks, limit_s)
 
 
-def times_on_device(rounds: int, hidden: int, limit_s: float | None) -> Seconds:
-    """Runs on a rank with a GPU; returns wall and CPU seconds at real sizes."""
+def times_on_device(rounds: int, hidden: int, sequence: int, limit_s: float | None) -> Seconds:
+    """Runs on a rank with a GPU; returns what `times` does, at real sizes."""
     fast_kernels()
-    sizes = real_sizes(hidden, sequence=2048, layers=4)
+    sizes = real_sizes(hidden, sequence=sequence, layers=4)
     return times(rounds, hidden, CHUNKS, sizes, rows=1, limit_s=limit_s)
 
 
@@ -145,6 +145,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--hidden", type=int, help="size of the hidden layers")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a row on a GPU")
     parser.add_argument("--only-steps", action="store_true", help="no network, no memory")
     add_device(parser)
     add_seconds(parser)
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--gigabytes-per-s", type=float, default=0.2)
     asked = parser.parse_args()
     results: dict[str, Any] = {}
-    for found in _on_device(asked) if asked.device == "cuda" else _on_ranks(asked):
+    for found in _on_ranks(asked) if asked.device == "cpu" else _on_device(asked):
         results |= found
         if not asked.json:
             tell(found)
@@ -192,10 +193,10 @@ def _on_ranks(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _on_device(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    arguments = (asked.rounds, asked.hidden or 2048, asked.seconds)
+    arguments = (asked.rounds, asked.hidden or 2048, asked.sequence, asked.seconds)
     seconds = cpu.run_ranks(1, times_on_device, *arguments, timeout_s=600.0, device=asked.device)[0]
     pairs = [*PAIRS, ("eight, last", "plain"), ("eight", "plain")]
-    yield {"plain_ms": 1e3 * statistics.median(wall for wall, _ in seconds["plain"])}
+    yield {"plain_ms": 1e3 * statistics.median(each[0] for each in seconds["plain"])}
     for name, value in _ratios(seconds, 0, pairs).items():
         yield {name: aim(value, AIMS[name]) if name in AIMS else value}
 

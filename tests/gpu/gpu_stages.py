@@ -188,7 +188,7 @@ BENCHMARKS = {
     ),
     "split_step": (
         ("--rounds", "6", "--seconds", "45"),
-        ("--rounds", "2", "--hidden", "64", "--only-steps"),
+        ("--device", "checked", "--rounds", "2", "--hidden", "128", "--sequence", "8"),
     ),
     "weight_sync": (("--seconds", "30"), ("--rounds", "1", "--hidden", "128", "--streams", "2")),
     "weight_transports": (("--megabytes", "512"), ("--rounds", "1", "--megabytes", "1")),

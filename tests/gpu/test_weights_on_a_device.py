@@ -155,14 +155,15 @@ def test_another_process_copies_buckets_out_of_the_trainers_memory(gpu_ranks):
 def staged_beside(nbytes: int) -> tuple[bool, bool]:
     """Runs on a rank with a GPU: an engine's copies of an update, while the current stream is
     busy."""
-    from megatron_idempotent.rl.engines.transformers_weights import Incoming
-    from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightUpdate
+    from megatron_idempotent.rl.engines.transformers_weights import Incoming, ServedWeights
+    from megatron_idempotent.rl.weights import Bucket, WeightUpdate
 
     weights = torch.randint(0, 127, (nbytes,), dtype=torch.uint8, device="cuda")
-    bucket, infos = Bucket.of(0, {"w": weights}), [TensorInfo.of("w", weights)]
-    incoming = Incoming(
-        WeightUpdate(id="a", version=1), expected=infos, device=torch.device("cuda", 0)
-    )
+    bucket = Bucket.of(0, {"w": weights})
+    model = torch.nn.Module()
+    model.register_buffer("w", torch.zeros_like(weights))
+    model.device = weights.device
+    incoming = Incoming(WeightUpdate(id="a", version=1), weights=ServedWeights(model))
     computed = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # about a second
     computed.record()

@@ -56,6 +56,8 @@ _ALL, _BITMAP = 0, 1
 _UNITS = {2: ("<u1", 255), 3: ("<u2", 65535)}
 _ITEMSIZES = 1, 2, 4, 8
 _BLOCK = 1 << 19
+#: Elements of 8 blocks, which a device compares or changes at once. It is waited for each time.
+_ON_DEVICE = 8 * _BLOCK
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -127,10 +129,17 @@ class EncodedDelta:
 
         Errors: `UpdateDamaged` for bytes that are no delta of such a tensor.
         """
-        blocks = [(at_K + start, by_K) for start, at_K, by_K in self.blocks()]
-        none = np.empty(0, np.int64), np.empty(0, f"i{self.itemsize}")
-        at_K, by_K = map(np.concatenate, zip(none, *blocks, strict=True))
-        return at_K, by_K
+        for _, at_K, by_K in self.pieces(max(1, self.elements)):
+            return at_K, by_K
+        return np.empty(0, np.int64), np.empty(0, f"i{self.itemsize}")
+
+    def pieces(self, blocks: int) -> Iterator[tuple[int, Any, Any]]:
+        """Yield what `blocks` does, for so many of them at once."""
+        left = self.blocks()
+        while some := list(itertools.islice(left, blocks)):
+            start = some[0][0]
+            at_K = np.concatenate([at_K + (first - start) for first, at_K, _ in some])
+            yield start, at_K, np.concatenate([by_K for *_, by_K in some])
 
     def blocks(self) -> Iterator[tuple[int, Any, Any]]:
         """Yield the first place of each block, places in it as int64 [K], and new - old there.
@@ -212,40 +221,43 @@ def encode(
     """Return what changed from `old` to `new`, by bits.
 
     Args:
-        new: any shape and device, of a type with 1, 2, 4 or 8 bytes.
-        old: the same shape, type and device.
+        new: any shape and device, of a type with 1, 2, 4 or 8 bytes. It stays where it is; blocks
+            of `old` go to a device, and what changed comes back.
+        old: the same shape and type, on the host or where `new` is.
         before: `checksum(old)`, if it is known.
         after: `checksum(new)`, if it is known.
         part: the place of `new` in a tensor, for a part that has whole words; `after` is then what
             it adds to that tensor's checksum, other than its bytes' number.
         write: True to write into `old` what changed; it is contiguous, and on the host.
 
-    Errors: `ValueError` for tensors that differ in shape, type or device.
+    Errors: `ValueError` for tensors that differ in shape or type, or lie on two devices.
     """
     told = [(tuple(each.shape), each.dtype, each.device) for each in (new, old)]
-    if told[0] != told[1] or new.dtype.itemsize not in _ITEMSIZES:
+    alike = told[0][:2] == told[1][:2] and (old.is_cpu or old.device == new.device)
+    if not alike or new.dtype.itemsize not in _ITEMSIZES:
         raise ValueError(
-            f"encode() got {told[0]} and {told[1]}; give two tensors of one shape, type and "
-            f"device, with {', '.join(map(str, _ITEMSIZES))} bytes an element"
+            f"encode() got {told[0]} and {told[1]}; give two tensors of one shape and type, with "
+            f"{', '.join(map(str, _ITEMSIZES))} bytes an element, the old one on the host or "
+            "where the new one is"
         )
-    new, itemsize = new.detach().cpu().contiguous().reshape(-1), new.dtype.itemsize
-    new_N, old_N = _bits(new), _bits(old.cpu())
+    new_N, old_N = new.detach().contiguous().reshape(-1), _bits(old.cpu())
     before = checksum(old) if before is None else before
-    room_B = np.empty(min(_BLOCK, len(new_N)), new_N.dtype)
+    size = _BLOCK if in_host_memory(new) else _ON_DEVICE
+    room_P = np.empty(min(size, len(old_N)), old_N.dtype)
     shares = [0 if part else new.nbytes]
 
-    def block(start: int) -> tuple[int, list[Any]]:
-        new_B, old_B = new_N[start : start + _BLOCK], old_N[start : start + _BLOCK]
-        at_K, by_K = _nonzero(np.subtract(new_B, old_B, out=room_B[: len(new_B)]))
+    def piece(start: int) -> Iterator[tuple[int, list[Any]]]:
+        new_P, old_P = new_N[start : start + size], old_N[start : start + size]
+        at_K, by_K = _differences(new_P, old_P, room_P[: len(old_P)])
         if write:
-            old_B[at_K] += by_K
+            old_P[at_K] += by_K
         if after is None:  # here it is in the cache
-            shares.append(_share(new[start : start + _BLOCK], start, part))
-        return _block(at_K, by_K, len(new_B))
+            shares.append(_share(new_P, start, part))
+        return _blocks(at_K, by_K, len(old_P))
 
-    sealed = [block(start) for start in range(0, len(new_N), _BLOCK)]
+    sealed = [block for start in range(0, len(old_N), size) for block in piece(start)]
     after = sum(shares) % 2**64 if after is None else after
-    return _sealed(sealed, (itemsize, len(new_N)), before, after)
+    return _sealed(sealed, (new.dtype.itemsize, len(old_N)), before, after)
 
 
 def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch | torch.Tensor:
@@ -271,15 +283,16 @@ def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch | torch.Tensor:
         )
     old_N, made = tensor.detach().reshape(-1), tensor.nbytes
     whole = encoded.changed * (8 + encoded.itemsize) >= tensor.nbytes
-    room_N = torch.empty_like(old_N if whole else old_N[:_BLOCK])
+    size = _BLOCK if in_host_memory(tensor) else _ON_DEVICE
+    room_N = torch.empty_like(old_N if whole else old_N[:size])
     found = []
-    for start, at_K, by_K in encoded.blocks():
-        old_B = old_N[start : start + _BLOCK]
-        new_B = room_N[start if whole else 0 :][: len(old_B)].copy_(old_B)
-        flat_B, at_K, new_K = _there(new_B, at_K, by_K)
-        new_K += flat_B[at_K]
-        flat_B[at_K] = new_K
-        made += _share(new_B, start)
+    for start, at_K, by_K in encoded.pieces(size // _BLOCK):
+        old_P = old_N[start : start + size]
+        new_P = room_N[start if whole else 0 :][: len(old_P)].copy_(old_P)
+        flat_P, at_K, new_K = _there(new_P, at_K, by_K)
+        new_K += flat_P[at_K]
+        flat_P[at_K] = new_K
+        made += _share(new_P, start)
         if not whole:
             at_K += start
             found.append((at_K, new_K))
@@ -364,13 +377,7 @@ def _united(
     by_U = np.add.reduceat(by_K, starts_U, dtype=by_K.dtype) if len(starts_U) else by_K
     at_U, by_U = at_K[starts_U][by_U != 0], by_U[by_U != 0]
 
-    def blocks() -> Iterator[tuple[int, list[Any]]]:
-        for start in range(0, elements, _BLOCK):
-            low, high = np.searchsorted(at_U, (start, start + _BLOCK))
-            count = min(_BLOCK, elements - start)
-            yield _block(at_U[low:high] - start, by_U[low:high], count)
-
-    return _sealed(blocks(), (by_U.itemsize, elements), before, after)
+    return _sealed(_blocks(at_U, by_U, elements), (by_U.itemsize, elements), before, after)
 
 
 def _bits(tensor: torch.Tensor) -> Any:
@@ -401,6 +408,14 @@ def _sealed(
     return EncodedDelta(torch.frombuffer(data, dtype=torch.uint8))
 
 
+def _blocks(at_K: Any, by_K: Any, count: int) -> Iterator[tuple[int, list[Any]]]:
+    """Yield the blocks of so many elements, each as `_block` has it."""
+    starts = range(0, count, _BLOCK)
+    edges = *np.searchsorted(at_K, starts), len(at_K)
+    for start, low, high in zip(starts, edges, edges[1:], strict=False):
+        yield _block(at_K[low:high] - start, by_K[low:high], min(_BLOCK, count - start))
+
+
 def _block(at_K: Any, by_K: Any, count: int) -> tuple[int, list[Any]]:
     """Return how many elements of a block of so many changed, and the block in bytes."""
     told = _places(at_K, count)
@@ -421,6 +436,16 @@ def _block(at_K: Any, by_K: Any, count: int) -> tuple[int, list[Any]]:
                 listed, values = [struct.pack(_PLACES, _ALL, len(plane_K), 0)], plane_K
             told += [*listed, values]
     return len(by_K), told
+
+
+def _differences(new_N: torch.Tensor, old_N: Any, room_N: Any) -> tuple[Any, Any]:
+    """Return the places where bits differ from NumPy's old ones, and new - old; see `_nonzero`."""
+    if in_host_memory(new_N):
+        return _nonzero(np.subtract(_bits(new_N), old_N, out=room_N))
+    there_N = torch.from_numpy(old_N).to(new_N.device)
+    by_N = new_N.view(torch.uint8).view(there_N.dtype) - there_N
+    at_K = by_N.nonzero().reshape(-1)
+    return at_K.cpu().numpy(), by_N[at_K].cpu().numpy()
 
 
 def _nonzero(by_N: Any) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ class LastSent:
 
     def delta(self, key: Any, new: torch.Tensor, **known: Any) -> EncodedDelta:
         """Return what has changed since the last time, and copy it; `encode` has what is known."""
-        return encode(new.detach().cpu(), self._tensors[key], write=True, **known)
+        return encode(new, self._tensors[key], write=True, **known)
 
     def changed(self, bucket: Bucket, *, whole: bool) -> Bucket:
         """Return the bucket as it is to be sent: tensors that changed, as deltas where smaller.

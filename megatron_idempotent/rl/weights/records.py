@@ -41,8 +41,10 @@ def listed(texts: Sequence[str], separator: str = "; ") -> str:
     return separator.join([*texts[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
-#: Words of 8 bytes that are mixed at once: half a MB, so that the passes stay in the cache.
+#: Words of 8 bytes in a block: half a MB, so that the passes stay in a processor's cache.
 WORDS = 1 << 16
+#: Blocks that a device mixes at once. It is asked for each, and waited for.
+_ON_DEVICE = 32
 
 
 class Part(NamedTuple):
@@ -77,12 +79,17 @@ class Part(NamedTuple):
     def words_share(self, start: int, words_W: Any, itemsize: int) -> int:
         """Return what words of the part, from that one on, add to the tensor's checksum."""
         import numpy as np
+        import torch
 
-        each = 8 // itemsize
+        each, at_W = 8 // itemsize, None
         if self.consecutive:
             return words_share(start + self.of(0) // each, words_W)
-        at_W = self.of(np.arange(start, start + len(words_W)) * each) // each
-        return words_share(0, words_W, at_W)
+        ends = start, start + len(words_W)
+        if isinstance(words_W, torch.Tensor):
+            at_W = torch.arange(*ends, device=words_W.device)
+        else:
+            at_W = np.arange(*ends)
+        return words_share(0, words_W, self.of(at_W * each) // each)
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -108,23 +115,24 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
 def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
     """Yield a tensor's words of 8 bytes in blocks, after the number of each block's first.
 
-    Blocks have half a MB. Words on the host are NumPy's uint64 [W], others torch's int64 [W]. If
-    the last word has fewer bytes, it comes by itself, on the host, with zeros after them.
+    Blocks have half a MB, or 32 times as much on a device. Words on the host are NumPy's uint64
+    [W], others torch's int64 [W]. If the last word has fewer bytes, it comes by itself, on the
+    host, with zeros after them.
     """
     import numpy as np  # here: who sends no tensor, such as a simulation, needs neither
     import torch
 
     bytes_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = bytes_N.numel() // 8
+    whole, size = bytes_N.numel() // 8, WORDS
     words_W: Any
     if in_host_memory(bytes_N):
         words_W = bytes_N[: whole * 8].numpy().view(np.uint64)
     else:
         if bytes_N.storage_offset() % 8:
             bytes_N = bytes_N.clone()  # a view in words must start at one
-        words_W = bytes_N[: whole * 8].view(torch.int64)
-    for start in range(0, whole, WORDS):
-        yield start, words_W[start : start + WORDS]
+        words_W, size = bytes_N[: whole * 8].view(torch.int64), WORDS * _ON_DEVICE
+    for start in range(0, whole, size):
+        yield start, words_W[start : start + size]
     if whole * 8 < bytes_N.numel():
         rest = bytes_N[whole * 8 :].cpu().numpy().tobytes().ljust(8, b"\0")
         yield whole, np.frombuffer(rest, np.uint64)
@@ -136,29 +144,34 @@ def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
     Args:
         start: the number of the first word.
         words_W: the words, of a block that `word_blocks` gave.
-        at_W: the words' places in the tensor, NumPy's int64 [W]; None for all from the first.
+        at_W: the words' places in the tensor, int64 [W] in order and where the words are; None for
+            all from the first.
     """
     import torch
 
     device = words_W.device if isinstance(words_W, torch.Tensor) else None
-    places_W = _places(device)
-    if at_W is None:
-        more = start % WORDS + len(words_W) - WORDS
-        if more > 0:  # a part begins where no block does
-            ends = len(words_W) - more
-            return sum(map(words_share, (start, start + ends), (words_W[:ends], words_W[ends:])))
-        places_W = places_W[start % WORDS :][: len(words_W)]
-        factor = _factor(start // WORDS)
-    else:
-        places_W = places_W[at_W % WORDS] * _odd(at_W // WORDS)
-        factor = 1
+    places_W = _odds(-WORDS, WORDS, device)  # below the numbers of blocks
     # Or two changes of the highest bits would cancel: an odd number times 2**63 is 2**63.
     mixed_W = words_W >> 32
     if device is not None:
         mixed_W &= 2**32 - 1  # torch's shift repeats the sign
     mixed_W ^= words_W
-    mixed_W *= places_W
-    return int(mixed_W.sum()) * factor
+    if at_W is not None:
+        blocks = int(at_W[-1]) // WORDS + 1
+        factors_F = _odds(0, 1 << (blocks - 1).bit_length(), device)
+        mixed_W *= places_W[at_W & WORDS - 1]
+        mixed_W *= factors_F[at_W >> WORDS.bit_length() - 1]
+        return int(mixed_W.sum())
+    share = done = 0
+    while left := len(mixed_W) - done:  # a part begins where no block does
+        block, first = divmod(start + done, WORDS)
+        size = left // WORDS * WORDS if first == 0 and left > WORDS else min(left, WORDS - first)
+        mixed_BW = mixed_W[done : done + size].reshape(-1, min(size, WORDS))
+        mixed_BW *= places_W[first:][: mixed_BW.shape[1]]
+        sums = mixed_BW.sum(1).tolist()
+        share += sum(each * _factor(block + number) for number, each in enumerate(sums))
+        done += size
+    return share
 
 
 def _odd(numbers_N: Any) -> Any:
@@ -180,13 +193,13 @@ def _factor(block: int) -> int:
 
 
 @functools.cache
-def _places(device: torch.device | None) -> Any:
+def _odds(first: int, count: int, device: torch.device | None) -> Any:
+    """Return `_odd` of so many numbers, as NumPy's or on a device."""
     import numpy as np
     import torch
 
-    places_W = _odd(np.arange(WORDS) - WORDS)  # below the numbers of blocks
-    on_host = torch.from_numpy(places_W.view(np.int64))
-    return places_W if device is None else on_host.to(device)
+    found_N = _odd(np.arange(first, first + count))
+    return found_N if device is None else torch.from_numpy(found_N.view(np.int64)).to(device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

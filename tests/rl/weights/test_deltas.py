@@ -18,6 +18,8 @@ from megatron_idempotent.rl.weights import (
     UpdateRefused,
     WeightsError,
     checksum,
+    deltas,
+    records,
 )
 from megatron_idempotent.rl.weights.deltas import (
     EncodedDelta,
@@ -221,6 +223,29 @@ def test_deltas_of_parts_make_one_whose_checksum_is_that_of_the_tensor(
     assert after == checksum(new)
     apply(merged(found, before=checksum(old), after=after), old)
     assert torch.equal(bits(old), bits(new))
+
+
+@pytest.mark.parametrize(("dim", "end"), [(0, 1100), (1, 400)])
+def test_a_device_finds_and_writes_the_hosts_bits(
+    dim: int, end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More than it compares, writes and mixes at once, and a part that ends inside of that.
+    new, old = (each.view(3072, 4096) for each in two_versions(torch.bfloat16, 3 << 22, 0.02, 7))
+    part = Part((3072, 4096), dim, 0, end)
+    rows = [each.narrow(*part[1:]).clone() for each in (new, old)]
+
+    def found() -> list[Any]:
+        tensor = old.clone()
+        whole, delta = encode(new, old), encode(*rows, part=part)
+        apply(whole, tensor)
+        data = [each.data.tolist() for each in (whole, delta)]
+        return [*data, checksum(tensor), whole.after, bits(tensor).equal(bits(new))]
+
+    on_the_host = found()
+    for module in (deltas, records):
+        monkeypatch.setattr(module, "in_host_memory", lambda tensor: False)
+    assert found() == on_the_host
+    assert on_the_host[-2:] == [checksum(new), True]
 
 
 def test_a_view_that_begins_inside_a_word_is_written_in_place() -> None:
