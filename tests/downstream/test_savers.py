@@ -122,7 +122,9 @@ def test_what_saves_through_the_extension_meet_is_mended(resilient):
     ids = [each for each in hazards() if each.startswith("resiliency-")]
     done = resilient([sys.executable, "-m", "megatron_idempotent", "prove", "--json", *ids])
     found = {each["id"]: each["verdict"] for each in json.loads(done.stdout)}
-    assert found == dict.fromkeys(ids, "proven"), done
+    assert found.pop("resiliency-tensors-stale") in ("proven", "not_applicable")  # only 0.6 has it
+    assert found == dict.fromkeys(found, "proven"), done
+    assert len(found) == len(ids) - 1
 
 
 @pytest.mark.skipif(locate(NVRX) is not None, reason="the resiliency extension is installed")

@@ -81,14 +81,13 @@ class Part(NamedTuple):
         import numpy as np
         import torch
 
-        each, at_W = 8 // itemsize, None
+        each = 8 // itemsize
         if self.consecutive:
             return words_share(start + self.of(0) // each, words_W)
         ends = start, start + len(words_W)
+        at_W: Any = np.arange(*ends)
         if isinstance(words_W, torch.Tensor):
             at_W = torch.arange(*ends, device=words_W.device)
-        else:
-            at_W = np.arange(*ends)
         return words_share(0, words_W, self.of(at_W * each) // each)
 
 

@@ -1,0 +1,108 @@
+"""A save by the resiliency extension has the values from before an offload moved the tensors.
+
+Symptom:
+    With `--async-save --use-persistent-ckpt-worker --ckpt-assume-constant-structure`, and NVIDIA's
+    resiliency extension, each checkpoint after an offload of weights or optimizer states is the
+    one from before it, bit for bit. Save and load report success.
+
+Cause:
+    `prepare_write_data` sends handles of tensors on the GPU once for each structure. The worker
+    keeps them, and with them the memory in which the tensors lay then: an offload and its return
+    put them elsewhere.
+
+Affects:
+    0.6.0, through which megatron-core saves from 0.17 on unless `--async-strategy mcore` says
+    otherwise; seen on an H100. What the patch does: tensors that lie elsewhere than at the last
+    save are sent once more. With `--async-ckpt-use-cpu-shm` their values are, at each save.
+
+Upstream:
+    0.7.0 compares addresses; NeMo-RL met it in https://github.com/NVIDIA-NeMo/RL/issues/3312.
+
+Remove when:
+    0.6 is no longer supported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from typing import Any
+
+from megatron_idempotent.patches._case import Fault, Original, Patch, target
+
+_WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
+
+#: Where tensors lay at the last save, by the key of their structure.
+_places: dict[str, list[int]] = {}
+
+
+def prepare_write_data(original: Original, self: Any, plan: Any, planner: Any) -> None:
+    """Have tensors that have moved sent once more."""
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    if self.use_cached_data_structure and not self.use_cpu_shm_for_gpu_tensors:
+        items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        key = importlib.import_module(_WRITER)._compute_data_structure_key_from_plan(items)
+        lie = [planner.resolve_data(item).data_ptr() for item in items]
+        if _places.get(key) != lie:
+            type(self)._cached_identifiers.discard(key)
+            _places[key] = lie
+    original(self, plan, planner)
+
+
+def _prepared(folder: str, weights: Any) -> Any:
+    """Return what a save of a tensor sends to the worker: data_ptr() of it, or None."""
+    import torch
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    class OnDevice(torch.Tensor):
+        """Stands for a tensor on a GPU."""
+
+        device = torch.device("cuda", 0)
+
+    writer = importlib.import_module(_WRITER).FileSystemWriterAsync(
+        folder, use_cached_data_structure=True
+    )
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"weights": torch.Tensor._make_subclass(OnDevice, weights)}, None, True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    writer.prepare_write_data(*writer.prepare_global_plan([plan]), planner)
+    kept = writer.cached_tensor_data
+    return kept and kept[1][0].data_ptr()
+
+
+def reproduce() -> None:
+    """Prepare a save, move the tensor as an offload does, and prepare another save."""
+    import torch
+
+    weights = torch.zeros(8)
+    with tempfile.TemporaryDirectory() as folder:
+        _prepared(folder, weights)
+        moved = weights.clone()
+        sent = _prepared(folder, moved)
+    if sent != moved.data_ptr():
+        raise Fault("a tensor that has moved is not sent: the worker writes what lay there before")
+
+
+def neighbour() -> object:
+    """Prepare three saves of a tensor that stays where it is."""
+    import torch
+
+    weights = torch.zeros(9)
+    with tempfile.TemporaryDirectory() as folder:
+        return [_prepared(folder, weights) == weights.data_ptr() for _ in range(3)]
+
+
+PATCH = Patch(
+    "a save by the resiliency extension has the values from before an offload moved tensors",
+    target(
+        f"{_WRITER}:FileSystemWriterAsync.prepare_write_data",
+        prepare_write_data,
+        "cache_exists = key in FileSystemWriterAsync._cached_identifiers",
+        "FileSystemWriterAsync._cached_identifiers.add(key)",
+    ),
+    since="0.6",
+    before="0.7",
+    ranks=1,
+    needs=("psutil",),
+)
