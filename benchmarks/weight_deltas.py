@@ -1,6 +1,7 @@
 """Measures deltas of weights after real Adam steps: bytes beside the whole model, and their rate.
 
     python -m benchmarks.weight_deltas [--hidden 64 768] [--steps 6] [--rounds 5] [--json]
+    python -m benchmarks.weight_deltas --device cuda [--rounds 5] [--json]
 
 Each model is a Qwen3 that learns random tokens on the CPU, with main weights in float32; bfloat16
 is what is sent. For each learning rate the last step's change is encoded as this library does it
@@ -14,6 +15,9 @@ until another process has written them, through a disk and a process group: seco
 both processors, added up, since they take turns. `floor_of_a_whole` is what a delta cannot do
 without: the comparison, and the other side's checksum. "at 1 Gbit/s" and "at 10 Gbit/s" are
 arithmetic, those seconds and bytes ÷ bandwidth, as is the bandwidth at which both take as long.
+
+With `--device cuda` tensors of an update lie on a GPU. They are compared there with a copy on the
+host, or else copied to the host and compared there; and written where they are. Sides take turns.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks._device import add_device
 from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
@@ -259,15 +264,69 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
     }
 
 
+def on_device(rounds: int) -> dict[str, Any]:
+    """Runs on a rank; returns both ways' ratio for weights on its device, and rates in GB/s."""
+    import torch
+
+    from megatron_idempotent.rl.weights import checksum
+    from megatron_idempotent.rl.weights.deltas import apply, encode
+
+    weights = [0.02 * torch.randn(4096, 1024, device="cuda") for _ in range(MATRICES)]
+    weights = [each.bfloat16() for each in weights]
+    deltas: list[Any] = []
+
+    def compared(copies: list[Any], before: list[int], on_host: bool) -> None:
+        sides = zip(weights, copies, before, strict=True)
+        deltas[:] = [
+            encode(new.cpu() if on_host else new, old, before=sum_, write=True)
+            for new, old, sum_ in sides
+        ]
+
+    took: dict[str, list[float]] = {"compared there": [], "over the host": [], "written": []}
+    for number in range(rounds + 1):
+        before = [checksum(each) for each in weights]
+        served, old = [each.clone() for each in weights], [each.cpu() for each in weights]
+        for tensor in weights:
+            bits = tensor.view(torch.int16)
+            bits += (torch.rand(bits.shape, device="cuda") < CHANGED).to(torch.int16)
+        sides: dict[str, Any] = {
+            "compared there": lambda: compared(copies, before, False),  # noqa: B023  called at once
+            "over the host": lambda: compared(copies, before, True),  # noqa: B023
+            "written": lambda: [apply(*each) for each in zip(deltas, served, strict=True)],  # noqa: B023
+        }
+        first, second = ("compared there", "over the host")[:: -1 if number % 2 else 1]
+        for name in (first, second, "written"):
+            copies = [each.clone() for each in old]
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            sides[name]()
+            torch.cuda.synchronize()
+            if number:
+                took[name].append(time.perf_counter() - started)
+        assert all(map(torch.equal, served, weights))
+    seconds = {name: statistics.median(each) for name, each in took.items()}
+    gb = sum(each.nbytes for each in weights) / 1e9
+    ratio = seconds["compared there"] / seconds["over the host"]
+    return {
+        "compared there": {"of_the_way_over_the_host": ratio},
+        **{f"{name}, gb_per_s": gb / each for name, each in seconds.items()},
+    }
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 768])
     parser.add_argument("--steps", type=int, default=6, help="at the lowest rate; else 3")
     parser.add_argument("--rounds", type=int, default=5, help="updates of each kind")
+    add_device(parser)
     asked = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)
+    if asked.device != "cpu":
+        (on_gpu,) = cpu.run_ranks(1, on_device, asked.rounds, device=asked.device, timeout_s=300.0)
+        tell(on_gpu, asked.json)
+        return
     found = {f"hidden {each}": measure(each, asked.steps) for each in asked.hidden}
     with cpu.RankPool(2) as pool:
         for name in ("disk", "process group"):

@@ -13,7 +13,8 @@ Cause:
 Affects:
     0.6.0 and 0.7.0, through which megatron-core saves from 0.17 on unless `--async-strategy mcore`
     says otherwise. What the patch does: what that one does. Tensors that the process had cached
-    (`--ckpt-assume-constant-structure`) are sent to the next process before its first save.
+    (`--ckpt-assume-constant-structure`) are sent to the next process at its first save: on an H100
+    one that was started after a `close()` ended for want of them, and was waited for.
 
 Upstream:
     https://github.com/NVIDIA/nvidia-resiliency-ext/blob/main/src/nvidia_resiliency_ext/checkpointing/async_ckpt/core.py,
@@ -26,17 +27,28 @@ Remove when:
 from __future__ import annotations
 
 import importlib
+import os
 
 from megatron_idempotent.patches import _writers
-from megatron_idempotent.patches._case import Patch, target
+from megatron_idempotent.patches._case import Fault, Patch, target
 
 _CORE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 _CALLER = f"{_CORE}:PersistentAsyncCaller"
+_WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
 
 
 def reproduce() -> None:
-    """Have the writer of rank 1 end, and ask for its save; then save again, and there nothing."""
-    _writers.ends(importlib.import_module(_CORE))
+    """Have the writer of rank 1 end, and ask for its save; then end one that keeps tensors."""
+    core = importlib.import_module(_CORE)
+    _writers.ends(core)
+    sent = importlib.import_module(_WRITER).FileSystemWriterAsync._cached_identifiers
+    saves = core.AsyncCallsQueue(persistent=True)
+    saves.schedule_async_request(core.AsyncRequest(os.getpid, (), []))
+    saves.maybe_finalize_async_calls(blocking=True)
+    sent.add("what its process keeps")
+    saves.close()
+    if sent:
+        raise Fault("the next writer is not sent what the one before it kept")
 
 
 def neighbour() -> object:

@@ -191,6 +191,7 @@ BENCHMARKS = {
         ("--device", "checked", "--rounds", "2", "--hidden", "128", "--sequence", "8"),
     ),
     "weight_sync": (("--seconds", "30"), ("--rounds", "1", "--hidden", "128", "--streams", "2")),
+    "weight_deltas": ((), ("--device", "checked", "--rounds", "1")),
     "weight_transports": (("--megabytes", "512"), ("--rounds", "1", "--megabytes", "1")),
 }
 KERNELS = {
