@@ -444,7 +444,9 @@ def _load_main(file: str) -> None:
     """Load the caller's main module, without what it guards by `__name__ == "__main__"`."""
     module = sys.modules.get(MAIN_IN_RANK)
     if module is None or getattr(module, "__file__", None) != file:
-        sys.modules["__main__"] = _load_file(MAIN_IN_RANK, file)
+        module = sys.modules["__main__"] = _load_file(MAIN_IN_RANK, file)
+        # By a name of its own, a process that this rank spawns would not find it: by its file.
+        module.__spec__ = None
 
 
 class StoragePickler(pickle.Pickler):

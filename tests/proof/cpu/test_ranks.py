@@ -415,6 +415,25 @@ def test_a_script_without_a_guard_is_told_so_instead_of_starting_ranks_without_e
     assert 'under `if __name__ == "__main__":`' in last
 
 
+def test_a_rank_may_spawn_a_process_where_a_script_has_called_it(tmp_path):
+    script = tmp_path / "spawns.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "from megatron_idempotent.proof.cpu.pool import RankPool\n"
+        "def ended_with(code):\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=exit, args=(code,))\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "    return process.exitcode\n"
+        'if __name__ == "__main__":\n'
+        '    with RankPool(1, preload=("torch",)) as pool:\n'
+        "        print(pool.run(1, ended_with, 7, distributed=False))\n",
+        encoding="utf-8",
+    )
+    run = started(sys.executable, script)
+    assert run.stdout == "[7]\n", run.stderr
+
+
 SCRIPT = """
 import os, signal, sys, time
 from megatron_idempotent.proof.cpu.pool import RankPool
