@@ -225,13 +225,13 @@ def test_deltas_of_parts_make_one_whose_checksum_is_that_of_the_tensor(
     assert torch.equal(bits(old), bits(new))
 
 
-@pytest.mark.parametrize(("dim", "end"), [(0, 1100), (1, 400)])
+@pytest.mark.parametrize(("dim", "start"), [(0, 1100), (1, 400)])
 def test_a_device_finds_and_writes_the_hosts_bits(
-    dim: int, end: int, monkeypatch: pytest.MonkeyPatch
+    dim: int, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # More than it compares, writes and mixes at once, and a part that ends inside of that.
+    # More than it compares, writes and mixes at once, and a part that begins inside of that.
     new, old = (each.view(3072, 4096) for each in two_versions(torch.bfloat16, 3 << 22, 0.02, 7))
-    part = Part((3072, 4096), dim, 0, end)
+    part = Part((3072, 4096), dim, start, new.shape[dim] - start)
     rows = [each.narrow(*part[1:]).clone() for each in (new, old)]
 
     def found() -> list[Any]:
