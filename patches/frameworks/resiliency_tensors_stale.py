@@ -43,7 +43,10 @@ def prepare_write_data(original: Original, self: Any, plan: Any, planner: Any) -
     if self.use_cached_data_structure and not self.use_cpu_shm_for_gpu_tensors:
         items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         key = importlib.import_module(_WRITER)._compute_data_structure_key_from_plan(items)
-        lie = [planner.resolve_data(item).data_ptr() for item in items]
+        tensors = map(planner.resolve_data, items)
+        # Of what is on the host, or quantised, the worker gets a copy at each save.
+        kept = [t for t in tensors if t.device.type != "cpu" and "dequantize" not in vars(type(t))]
+        lie = [tensor.data_ptr() for tensor in kept]
         if _places.get(key) != lie:
             type(self)._cached_identifiers.discard(key)
             _places[key] = lie
@@ -63,8 +66,8 @@ def _prepared(folder: str, weights: Any) -> Any:
     writer = importlib.import_module(_WRITER).FileSystemWriterAsync(
         folder, use_cached_data_structure=True
     )
-    planner = DefaultSavePlanner()
-    planner.set_up_planner({"weights": torch.Tensor._make_subclass(OnDevice, weights)}, None, True)
+    there, planner = torch.Tensor._make_subclass(OnDevice, weights), DefaultSavePlanner()
+    planner.set_up_planner({"weights": there, "step": torch.ones(1)}, None, True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     writer.prepare_write_data(*writer.prepare_global_plan([plan]), planner)
     kept = writer.cached_tensor_data
@@ -85,7 +88,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Prepare three saves of a tensor that stays where it is."""
+    """Prepare three saves of a tensor that stays where it is, and of another on the host."""
     import torch
 
     weights = torch.zeros(9)
