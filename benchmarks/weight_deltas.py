@@ -27,10 +27,10 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks._device import add_device
+from benchmarks._device import add_device, in_turn
 from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
@@ -273,38 +273,29 @@ def on_device(rounds: int) -> dict[str, Any]:
 
     weights = [0.02 * torch.randn(4096, 1024, device="cuda") for _ in range(MATRICES)]
     weights = [each.bfloat16() for each in weights]
-    deltas: list[Any] = []
+    old, sums = [each.cpu() for each in weights], [checksum(each) for each in weights]
+    for tensor in weights:
+        bits = tensor.view(torch.int16)
+        bits += (torch.rand(bits.shape, device="cuda") < CHANGED).to(torch.int16)
+    deltas = [
+        encode(new, was, before=sum_) for new, was, sum_ in zip(weights, old, sums, strict=True)
+    ]
+    copies: list[Any] = []
 
-    def compared(copies: list[Any], before: list[int], on_host: bool) -> None:
-        sides = zip(weights, copies, before, strict=True)
-        deltas[:] = [
-            encode(new.cpu() if on_host else new, old, before=sum_, write=True)
-            for new, old, sum_ in sides
-        ]
+    def fresh(side: str) -> None:
+        copies[:] = [each.cuda() if side == "written" else each.clone() for each in old]
 
-    took: dict[str, list[float]] = {"compared there": [], "over the host": [], "written": []}
-    for number in range(rounds + 1):
-        before = [checksum(each) for each in weights]
-        served, old = [each.clone() for each in weights], [each.cpu() for each in weights]
-        for tensor in weights:
-            bits = tensor.view(torch.int16)
-            bits += (torch.rand(bits.shape, device="cuda") < CHANGED).to(torch.int16)
-        sides: dict[str, Any] = {
-            "compared there": lambda: compared(copies, before, False),  # noqa: B023  called at once
-            "over the host": lambda: compared(copies, before, True),  # noqa: B023
-            "written": lambda: [apply(*each) for each in zip(deltas, served, strict=True)],  # noqa: B023
-        }
-        first, second = ("compared there", "over the host")[:: -1 if number % 2 else 1]
-        for name in (first, second, "written"):
-            copies = [each.clone() for each in old]
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            sides[name]()
-            torch.cuda.synchronize()
-            if number:
-                took[name].append(time.perf_counter() - started)
-        assert all(map(torch.equal, served, weights))
-    seconds = {name: statistics.median(each) for name, each in took.items()}
+    def compared(*, on_host: bool) -> None:
+        for new, was, sum_ in zip(weights, copies, sums, strict=True):
+            encode(new.cpu() if on_host else new, was, before=sum_, write=True)
+
+    sides: dict[str, Callable[[], object]] = {
+        "compared there": lambda: compared(on_host=False),
+        "over the host": lambda: compared(on_host=True),
+        "written": lambda: [apply(*each) for each in zip(deltas, copies, strict=True)],
+    }
+    taken = in_turn(rounds, sides, before=fresh)
+    seconds = {name: statistics.median(each for (each,) in rows) for name, rows in taken.items()}
     gb = sum(each.nbytes for each in weights) / 1e9
     ratio = seconds["compared there"] / seconds["over the host"]
     return {

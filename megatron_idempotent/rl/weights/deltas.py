@@ -129,9 +129,10 @@ class EncodedDelta:
 
         Errors: `UpdateDamaged` for bytes that are no delta of such a tensor.
         """
-        for _, at_K, by_K in self.pieces(max(1, self.elements)):
-            return at_K, by_K
-        return np.empty(0, np.int64), np.empty(0, f"i{self.itemsize}")
+        blocks = [(at_K + start, by_K) for start, at_K, by_K in self.blocks()]
+        none = np.empty(0, np.int64), np.empty(0, f"i{self.itemsize}")
+        at_K, by_K = map(np.concatenate, zip(none, *blocks, strict=True))
+        return at_K, by_K
 
     def pieces(self, blocks: int) -> Iterator[tuple[int, Any, Any]]:
         """Yield what `blocks` does, for so many of them at once."""

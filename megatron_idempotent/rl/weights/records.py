@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -156,10 +157,8 @@ def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
         mixed_W &= 2**32 - 1  # torch's shift repeats the sign
     mixed_W ^= words_W
     if at_W is not None:
-        blocks = int(at_W[-1]) // WORDS + 1
-        factors_F = _odds(0, 1 << (blocks - 1).bit_length(), device)
         mixed_W *= places_W[at_W & WORDS - 1]
-        mixed_W *= factors_F[at_W >> WORDS.bit_length() - 1]
+        mixed_W *= _factors(int(at_W[-1]) // WORDS, device)[at_W >> WORDS.bit_length() - 1]
         return int(mixed_W.sum())
     share = done = 0
     while left := len(mixed_W) - done:  # a part begins where no block does
@@ -168,7 +167,8 @@ def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
         mixed_BW = mixed_W[done : done + size].reshape(-1, min(size, WORDS))
         mixed_BW *= places_W[first:][: mixed_BW.shape[1]]
         sums = mixed_BW.sum(1).tolist()
-        share += sum(each * _factor(block + number) for number, each in enumerate(sums))
+        factors = _factors(block + len(sums) - 1)[block:][: len(sums)].tolist()
+        share += sum(map(operator.mul, sums, factors))
         done += size
     return share
 
@@ -184,11 +184,9 @@ def _odd(numbers_N: Any) -> Any:
     return mixed_N ^ mixed_N >> np.uint64(31) | np.uint64(1)
 
 
-@functools.lru_cache(1 << 12)
-def _factor(block: int) -> int:
-    import numpy as np
-
-    return int(_odd(np.array([block]))[0])
+def _factors(last: int, device: torch.device | None = None) -> Any:
+    """Return the factors of blocks up to that one, and of some more."""
+    return _odds(0, 1 << last.bit_length(), device)
 
 
 @functools.cache

@@ -173,6 +173,15 @@ def test_a_tensor_that_it_was_not_made_for_is_refused_and_not_written(name: str)
     assert torch.equal(bits(tensor), bits(before))
 
 
+@pytest.mark.parametrize("length", [0, 1, 2, (1 << 19) + 1])
+def test_places_are_not_read_out_of_bytes_that_go_on(length: int) -> None:
+    delta = encode(*two_versions(torch.bfloat16, length, 1.0, 8))
+    assert len(delta.places()[0]) == length
+    longer = EncodedDelta(torch.cat((delta.data, torch.zeros(1, dtype=torch.uint8))))
+    with pytest.raises(UpdateDamaged, match="send it again"):
+        longer.places()
+
+
 def test_what_changed_can_be_read_and_written_later() -> None:
     new, old = two_versions(torch.float32, 5000, 0.01, 4)
     at_K, by_K = encode(new, old).places()
