@@ -8,13 +8,16 @@ It ends when its pool's end of the connection closes, and its ranks with it.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import pickle
@@ -26,9 +29,11 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 from . import gpu
 from .errors import NoDeviceError, RankFailure
@@ -220,6 +225,7 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
             if device == "cuda":
                 check_untouched(name)
         _read_ahead()
+        _look_up_once()
     # Upstream reports every bucket and setting at level INFO; a call may lower the level again.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Ranks share these pages with us as long as no collection writes into them.
@@ -317,6 +323,30 @@ def _read_ahead() -> None:
             if target.module in sys.modules and target.address in bodies:
                 with contextlib.suppress(Conflict, AttributeError):  # said by apply()
                     patch_points.check_patch_point(target, bodies[target.address])
+
+
+def _look_up_once() -> None:
+    """Look up here what each rank would look up again, though all of them find the same.
+
+    torch 2.15 reads the entry points of all installed packages for a backend whenever ranks join:
+    30 ms, half of a rank's own time before its function begins. Megatron's parser takes help texts
+    from the sources of its dataclasses: 150 ms, as Python 3.12 parses a module for each class.
+    """
+    found, read = functools.cache(metadata.entry_points), functools.cache(inspect.getsource)
+
+    def entry_points(**asked: Any) -> Any:
+        of_torch = asked == {"group": "torch.distributed.backends"}
+        return (found if of_torch else found.__wrapped__)(**asked)
+
+    def getsource(of: Any) -> str:
+        # Equal code may stand in two files; a class is equal to itself alone.
+        return (read if isinstance(of, type) else read.__wrapped__)(of)
+
+    for module, replacement in ((metadata, entry_points), (inspect, getsource)):
+        setattr(module, replacement.__name__, replacement)
+    metadata.entry_points(group="torch.distributed.backends")
+    if (arguments := sys.modules.get("megatron.training.arguments")) is not None:
+        arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
 # Of <linux/mman.h>: `MADV_HUGEPAGE` asks for huge pages where the system gives none unasked,

@@ -377,12 +377,12 @@ def _rewritten_by_pytest() -> dict[str, str]:
         return {}
     installed = sysconfig.get_path("purelib") + os.sep
     found = {}
-    for name, module in list(sys.modules.items()):
-        loader = getattr(getattr(module, "__spec__", None), "loader", None)
-        if isinstance(loader, rewrite.AssertionRewritingHook):
-            file = str(module.__file__)
-            if not file.startswith(installed) and not hasattr(module, "__path__"):
-                found[name] = file
+    hooks = [each for each in sys.meta_path if isinstance(each, rewrite.AssertionRewritingHook)]
+    for name in {name for hook in hooks for name in getattr(hook, "_rewritten_names", ())}:
+        module = sys.modules.get(name)
+        file = str(getattr(module, "__file__", None) or installed)
+        if not file.startswith(installed) and not hasattr(module, "__path__"):
+            found[name] = file
     return found
 
 

@@ -1,12 +1,14 @@
 """Functions on several ranks: results, failures, hangs, and what remains after them."""
 
 import importlib.util
+import inspect
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -204,6 +206,29 @@ def test_assertions_are_rewritten_where_pytest_left_no_byte_code(tmp_path):
     spec.loader.exec_module(module)
     with pytest.raises(AssertionError, match="assert 1 == 2"):
         module.check(1)
+
+
+def look_up_without_files():
+    class Local:
+        """Nobody has asked for its source."""
+
+    def refuse(*_, **__):
+        raise AssertionError("it is read again")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "distributions", refuse)
+        metadata.entry_points(group="torch.distributed.backends")
+        with pytest.raises(AssertionError, match="read again"):
+            metadata.entry_points(group="pytest11")
+        patch.setattr(inspect, "getsourcelines", refuse)
+        arguments = sys.modules["megatron.training.arguments"]
+        assert inspect.getsource(arguments.TransformerConfig).startswith("@dataclass")
+        with pytest.raises(AssertionError, match="read again"):
+            inspect.getsource(Local)
+
+
+def test_what_is_the_same_on_all_ranks_is_looked_up_before_they_are_forked(megatron_ranks):
+    megatron_ranks(1, look_up_without_files, distributed=False)
 
 
 PROMPT = """
