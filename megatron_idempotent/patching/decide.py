@@ -134,10 +134,13 @@ def check_modules(patch: Outline | Patch) -> Verdict:
     return GO
 
 
-def check_bodies(patch: Patch, *, named: bool) -> Verdict:
+def check_bodies(patch: Patch, *, named: bool, sources: Sources | None = None) -> Verdict:
     """Decide steps 3 to 5: read every target's body, and compare it with those that were reviewed.
 
-    A drifted body is accepted if the patch was named: that is the user's decision.
+    Args:
+        patch: the patch.
+        named: True if the user has named it, and so accepts a drifted body.
+        sources: what reads the modules on the path, each of them once for several patches.
     """
     from .source import read_body
     from .surroundings import OnPath
@@ -151,7 +154,7 @@ def check_bodies(patch: Patch, *, named: bool) -> Verdict:
             bodies[target.address] = read_body(path, target.qualname)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
             return Verdict(status="failed", reason=f"cannot read {target.module}: {error}")
-    verdict = judge(patch, bodies, OnPath(), version_of(patch), named=named)
+    verdict = judge(patch, bodies, sources or OnPath(), version_of(patch), named=named)
     return Verdict(
         status=verdict.status, reason=beyond(patch) + verdict.reason, bodies=verdict.bodies
     )

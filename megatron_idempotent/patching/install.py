@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .record import Patch, Target
     from .report import Status
     from .source import Body
+    from .surroundings import Sources
 
 
 class State(PerProcess):
@@ -80,13 +81,14 @@ def settle() -> None:
     if not due:
         return
     from .patch_points import StaleReferences
+    from .surroundings import OnPath
 
-    names = StaleReferences()
+    names, sources = StaleReferences(), OnPath()
     accepted: dict[str, str] = {}
     try:
         for patch in due:
             try:
-                refusal = _land(load(patch.id), names, accepted)
+                refusal = _land(load(patch.id), sources, names, accepted)
             except Exception as error:  # noqa: BLE001 - runs inside of users' import statements
                 refusal = row(patch, "failed", f"{type(error).__name__}: {error}")
             if refusal is not None:
@@ -99,9 +101,11 @@ def settle() -> None:
             state.rows[patch_id] = _accepted(state.wanted[patch_id], reason)
 
 
-def _land(patch: Patch, names: StaleReferences, accepted: dict[str, str]) -> Row | None:
+def _land(
+    patch: Patch, sources: Sources, names: StaleReferences, accepted: dict[str, str]
+) -> Row | None:
     # Puts the reason into `accepted`, or returns why not.
-    verdict = decide.check_bodies(patch, named=patch.id in state.named)
+    verdict = decide.check_bodies(patch, named=patch.id in state.named, sources=sources)
     if verdict.status is not None:
         return row(patch, verdict.status, verdict.reason)
     try:

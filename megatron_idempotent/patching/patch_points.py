@@ -116,7 +116,7 @@ def _held(
         values = namespace(module)
         if names is None and ids.isdisjoint(map(id, list(values.values()))):
             continue
-        for name in list(values) if names is None else names:
+        for name in list(values) if names is None else filter(values.__contains__, names):
             held = values.get(name)
             site = by_id.get(id(held))
             if site is not None and held is not site.current:

@@ -45,10 +45,11 @@ class Sources(Protocol):
 
 
 class OnPath:
-    """Reads the modules on the path, each of them once, and imports none."""
+    """Reads the modules on the path, and lists a folder, each of them once; imports none."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str | None] = {}
+        self._folders: dict[str, list[str]] = {}
 
     def text(self, module: str) -> str | None:
         """Return the module's source, or None if there is none, or none that can be read."""
@@ -66,7 +67,9 @@ class OnPath:
         if path is None:
             return []
         package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
-        return modules_in(package, os.listdir(os.path.dirname(path)))
+        if package not in self._folders:
+            self._folders[package] = modules_in(package, os.listdir(os.path.dirname(path)))
+        return self._folders[package]
 
 
 def modules_in(package: str, files: list[str]) -> list[str]:
