@@ -63,8 +63,15 @@ $(STAMP): pyproject.toml
 train: $(STAMP)
 	$(BIN)/megatron-idempotent train $(if $(ASYNC),--async) $(ARGS)
 
+# Byte code of torch, Megatron and transformers, 20 s of work: one process writes it, and not each of
+# JOBS, its launcher and its ranks for itself.
+$(VENV)/.compiled: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m pytest --quiet --no-header -n 0 -p no:cacheprovider \
+	  tests/proof/cpu/test_ranks.py -k test_results_come_in_order_of_rank
+	touch $@
+
 # Nothing of tests/gpu runs here, and each process would import for it.
-test: $(STAMP)
+test: $(VENV)/.compiled
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
 	  $(or $(ARGS),--ignore=tests/gpu --durations=40 --budget=$(BUDGET))
 
