@@ -48,9 +48,7 @@ compared after the load, and the next step with a step from a state that plain c
 The patches of this library are applied. Not run: Megatron-FSDP, Transformer Engine, a file system
 other than a local one, a dataloader that keeps a state of its own (`--dataloader-save`). Releases
 before 0.16 cannot save torch's Adam of today. nvidia-resiliency-ext is that of its commit d8686d9,
-and 0.7.0 where its process stays. Loads that fail in another layout, or of what was saved
-asynchronously, were not run with `megatron.training.checkpointing` on 0.16.1, nor with
-`fully_reshardable` in `ep2-fp16-distopt` on 0.16.1 and 0.17.1.
+and 0.7.0 where its process stays.
 
 What fails, and why:
 
