@@ -115,10 +115,11 @@ def is_current_async_call_done(
     del vars(self).get("asked", [])[:1]
     lost = vars(self).pop("lost", None)
     try:
-        if no_dist and lost:
+        if not no_dist:
+            with agreement.as_one(NOT_SAVED):
+                agreement.meet(NOT_SAVED, lost)
+        elif lost:
             raise lost
-        with agreement.as_one(NOT_SAVED):
-            agreement.meet(NOT_SAVED, lost)
     except RuntimeError:
         if self.process:
             _drop(self)
@@ -166,32 +167,57 @@ def close(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
         _forget_cached(self)
 
 
+def drain(saves: Any) -> None:
+    """Wait until this rank's process has written all that it was asked for, or never will."""
+    if caller := saves.persistent_caller:
+        _join(caller, _queue(caller, "queue"))
+
+
 def _end() -> None:
     os._exit(3)
 
 
+def lose(module: Any, saves: Any) -> None:
+    """Schedule a save, and return once rank 0's process has written and rank 1's has ended."""
+    import torch
+
+    rank = torch.distributed.get_rank()
+    saves.schedule_async_request(module.AsyncRequest(_end if rank else os.getpid, (), []))
+    caller = saves.async_calls[0].async_caller
+    if rank:
+        caller.process.join()
+    while not rank and _queue(caller, "comp_q").empty():
+        time.sleep(0.1)
+    torch.distributed.barrier()
+
+
+def refused(saves: Any, why: str, *, blocking: bool = False) -> None:
+    """Finalize saves, which all ranks have to refuse: a writer will not answer."""
+    caller = saves.async_calls[0].async_caller
+    try:
+        finished = saves.maybe_finalize_async_calls(blocking)
+    except RuntimeError as error:
+        if why not in str(error):
+            raise
+    else:
+        caller.process.kill()
+        caller.process = None  # closing would hang
+        raise Fault(f"a writer will not answer, and a rank finds {finished} of its saves written")
+
+
 def ends(module: Any) -> None:
-    """Have the writer of rank 1 end, and ask for its save; then save again, and there nothing."""
+    """Have the writer of rank 1 end, or get no request; then save again, and there nothing."""
     import torch
 
     rank, saves = torch.distributed.get_rank(), module.AsyncCallsQueue(persistent=True)
-    saves.schedule_async_request(module.AsyncRequest(_end if rank else os.getpid, (), []))
-    caller = saves.async_calls[0].async_caller
-    process = caller.process
-    if rank:
-        process.join()
-    while not rank and _queue(caller, "comp_q").empty():
-        time.sleep(0.1)  # it has not written
-    torch.distributed.barrier()
-    try:
-        finished = saves.maybe_finalize_async_calls()
-    except RuntimeError as error:
-        if "ended with 3" not in str(error):
-            raise
-    else:
-        process.kill()
-        caller.process = None  # closing would hang
-        raise Fault(f"the writer of rank 1 has ended, and rank {rank} finds {finished}")
+    lose(module, saves)
+    refused(saves, "ended with 3")
+    bad = (lambda: None) if rank else os.getpid  # which cannot be pickled
+    requests: list[Any] = [(bad, (), []), (max, (0, 0), [], {}, bad)]
+    for request in requests:
+        saves.schedule_async_request(module.AsyncRequest(*request))
+        saves.schedule_async_request(module.AsyncRequest(os.getpid, (), []))
+        refused(saves, "could not be sent", blocking=True)
     for write in (os.getpid, None if rank else os.getpid):
         saves.schedule_async_request(module.AsyncRequest(write, (), []))
         if len(saves.maybe_finalize_async_calls(blocking=True)) != 1:
@@ -200,17 +226,24 @@ def ends(module: Any) -> None:
 
 
 def lives(module: Any) -> object:
-    """Finalize a save for which rank 1 has nothing to write, then two that take a while."""
+    """Finalize a save of rank 0 alone, two that take a while, and one on each rank by itself."""
     import torch
 
+    rank = torch.distributed.get_rank()
     saves = module.AsyncCallsQueue(persistent=True)
     ended: list[int] = []
     for index in range(3):
         done = [functools.partial(ended.append, index)]
-        write = time.sleep if index or torch.distributed.get_rank() == 0 else None
+        write = time.sleep if index or rank == 0 else None
         saves.schedule_async_request(module.AsyncRequest(write, (0.2,), done))
         if index != 1:
             ended += saves.maybe_finalize_async_calls(blocking=True)
+    saves.schedule_async_request(module.AsyncRequest(os.getpid, (), []))
+    if rank:
+        torch.distributed.barrier()  # which rank 0 reaches without this one
+    ended.append(saves.async_calls.pop().async_caller.is_current_async_call_done(True, True))
+    if not rank:
+        torch.distributed.barrier()
     saves.close()
     return ended
 

@@ -34,14 +34,14 @@ from ._case import Patch, target
 
 
 def reproduce() -> None:
-    """Have the writer of rank 1 end, and ask for its save; then save again, and there nothing."""
+    """Have the writer of rank 1 end, or get no request; then save again, and there nothing."""
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     _writers.ends(async_utils)
 
 
 def neighbour() -> object:
-    """Finalize a save for which rank 1 has nothing to write, then two that take a while."""
+    """Finalize a save of rank 0 alone, two that take a while, and one on each rank by itself."""
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     return _writers.lives(async_utils)

@@ -1,6 +1,5 @@
 """A save that fails on one rank raises on all, and the checkpoint of before can be loaded."""
 
-import os
 import re
 
 import pytest
@@ -144,35 +143,3 @@ def test_a_tracker_file_that_cannot_be_written_leaves_the_one_of_before(tmp_path
     with torch.no_grad():  # upstream copies into fp32 parameters in place
         assert checkpointing.load_checkpoint(*whole)[0] == 1
     assert running.parameters().equal(before)
-
-
-@pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
-@on_ranks(2)
-def test_a_request_that_cannot_be_sent_is_not_waited_for(prepared):
-    from megatron.core.dist_checkpointing.strategies.async_utils import (
-        AsyncCallsQueue,
-        AsyncRequest,
-    )
-
-    megatron_idempotent.apply()
-    queue = AsyncCallsQueue(persistent=True)
-
-    def local():  # cannot be pickled
-        pass
-
-    bad = local if torch.distributed.get_rank() else os.getpid
-    for function in (bad, os.getpid):
-        request = AsyncRequest(function, (), [])
-        if prepared:
-            request = AsyncRequest(_nothing, (None, None), [], preload_fn=bad)
-        queue.schedule_async_request(request)
-    told = raised(queue.maybe_finalize_async_calls, blocking=True)
-    assert all("could not be sent" in each for each in told), told
-    assert queue.get_num_unfinalized_calls() == 0
-    queue.schedule_async_request(AsyncRequest(os.getpid, (), []))
-    assert queue.maybe_finalize_async_calls(blocking=True) == [2]
-    queue.close()
-
-
-def _nothing(*_):
-    pass
