@@ -13,7 +13,8 @@ Cause:
     `PersistentAsyncCaller` waits for what the process puts into queues, as Megatron's own does
     (`dead-checkpoint-writer-hangs`). Nobody looks whether the process lives. With shared memory it
     finalizes the save before, which is a collective, on the ranks that are to write there again.
-    `AsyncCallsQueue.close` ends that waiting for good, though the queue is used again.
+    `AsyncCallsQueue.close` ends that waiting for good, though the queue is used again, and a queue
+    that Megatron makes at a save, without `init_persistent_async_worker`, never waits.
 
 Affects:
     0.6.0 and 0.7.0, through which megatron-core saves from 0.17 on unless `--async-strategy mcore`
@@ -48,7 +49,7 @@ _WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
 
 def schedule_async_request(original: Original, self: Any, async_request: Any) -> Any:
     """Have the save after this one wait for this rank's process, whose shared memory it needs."""
-    if self.cpu_shm_mode and self.persistent:
+    if self.persistent:  # Megatron does not tell each of its queues `cpu_shm_mode`
         writer = importlib.import_module(_WRITER).FileSystemWriterAsync
         writer.register_shm_drain_callback(functools.partial(_writers.drain, self))
     return original(self, async_request)
@@ -66,6 +67,8 @@ def reproduce() -> None:
     if not saves.get_num_unfinalized_calls():
         raise Fault("a rank has finalized a save by itself")
     _writers.refused(saves, "ended with 3")
+    saves.close()
+    saves = core.AsyncCallsQueue(persistent=True)  # as Megatron makes one that it lacks at a save
     begun = time.monotonic()
     saves.schedule_async_request(core.AsyncRequest(time.sleep, (0.5,), []))
     writer._shm_drain_callback()
