@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -127,13 +127,13 @@ LATER = "later.pt"
 """Ends the names of files that ranks that save leave for those that load; no checkpoint has it."""
 
 
-def largest_file(bench: States, older: Collection[Path] = ()) -> Path | None:
-    """Return the largest file of what was saved, but for older ones; None if there is none.
+def largest_file(bench: States) -> Path | None:
+    """Return the largest file of what was saved; None if there is none.
 
     All ranks take part.
     """
     there = [path for path in bench.folder.rglob("*") if not path.name.endswith(LATER)]
-    files = [path for path in there if path.is_file() and path not in older]
+    files = [path for path in there if path.is_file()]
     found = max(files, key=lambda path: (path.stat().st_size, path), default=None)
     everybody: list[Path | None] = bench.told_by_all(found)
     return everybody[0]

@@ -173,6 +173,7 @@ class States(Bench):
         values = {**held["expert bias"], **held["token counts"]}
         for name, buffer in _buffers(self.model.chunks):
             if name in values:
+                buffer.data = buffer.to(values[name].dtype)  # a new model's biases have 16 bits
                 buffer.copy_(values[name])
 
     def hold(
@@ -316,6 +317,8 @@ def first_difference(wanted: Any, found: Any) -> str | None:
     if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
         return first_difference(dict(enumerate(wanted)), dict(enumerate(found)))
     if isinstance(wanted, Tensor) and isinstance(found, Tensor):
+        if wanted.dtype != found.dtype:
+            return f"is {found.dtype} instead of {wanted.dtype}"
         if wanted.shape == found.shape and torch.equal(_bits(wanted), _bits(found)):
             return None
         if wanted.shape != found.shape or not wanted.is_floating_point():

@@ -10,6 +10,7 @@ import numpy
 import torch
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.moe import moe_utils
 
 from megatron_idempotent.megatron.optimizers import grad_scalers, stepping, unchained
 from megatron_idempotent.proof.certify.adapters import SplitStep, parameters_of
@@ -24,6 +25,11 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: copied(each) for name, each in value.items()}
     return value
+
+
+def losses() -> dict[str, Any]:
+    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    return {name: each["values"] for name, each in tracker.items()}
 
 
 class Everything(SplitStep):
@@ -68,6 +74,7 @@ class Everything(SplitStep):
             "scales": [copied(each.state_dict()) for each in self.scalers()],
             "random": (random.getstate(), numpy.random.get_state(), torch.get_rng_state()),
             "tracker": copied(dict(get_cuda_rng_tracker().get_states())),
+            "losses": {name: len(value) for name, value in losses().items()},
             "logged": [copied(each) for each in logged()],
             "steps": self.steps,
         }
@@ -129,7 +136,7 @@ class Everything(SplitStep):
 
     def put_buffers(self, state: Any) -> None:
         for each, value in zip(self.buffers(), state["buffers"], strict=True):
-            each.copy_(value)
+            each.data = copied(value)  # Megatron makes biases 32 bits wide at the first forward
 
     def put_scheduler(self, state: Any) -> None:
         vars(self.subject.scheduler).update(state["scheduler"])
@@ -147,6 +154,9 @@ class Everything(SplitStep):
         get_cuda_rng_tracker().set_states(copied(state["tracker"]))
 
     def put_logged(self, state: Any) -> None:
+        for name, layers in state["losses"].items():
+            if name not in losses():  # a process that has taken no step
+                moe_utils.save_to_aux_losses_tracker(name, torch.zeros(()), 1, layers)
         for each, value in zip(logged(), state["logged"], strict=True):
             each.copy_(value)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import needs_release
 
 from megatron_idempotent.proof.certify import STATE_CHECKS, certify, layout, run
 from megatron_idempotent.proof.certify.layouts import resharded
+from megatron_idempotent.proof.certify.states import first_difference
 
 pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
 
@@ -68,6 +70,12 @@ def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, where, said):
     assert said in fault
 
 
+def test_a_tensor_of_another_type_is_a_difference():
+    whole, half = {"bias": torch.zeros(2)}, {"bias": torch.zeros(2, dtype=torch.float16)}
+    assert first_difference(whole, half) == "bias is torch.float16 instead of torch.float32"
+    assert first_difference(whole, {"bias": torch.zeros(2)}) is None
+
+
 def test_a_run_that_skips_its_steps_shows_nothing(megatron_rank_pool):
     how = {"checks": ["rollback"], "layouts": ["fp16-distopt"], "pool": megatron_rank_pool}
     (found,) = certify("planted_state:Overflows", **how)
@@ -117,7 +125,7 @@ def test_megatron_s_formats_keep_all_that_they_promise(megatron_rank_pool, name,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("where", [TWO, "dp2-distopt", "tp2-pp2", "ep2-fp16", "vpp2-bf16"])
+@pytest.mark.parametrize("where", [TWO, MIXED, "dp2-distopt", "tp2-pp2", "ep2-fp16", "vpp2-bf16"])
 def test_an_adapter_that_keeps_everything_passes(megatron_rank_pool, where):
     assert not failed(megatron_rank_pool, "planted_state:Everything", where)
 
