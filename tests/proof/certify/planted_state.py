@@ -17,6 +17,7 @@ from megatron_idempotent.proof.certify.adapters import SplitStep, parameters_of
 from megatron_idempotent.proof.certify.checkpoints import FullyReshardable
 from megatron_idempotent.proof.certify.protocol import KEEPS
 from megatron_idempotent.step.snapshot import logged
+from megatron_idempotent.window.params import ensure_params_synced
 
 
 def copied(value: Any) -> Any:
@@ -64,6 +65,7 @@ class Everything(SplitStep):
         return [b for chunk in self.subject.chunks for _, b in chunk.module.named_buffers()]
 
     def state(self) -> dict[str, Any]:
+        ensure_params_synced(self.subject.chunks)
         plain = {n: v for n, v in vars(self.subject.scheduler).items() if n != "optimizer"}
         return {
             "weights": [copied(each) for each in parameters_of(self.subject)],
