@@ -173,8 +173,9 @@ class Round:
             text = self._written_stacks(rank)
             while not self._has_exited(rank) and time.monotonic() < give_up_s:
                 time.sleep(0.02)
+                dumping = is_dumping(self._pids[rank])  # before reading: none is missing then
                 before, text = text, self._written_stacks(rank)
-                if text and text == before:
+                if text and text == before and not dumping:
                     break
             self._outcome.stacks[rank] = (
                 text or "(it wrote no stacks: stopped, or before its start)"
@@ -201,6 +202,23 @@ class Round:
             with contextlib.suppress(ProcessLookupError):  # nothing left in its process group
                 os.killpg(pid, signal.SIGKILL)
             self._ranks[rank].close()
+
+
+def is_dumping(pid: int) -> bool:
+    """Return whether a thread of `pid` still has to write its stacks, or is about to.
+
+    The same text twice does not say so: a rank on a busy machine may wait long for its next line.
+    The signal is pending until its handler begins, and blocked until that returns. False without a
+    /proc, or for a process that has ended.
+    """
+    signals = 1 << (signal.SIGUSR1 - 1)
+    with contextlib.suppress(OSError):  # a thread that ends meanwhile
+        for status in Path(f"/proc/{pid}/task").glob("*/status"):
+            for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+                name, _, mask = line.partition(":")
+                if name in ("SigPnd", "ShdPnd", "SigBlk") and int(mask, 16) & signals:
+                    return True
+    return False
 
 
 def _listening() -> socket.socket:

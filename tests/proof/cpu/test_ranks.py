@@ -20,6 +20,7 @@ from starts import started
 import megatron_idempotent
 from megatron_idempotent.lazy import untried_torch
 from megatron_idempotent.proof import cpu
+from megatron_idempotent.proof.cpu import launcher
 from megatron_idempotent.proof.cpu import pool as pool_module
 from megatron_idempotent.proof.cpu.errors import RankFailure
 
@@ -315,6 +316,36 @@ def test_ranks_that_die_are_reported_before_the_deadline(megatron_ranks):
     assert "rank 1 died with exit code 5" in str(caught.value)
     assert "rank 2 died with signal SIGKILL" in str(caught.value)
     assert "wait_for_ever" in caught.value.still_running[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc tells of signals")
+def test_stacks_are_read_when_a_rank_has_written_all_of_them():
+    # A full pipe holds the program in the midst of its stacks, as a busy machine does.
+    program = (
+        "import faulthandler, os, signal, sys, time\n"
+        "faulthandler.register(signal.SIGUSR1, file=sys.stdout)\n"
+        "os.set_blocking(1, False)\n"
+        "written = os.write(1, b'x' * (1 << 20))\n"
+        "os.set_blocking(1, True)\n"
+        "sys.stderr.write(f'{written}\\n')\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        filled = int(process.stderr.readline())
+        assert not launcher.is_dumping(process.pid)
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.1)
+        assert launcher.is_dumping(process.pid)
+        os.read(process.stdout.fileno(), filled)
+        give_up_s = time.monotonic() + 20.0
+        while launcher.is_dumping(process.pid) and time.monotonic() < give_up_s:
+            time.sleep(0.01)
+        stacks = os.read(process.stdout.fileno(), 1 << 16).decode()
+        process.kill()
+    assert stacks.endswith(" in <module>\n")
+    assert not launcher.is_dumping(process.pid)
 
 
 def test_each_call_finds_everything_as_it_is_after_the_import(megatron_ranks):
