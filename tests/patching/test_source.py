@@ -185,7 +185,7 @@ def test_what_is_not_a_function_is_not_found(tmp_path):
         assert source.read_body(path, name) is None
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_cutting_a_definition_out_of_a_file_gives_what_parsing_the_file_gives(cold, every):
     result = cold.run("scenarios.source_properties", every=every)
     assert result["wrong"] == []

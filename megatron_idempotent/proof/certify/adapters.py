@@ -110,8 +110,12 @@ class Stateful:
         for chunk in self.subject.chunks:
             if "gradients" in self._away:
                 chunk.offload_grad_buffers()
-            for buffer in buffers(chunk) if "weights" in self._away else ():
-                buffer.offload_to_cpu(move_grads=False)
+            if "weights" in self._away:
+                held = [each for each in buffers(chunk) if each.param_data is not None]
+                for buffer in held:
+                    buffer.offload_to_cpu(move_grads=False)
+                if not held:  # without a distributed optimizer no buffer has them
+                    chunk.module.cpu()
 
     def onload(self, *, training: bool = True) -> None:
         """Bring all of it back, or without `training` the parameters alone."""

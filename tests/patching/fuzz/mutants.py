@@ -104,6 +104,16 @@ def mutants(source: str) -> list[Mutant]:
     ]
 
 
+def drawn(source: str, generator: random.Random) -> Mutant:
+    """One mutant of an operator that is drawn first: only its sites are looked for."""
+    tree = _parsed(source)
+    for name in generator.sample([*OPERATORS], len(OPERATORS)):
+        if sites := list(OPERATORS[name](tree)):
+            site, change = generator.choice(sites)
+            return Mutant(tree.name, name, site, tree, change)
+    raise AssertionError("every function can be decorated")
+
+
 def sample(all_of_them: list[Mutant], count: int, seed: int) -> list[Mutant]:
     """Take that number of mutants that are programs, in turn from each operator: of rare ones
     all."""
