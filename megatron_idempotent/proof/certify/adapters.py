@@ -114,8 +114,10 @@ class Stateful:
                 held = [each for each in buffers(chunk) if each.param_data is not None]
                 for buffer in held:
                     buffer.offload_to_cpu(move_grads=False)
-                if not held:  # without a distributed optimizer no buffer has them
-                    chunk.module.cpu()
+                # Without a distributed optimizer no buffer has them. `module.cpu()` would move
+                # gradients, too, whose memory is freed.
+                for parameter in chunk.module.parameters() if not held else ():
+                    parameter.data = parameter.data.cpu()
 
     def onload(self, *, training: bool = True) -> None:
         """Bring all of it back, or without `training` the parameters alone."""

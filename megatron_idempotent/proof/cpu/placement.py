@@ -284,6 +284,12 @@ def _moved(tensor: torch.Tensor, place: str) -> torch.Tensor:
     # Where no operation is checked, all that is not known to be on the host is on the device.
     if known == place if _state.checked else place in (known or "device", "unknown"):
         return tensor
+    storage = _storage(tensor)
+    if storage is not None and tensor.numel() and not storage.size():
+        raise RuntimeError(  # a copy ends the process here, and is an error of CUDA's on a GPU
+            f"a tensor of shape {list(tensor.shape)} cannot be moved to the {place}: its memory is "
+            "freed (its storage has 0 bytes); give it back first"
+        )
     with making(place):
         copy = _clone(tensor)
     _put(copy, place)

@@ -14,6 +14,7 @@ pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psu
 
 needs_release((0, 16), "releases before 0.16 cannot save torch's Adam of today")
 WEEKLY = pytest.mark.exhaustive
+FORMATS = "megatron_idempotent.proof.certify.checkpoints"
 ALONE, TWO, MIXED = "bf16-distopt", "dp2-bf16-distopt", "moe-fp16-distopt"
 
 #: The bug, the check that it was planted for, where, and what is said of it.
@@ -96,16 +97,18 @@ def test_no_other_check_catches_it(megatron_rank_pool, bug, check, where, said):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "check"),
+    ("adapter", "check", "where"),
     [
-        ("planted_state:Everything", "load-weights-alone"),
-        ("planted_state:Everything", "offload-one-part"),
-        ("megatron_idempotent.proof.certify.checkpoints:DPReshardable", "load-into-live-run"),
-        ("megatron_idempotent.proof.certify.checkpoints:LowRank", "load-into-new-model"),
+        ("planted_state:Everything", "load-weights-alone", ALONE),
+        ("planted_state:Everything", "offload-one-part", ALONE),
+        # Weights are in no buffer of their own.
+        ("planted_state:Everything", "offload-one-part", "bf16"),
+        (f"{FORMATS}:DPReshardable", "load-into-live-run", ALONE),
+        (f"{FORMATS}:LowRank", "load-into-new-model", ALONE),
     ],
 )
-def test_savers_that_are_right_are_not_accused(megatron_rank_pool, adapter, check):
-    (found,) = certify(adapter, checks=[check], layouts=[ALONE], pool=megatron_rank_pool)
+def test_savers_that_are_right_are_not_accused(megatron_rank_pool, adapter, check, where):
+    (found,) = certify(adapter, checks=[check], layouts=[where], pool=megatron_rank_pool)
     assert (found.verdict, found.fault) == ("passed", "")
 
 
@@ -121,8 +124,7 @@ OF_TRAINING = ("Training", "TrainingFully", "Legacy")
 def test_megatron_s_formats_keep_all_that_they_promise(megatron_rank_pool, name, where):
     if name in OF_TRAINING:
         pytest.importorskip("megatron.training", reason="wheels have it from 0.17 on")
-    adapter = f"megatron_idempotent.proof.certify.checkpoints:{name}"
-    assert not failed(megatron_rank_pool, adapter, where)
+    assert not failed(megatron_rank_pool, f"{FORMATS}:{name}", where)
 
 
 @pytest.mark.exhaustive

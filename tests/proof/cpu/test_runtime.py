@@ -294,6 +294,14 @@ def test_host_memory_is_apart_from_the_devices(torch):
     assert not torch.ones(2).is_cuda
 
 
+def test_memory_that_is_freed_is_not_moved(torch):
+    freed = torch.ones(2, 3, device="cuda")
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"shape \[2, 3\] cannot be moved to the host: .* freed"):
+        freed.cpu()
+    assert torch.empty(0, device="cuda").cpu().shape == (0,)
+
+
 def devices_of_a_meta_block():
     """Runs on a rank where torch has met the runtime before any block; returns (on, off,
     outside)."""
