@@ -102,7 +102,8 @@ EMULATED: tuple[tuple[str, str], ...] = (
     (
         "torch.Tensor.cuda torch.Tensor.cpu",
         "a copy, if the tensor is in the other memory. On the host is what is made without a "
-        'device, for "cpu" or pinned, and what `cpu` returns; all else is on the device',
+        'device, for "cpu" or pinned, and what `cpu` returns; all else is on the device. Memory '
+        "that is freed, a storage of 0 bytes, is refused",
     ),
     ("torch.Tensor.is_cuda", "False for a tensor in host memory"),
     (COPIES, "itself, in the same memory"),
