@@ -205,15 +205,15 @@ class Round:
 
 
 def is_dumping(pid: int) -> bool:
-    """Return whether a thread of `pid` still has to write its stacks, or is about to.
+    """Return whether `pid` was told to write its stacks and has not written all of them.
 
     The same text twice does not say so: a rank on a busy machine may wait long for its next line.
     The signal is pending until its handler begins, and blocked until that returns. False without a
     /proc, or for a process that has ended.
     """
     signals = 1 << (signal.SIGUSR1 - 1)
-    with contextlib.suppress(OSError):  # a thread that ends meanwhile
-        for status in Path(f"/proc/{pid}/task").glob("*/status"):
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        with contextlib.suppress(OSError):  # that thread has ended; another one may write
             for line in status.read_text(encoding="ascii", errors="replace").splitlines():
                 name, _, mask = line.partition(":")
                 if name in ("SigPnd", "ShdPnd", "SigBlk") and int(mask, 16) & signals:

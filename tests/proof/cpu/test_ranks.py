@@ -322,17 +322,16 @@ def test_ranks_that_die_are_reported_before_the_deadline(megatron_ranks):
 def test_stacks_are_read_when_a_rank_has_written_all_of_them():
     # A full pipe holds the program in the midst of its stacks, as a busy machine does.
     program = (
-        "import faulthandler, os, signal, sys, time\n"
+        "import faulthandler, os, signal, sys\n"
         "faulthandler.register(signal.SIGUSR1, file=sys.stdout)\n"
         "os.set_blocking(1, False)\n"
         "written = os.write(1, b'x' * (1 << 20))\n"
         "os.set_blocking(1, True)\n"
         "sys.stderr.write(f'{written}\\n')\n"
-        "time.sleep(60)\n"
+        "sys.stdin.read()\n"  # until this test is over, however it ends
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
         filled = int(process.stderr.readline())
         assert not launcher.is_dumping(process.pid)
         os.kill(process.pid, signal.SIGUSR1)
@@ -343,7 +342,6 @@ def test_stacks_are_read_when_a_rank_has_written_all_of_them():
         while launcher.is_dumping(process.pid) and time.monotonic() < give_up_s:
             time.sleep(0.01)
         stacks = os.read(process.stdout.fileno(), 1 << 16).decode()
-        process.kill()
     assert stacks.endswith(" in <module>\n")
     assert not launcher.is_dumping(process.pid)
 
