@@ -57,5 +57,5 @@ PATCH = Patch(
     target("buffer.reset", reset),
     since="0.16",
     groups=("offload",),
-    stock_error=r"the process ended without a result|CUDA error: an illegal memory access",
+    stock_error=r"died with signal SIGSEGV|CUDA error: an illegal memory access",
 )

@@ -28,6 +28,7 @@ from megatron_idempotent.patching.record import Hazard, Limit, Patch, takes_help
 from megatron_idempotent.patching.report import COVERED, Report
 from megatron_idempotent.patching.settings import check_ids
 from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout
+from megatron_idempotent.proof.cpu.pool import PATIENCE
 
 Verdict = Literal[
     "proven",
@@ -200,9 +201,12 @@ def _ended(
         return None, run(
             *(ranks, function, hazard_id, tuple(applied), *arguments),
             timeout_s=DEADLINE_S,
+            patience=PATIENCE,
             already_applied=all_of_them,
         )
     except RankError as error:
+        if error.exit_code is not None:
+            return error.failures[0].folded, []
         kind = error.exception_type.rpartition(".")[2]
         return f"{kind}: {error.message}".strip(), []
     except RankTimeout as error:

@@ -117,6 +117,8 @@ def test_the_right_program_beside_a_hazard_is_compared_by_bits_and_errors():
     assert told([b"a", b"b"], [b"a", b"c"]) == "patched: other bits than stock's on ranks [1]"
     assert told([b"a", b"b"], failed) == "patched: ValueError: no"
     assert told(failed, []) == "stock: ValueError: no"
+    killed = RankFailure(rank=1, exception_type="", message="", traceback="", exit_code=-9)
+    assert told(RankError([killed], {}), []) == "stock: rank 1 died with signal SIGKILL"
 
 
 @pytest.mark.exhaustive

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from megatron_idempotent.patching.settings import did_you_mean
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError, RankPool, RankTimeout
-from megatron_idempotent.proof.cpu.pool import PRELOAD
+from megatron_idempotent.proof.cpu.pool import PATIENCE, PRELOAD
 
 from .checks import CHECKS, Check
 from .draws import Draw
@@ -31,7 +31,7 @@ Verdict = Literal["passed", "failed", "declared", "not offered", "not judged"]
 DEADLINE_S = 60.0
 """The most seconds for one check, which takes a few; one that takes longer has hung.
 
-With `thorough` it is four times as much."""
+With `thorough` it is four times as much, and on a busy machine up to `PATIENCE` times."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,6 +374,7 @@ def _outcome(
         told: list[tuple[int, str, float, str]] = pool.run(
             *(layout.ranks, examine, adapter, check.name, layout.name, how),
             timeout_s=deadline_s,
+            patience=PATIENCE,
             already_applied=not how.stock,
         )
     except RankTimeout as error:
@@ -383,9 +384,7 @@ def _outcome(
         causes = sorted((*each[:2], rank) for rank, each in error.results.items() if each[1])
         return (f"{text}; on rank {causes[0][2]}: {causes[0][1]}" if causes else text), 0.0, ""
     except RankError as error:
-        first = error.failures[0]
-        text = f"rank {first.rank} ended: {first.exception_type}: {first.message}"
-        return text.splitlines()[0], 0.0, ""
+        return error.failures[0].folded, 0.0, ""
     return min(told)[1], max(each[2] for each in told), told[0][3]
 
 

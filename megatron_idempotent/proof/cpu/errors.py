@@ -53,11 +53,13 @@ class RankFailure:
     exit_code: int | None = None
 
     def __str__(self) -> str:
-        if self.exit_code is not None:
-            head = f"rank {self.rank} died with {describe_exit(self.exit_code)}"
-        else:
-            head = f"rank {self.rank}: {self.exception_type}: {self._first_line}"
+        head = self._death or f"rank {self.rank}: {self.exception_type}: {self._first_line}"
         return f"{head}\n{self.traceback}".rstrip()
+
+    @property
+    def _death(self) -> str:
+        code = self.exit_code
+        return "" if code is None else f"rank {self.rank} died with {describe_exit(code)}"
 
     @property
     def _first_line(self) -> str:
@@ -74,7 +76,8 @@ class RankFailure:
         """The failure in one line, with its place in the caller's code."""
         # Without gloo's own file, which comes first, and its advice, which comes last.
         said = re.sub(r"^\[[^]]*/gloo/[^]]*\] ", "", self._first_line).partition(". ")[0]
-        return f"rank {self.rank}: {self.exception_type}: {said}{_place(self.traceback)}"
+        head = self._death or f"rank {self.rank}: {self.exception_type}: {said}"
+        return f"{head}{_place(self.traceback)}"
 
 
 class RankError(RuntimeError):

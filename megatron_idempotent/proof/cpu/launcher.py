@@ -80,8 +80,7 @@ class Round:
             ]
             try:
                 self._fork()
-                deadline_s = time.monotonic() + self._call.timeout_s
-                self._outcome.timed_out = self._wait(deadline_s)
+                self._outcome.timed_out = self._wait(time.monotonic())
             finally:
                 self._end()
         return self._outcome
@@ -109,12 +108,15 @@ class Round:
                     os.close(slot.store_fd)
                 self._pids[rank], self._ranks[rank] = pid, ours
 
-    def _wait(self, deadline_s: float) -> bool:
+    def _wait(self, begun_s: float) -> bool:
         """Collect messages until every rank has reported; return True if the deadline passed."""
+        deadline_s, last_s = begun_s + self._call.timeout_s, begun_s + self._call.longest_s
         while waiting := [rank for rank in self._pids if not self._reported(rank)]:
             if self._outcome.failures:
-                deadline_s = min(deadline_s, self._first_failure_s + GRACE_S)
-            if time.monotonic() >= deadline_s:
+                deadline_s = last_s = min(deadline_s, self._first_failure_s + GRACE_S)
+            now_s = time.monotonic()
+            # What waits for a peer has no share in this: it grows for ranks that could run.
+            if now_s >= deadline_s and now_s >= min(last_s, deadline_s + self._unserved_s()):
                 # After a failure only those still running are of interest.
                 self._dump(waiting if self._outcome.failures else list(self._pids))
                 return not self._outcome.failures
@@ -163,6 +165,10 @@ class Round:
                 self._exit_codes[rank] = os.waitstatus_to_exitcode(status)
         return rank in self._exit_codes
 
+    def _unserved_s(self) -> float:
+        """Return the seconds for which ranks could run, and had no processor, in all."""
+        return sum(map(unserved_s, self._pids.values()))
+
     def _dump(self, ranks: list[int]) -> None:
         """Make `ranks` write their Python stacks, and read them."""
         for rank in ranks:
@@ -202,6 +208,18 @@ class Round:
             with contextlib.suppress(ProcessLookupError):  # nothing left in its process group
                 os.killpg(pid, signal.SIGKILL)
             self._ranks[rank].close()
+
+
+def unserved_s(pid: int) -> float:
+    """Return the seconds for which the main thread of a process could run, and had no processor.
+
+    0 on a system without `/proc/PID/schedstat`, and for a process that has ended.
+    """
+    try:
+        _, waited_ns, _ = Path(f"/proc/{pid}/schedstat").read_bytes().split()
+    except (OSError, ValueError):
+        return 0.0
+    return int(waited_ns) / 1e9
 
 
 def is_dumping(pid: int) -> bool:
@@ -508,7 +526,7 @@ def _join_default_group(call: Call, slot: RankSlot) -> None:
     from torch._C._distributed_c10d import TCPStore
 
     # Longer than the deadline: a hang is the launcher's to report, with the stacks of all ranks.
-    timeout = datetime.timedelta(seconds=call.timeout_s + 60.0)
+    timeout = datetime.timedelta(seconds=call.longest_s + 60.0)
     is_master = slot.rank == 0
     store = TCPStore(
         "127.0.0.1",

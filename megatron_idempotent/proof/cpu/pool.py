@@ -62,6 +62,9 @@ PROGRAM_PRELOAD = (
 )
 #: Seconds for the imports: torch and Megatron take 10 to 30 s on a slow disk.
 START_TIMEOUT_S = 300.0
+#: What deadlines that tell a hang from the rest are multiplied by on a busy machine. Checks of two
+#: and of four ranks took above 60 s where three ran at once on two cores, and none had hung.
+PATIENCE = 4.0
 #: Seconds after the deadline for reading the stacks of all ranks and ending them.
 _MARGIN_S = 30.0
 
@@ -112,6 +115,7 @@ class RankPool:
         fn: Callable[..., Any],
         *args: Any,
         timeout_s: float = 120.0,
+        patience: float = 1.0,
         distributed: bool = True,
         already_applied: bool = False,
         **kwargs: Any,
@@ -124,7 +128,9 @@ class RankPool:
         MASTER_ADDR and MASTER_PORT are set and, with `distributed`, the default group is up.
         With `already_applied` the ranks have all patches from their start, and an `apply()` of
         theirs takes milliseconds; without it they have none. `timeout_s` counts from the fork of
-        the ranks.
+        the ranks. With `patience` the time for which ranks have waited for a processor is added to
+        it, up to so many times `timeout_s` in all: a busy machine is not a hang. It needs Linux's
+        `/proc/PID/schedstat`; without that nothing is added.
 
         Raises:
             RankError: a rank raised or died.
@@ -163,6 +169,7 @@ class RankPool:
             rewritten=_rewritten_by_pytest(),
             world_size=world_size,
             timeout_s=timeout_s,
+            patience=patience,
             distributed=distributed,
             already_applied=already_applied,
             # An empty entry means the current directory, which may change before it is used.
@@ -265,7 +272,7 @@ class _Launcher:
                 logging.getLogger(__name__).warning(untried)
             self._ready = True
         self._connection.send_bytes(pickle.dumps(call))
-        outcome = self._receive(call.timeout_s + _MARGIN_S, "running the ranks")
+        outcome = self._receive(call.longest_s + _MARGIN_S, "running the ranks")
         assert isinstance(outcome, Outcome)
         return outcome
 
@@ -314,6 +321,7 @@ class Call:
     rewritten: dict[str, str]
     world_size: int
     timeout_s: float
+    patience: float
     distributed: bool
     already_applied: bool
     sys_path: tuple[str, ...]
@@ -322,6 +330,11 @@ class Call:
     #: The file of the caller's `__main__`, for arguments whose classes are defined there.
     main_file: str | None
     device: Device = "cpu"
+
+    @property
+    def longest_s(self) -> float:
+        """The seconds after which the ranks are ended, however long they waited for processors."""
+        return self.timeout_s * max(self.patience, 1.0)
 
 
 @dataclass(kw_only=True, slots=True)

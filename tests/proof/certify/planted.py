@@ -7,6 +7,8 @@ offloads and of several adapters, and adapters that are right in another way tha
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from typing import Any
 
 import torch
@@ -385,6 +387,15 @@ class OneRankRaises(SplitStep):
 
     def abort(self) -> None:
         return
+
+
+class OneRankDies(SplitStep):
+    """Is ended on the last rank by a signal, as by a lack of memory."""
+
+    def begin(self) -> None:
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().begin()
 
 
 class ScalesWithReplicas(OrderStable):

@@ -283,7 +283,7 @@ def test_what_is_right_is_not_accused(megatron_rank_pool, adapter, check, where)
         ),
         pytest.param(
             *("ZeroesBeforeLogprobs", "logprobs-while-offloaded", "dp2"),
-            *(" ended: ", ""),
+            *("died with signal SIGSEGV", ""),
             marks=WEEKLY,
         ),
         *(
@@ -313,6 +313,11 @@ def test_a_rank_that_raises_is_named_where_the_others_wait(megatron_rank_pool, m
         r"rank 1 did not end within 3 s; on rank 0: RuntimeError in .*: the first rank .* begin",
         fault_of(megatron_rank_pool, "OneRankRaises", "whole-step", "dp2"),
     )
+
+
+def test_a_rank_that_dies_is_named_with_the_signal(megatron_rank_pool):
+    found = fault_of(megatron_rank_pool, "OneRankDies", "whole-step", "dp2")
+    assert found == "rank 1 died with signal SIGKILL"
 
 
 def judged(pool, adapter, check, *layouts, **options):

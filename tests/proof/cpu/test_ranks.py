@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -57,6 +58,15 @@ def hang_on(rank):
 def wait_for_ever():
     while True:
         time.sleep(0.1)
+
+
+def work_for(seconds):
+    """Use a processor for so long, the same one on all ranks."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    dist.barrier()
 
 
 def die_or_wait():
@@ -192,6 +202,10 @@ def test_a_rank_that_died_comes_before_the_peers_that_were_heard_first():
         " at /mine/loop.py:7",
         "rank 3 was still running and has been ended at /mine/wait.py:3",
     ]
+    assert (
+        replace(dead, traceback=stack).folded
+        == "rank 1 died with signal SIGKILL at /mine/wait.py:3"
+    )
     assert stack in error.full
     other = RankFailure(rank=2, exception_type="KeyError", message="'x'", traceback="its own")
     assert "its own" in str(cpu.RankError([dead, other], {})), "another fault is told in full"
@@ -299,12 +313,22 @@ def test_other_ends_are_failures_of_their_rank(megatron_ranks, function, said):
 def test_a_hang_shows_the_stacks_of_all_ranks_and_ends_them(megatron_ranks):
     start = time.perf_counter()
     with pytest.raises(cpu.RankTimeout, match="within 1 s") as caught:
-        megatron_ranks(2, hang_on, 1, timeout_s=1.0)
+        megatron_ranks(2, hang_on, 1, timeout_s=1.0, patience=30.0)
     assert time.perf_counter() - start < 10.0
     assert "barrier" in caught.value.stacks[0]
     assert "wait_for_ever" in caught.value.stacks[1]
     assert "wait_for_ever" in str(caught.value)
     assert megatron_ranks(2, rank_and_sum, 0)[1][0] == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="nothing tells of waiting")
+def test_a_busy_machine_is_no_hang(megatron_ranks):
+    # Two ranks on one processor take above twice as long.
+    with pytest.raises(cpu.RankTimeout):
+        megatron_ranks(2, work_for, 0.5, timeout_s=0.8)
+    megatron_ranks(2, work_for, 0.5, timeout_s=0.8, patience=30.0)
+    with pytest.raises(cpu.RankTimeout):
+        megatron_ranks(2, work_for, 5.0, timeout_s=0.8, patience=2.0)
 
 
 def test_ranks_that_die_are_reported_before_the_deadline(megatron_ranks):
