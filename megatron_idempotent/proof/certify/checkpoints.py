@@ -200,7 +200,10 @@ class OnHost(DPReshardable):
 
 
 class LowRank(DPReshardable):
-    """Trains low-rank adapters of 32 bits over a frozen base, and saves them alone."""
+    """Trains low-rank adapters of 32 bits over a frozen base, and saves them alone.
+
+    With them go the experts' biases, which move in a frozen base too.
+    """
 
     whole = False
 
@@ -210,7 +213,11 @@ class LowRank(DPReshardable):
 
     def _models(self) -> dict[str, Any]:
         return {
-            name: {key: value for key, value in state.items() if ".adapter." in key}
+            name: {
+                key: value
+                for key, value in state.items()
+                if ".adapter." in key or key.endswith(".expert_bias")
+            }
             for name, state in super()._models().items()
         }
 
