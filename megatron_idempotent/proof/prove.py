@@ -41,7 +41,9 @@ Verdict = Literal[
 ]
 
 DEADLINE_S = 120.0
-"""The most seconds for one reproduction, which takes about one; one that takes longer has hung."""
+"""The most seconds for one reproduction, which takes about one; one that takes longer has hung.
+
+On a busy machine it may take up to `PATIENCE` times as many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

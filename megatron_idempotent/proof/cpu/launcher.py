@@ -114,9 +114,11 @@ class Round:
         while waiting := [rank for rank in self._pids if not self._reported(rank)]:
             if self._outcome.failures:
                 deadline_s = last_s = min(deadline_s, self._first_failure_s + GRACE_S)
-            now_s = time.monotonic()
-            # What waits for a peer has no share in this: it grows for ranks that could run.
-            if now_s >= deadline_s and now_s >= min(last_s, deadline_s + self._unserved_s()):
+            late_s = time.monotonic() - deadline_s
+            # A rank that hangs waits for a peer, and not for a processor.
+            if late_s >= 0.0 and late_s >= min(
+                last_s - deadline_s, sum(map(unserved_s, self._pids.values()))
+            ):
                 # After a failure only those still running are of interest.
                 self._dump(waiting if self._outcome.failures else list(self._pids))
                 return not self._outcome.failures
@@ -165,10 +167,6 @@ class Round:
                 self._exit_codes[rank] = os.waitstatus_to_exitcode(status)
         return rank in self._exit_codes
 
-    def _unserved_s(self) -> float:
-        """Return the seconds for which ranks could run, and had no processor, in all."""
-        return sum(map(unserved_s, self._pids.values()))
-
     def _dump(self, ranks: list[int]) -> None:
         """Make `ranks` write their Python stacks, and read them."""
         for rank in ranks:
@@ -213,7 +211,7 @@ class Round:
 def unserved_s(pid: int) -> float:
     """Return the seconds for which the main thread of a process could run, and had no processor.
 
-    0 on a system without `/proc/PID/schedstat`, and for a process that has ended.
+    0 where the kernel does not count it in `/proc/PID/schedstat`, and for a process that has ended.
     """
     try:
         _, waited_ns, _ = Path(f"/proc/{pid}/schedstat").read_bytes().split()
