@@ -72,4 +72,8 @@ PATCH = Patch(
     "with EP 1 and another ETP than TP, experts get the gradients of other ranks' parts",
     target("ddp.__init__", init, "getattr(param, 'allreduce', True)"),
     before="0.19",
+    fixed_by=(
+        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",
+        "setattr(self.weight, 'allreduce', not use_expert_pgs)",
+    ),
 )

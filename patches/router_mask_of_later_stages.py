@@ -82,5 +82,9 @@ PATCH = Patch(
     "under sequence parallelism routers of later pipeline stages refuse a padding mask",
     target("moe.router:TopKRouter.forward", forward),
     since="0.16",
+    fixed_by=(
+        "megatron.core.transformer.moe.moe_layer:MoELayer.forward",
+        "padding_mask.shape[1] != hidden_states.shape[0]",
+    ),
     stock_error=r"RuntimeError: The size of tensor a",
 )

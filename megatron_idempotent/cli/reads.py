@@ -22,19 +22,21 @@ from typing import Any
 
 from megatron_idempotent.patching.base import Record
 from megatron_idempotent.patching.catalog import MEGATRON, patches
-from megatron_idempotent.patching.decide import in_range, judge
+from megatron_idempotent.patching.decide import judge
+from megatron_idempotent.patching.moved import bases_of
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.surroundings import (
     Need,
     Needs,
-    bases_of,
     binds,
     bound_of,
     class_text,
     key_of,
 )
 from megatron_idempotent.patching.trees import INFO, SourceTree
+
+from .release_table import release_of
 
 _PACKAGE = "megatron_idempotent"
 #: What wrappers are made of. Nothing else of this package touches upstream for them.
@@ -340,9 +342,8 @@ def installed_trees() -> list[SourceTree]:
 
 
 def _fits(patch: Patch, tree: SourceTree, *, read: bool) -> bool:
-    version = tree.versions[MEGATRON]
     bodies = {t.address: tree.body(t.module, t.qualname) for t in patch.targets}
-    return in_range(patch, version) and judge(patch, bodies, None, None, named=read).status is None
+    return judge(patch, bodies, None, release_of(tree), named=read).status is None
 
 
 def needs_of(patch: Patch, trees: Sequence[SourceTree], known: Needs | None) -> Needs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from . import decide, import_hooks, install, settings
+from . import decide, import_hooks, install, releases, settings
 from .base import Conflict, PatchError
 from .catalog import load, outlines
 from .install import state
@@ -53,6 +53,7 @@ def apply(
     selection = _select(only, exclude, strict)
     with install.lock:
         import_hooks.forget()
+        releases.forget()
         before = dict(state.rows)
         rows = [_plan(patch, selection, full=dry_run) for patch in outlines().values()]
         _raise_for(rows, selection)
@@ -157,26 +158,28 @@ def _plan(patch: Outline, selection: decide.Selection, *, full: bool) -> Row:
         if patch.id in state.wanted:
             return state.rows[patch.id]  # an earlier call asked for it, and it still waits
         return install.row(patch, verdict.status, verdict.reason)
-    verdict = decide.check_version(patch, decide.version_of(patch))
+    verdict = decide.check_installed(patch)
     if verdict.status is None:
-        # Reading bodies takes tens of milliseconds, so it waits for the import unless the caller
+        # Reading files takes tens of milliseconds, so it waits for the import unless the caller
         # wants the answer now.
         named = selection.named(patch.id)
         if full or named or selection.strict:
-            verdict = decide.check_bodies(load(patch.id), named=named)
+            verdict, decided = decide.check_bodies(patch, named=named), True
         else:
-            verdict = decide.check_modules(patch)
+            verdict, decided = decide.check_unread(patch), False
     if verdict.status is not None:
         return install.row(patch, verdict.status, verdict.reason)
-    if verdict.bodies:
+    if decided:
         try:
-            install.check(load(patch.id), verdict.bodies)
+            install.check(load(patch.id), verdict)
         except Conflict as conflict:
             return install.row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
         except AttributeError as error:
             return install.row(patch, "failed", f"{error}, although its source defines that")
     waits = install.missing(patch)
     reason = f"lands when {', '.join(waits)} is imported" if waits else "ready to land"
+    if not decided and (outside := decide.beside_range(patch)):
+        reason = f"{outside}: {decide.FILES_DECIDE} {', '.join(waits)} is imported"
     if verdict.reason:
         reason = f"{verdict.reason}; {reason}"
     return install.row(patch, "pending_import", reason)

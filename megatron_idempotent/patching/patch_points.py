@@ -421,12 +421,12 @@ class PatchPoint:
         )
 
 
-def open_patch_point(target: Target, body: Body) -> PatchPoint:
+def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
     """Return a site for the live function, with nothing installed yet.
 
     Args:
         target: any target that leads to the function.
-        body: the function's body in upstream's source.
+        body: the function's body in upstream's source; None to read it only where it is needed.
 
     Raises:
         Conflict: the live function was not compiled from that source.
@@ -449,7 +449,7 @@ def open_patch_point(target: Target, body: Body) -> PatchPoint:
     )
 
 
-def check_patch_point(target: Target, body: Body) -> tuple[list[Any], Any]:
+def check_patch_point(target: Target, body: Body | None) -> tuple[list[Any], Any]:
     """Compare the live function with the source, without making a site.
 
     A site refers to itself, and one that is dropped would hold the function until the next garbage
@@ -471,6 +471,13 @@ def check_patch_point(target: Target, body: Body) -> tuple[list[Any], Any]:
         if not any(name in vars(base) for base in getattr(owner, "__mro__", ())):
             raise AttributeError(f"{target.module} has no {target.qualname}")
         return [], None
+    from .source import as_compiled, read_body  # apply() before Megatron may do without
+
+    if as_compiled(_unbound(raw), module, target.qualname):
+        return [], None
+    body = body or read_body(str(module.__file__), target.qualname)
+    if body is None:
+        raise AttributeError(f"{module.__file__} defines no {target.qualname}")
     foreign = _foreign(raw, module, body, target.qualname)
     if foreign is None:
         return [], None

@@ -32,10 +32,8 @@ from .report import COVERED, PROBLEMS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from .evidence import Bodies
     from .report import Row
-    from .source import Body
-
-    Bodies = Mapping[str, Body]
 
 
 Original = Callable[..., Any]
@@ -201,6 +199,15 @@ class Target(Place):
             )
         if self.parts and not self.relies_on:
             raise ValueError(f"target {self.address} has parts of nothing: give fragments too")
+
+    def at(self, homes: Mapping[str, str]) -> Target:
+        """Return this target at the address that its function has moved to, if it has moved."""
+        home = homes.get(self.address)
+        if home is None:
+            return self
+        moved = object.__new__(Target)
+        vars(moved).update(vars(self), address=home)
+        return moved
 
     def label(self, body_hash: str) -> str:
         """Return the releases that have this body, whichever patch it was read for; else nothing.
@@ -431,20 +438,6 @@ def takes_help(program: Any) -> bool:
         code is not None
         and "helped" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     )
-
-
-def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:
-    """Return, as a `fixed_when`, whether one of the bodies contains one of the fragments."""
-    return lambda bodies: any(
-        body.contains(fragment, outside_loops=outside_loops)
-        for body in bodies.values()
-        for fragment in fragments
-    )
-
-
-def no_body_has(fragment: str) -> Callable[[Bodies], bool]:
-    """Return, as a `fixed_when`, whether none of the bodies contains the fragment any more."""
-    return lambda bodies: not a_body_has(fragment)(bodies)
 
 
 def _declaring_module() -> str:

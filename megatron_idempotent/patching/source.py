@@ -29,10 +29,10 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
-from .import_hooks import find
+from .import_hooks import find, namespace
 
 _T = TypeVar("_T")
 
@@ -324,6 +324,26 @@ _COMPARED = (
 )
 
 
+def as_compiled(function: object, module: ModuleType, qualname: str) -> bool:
+    """Tell if a live function is what the .pyc of its module's source has at `qualname`.
+
+    A decorated one is not looked through. False also where there is no .pyc that fits the source.
+    """
+    if type(function) is not FunctionType or function.__globals__ is not namespace(module):
+        return False
+    code, file = function.__code__, str(module.__file__)
+    if hasattr(function, "__wrapped__") or os.path.basename(code.co_filename) != (
+        os.path.basename(file)
+    ):
+        return False
+    compiled = _inside(kept(file), qualname)
+    return (
+        compiled is not None
+        and compiled.co_firstlineno == code.co_firstlineno
+        and _same(code, compiled)
+    )
+
+
 @lru_cache(maxsize=256)  # apply() asks before it changes anything, and again for each function
 def difference(code: CodeType, body: Body, qualname: str) -> str | None:
     """Say what the code is, as the end of a sentence, if it is not the body's; else None."""
@@ -352,7 +372,7 @@ def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
         definition.lineno = definition.end_lineno = body.line
         definition.col_offset = definition.end_col_offset = 0
     # And after the imports: a call of something that is imported is compiled in its own way.
-    module = ast.Module(body=[*_imports(body.module), definition], type_ignores=[])
+    module = ast.Module(body=[*imports_of(body.module), definition], type_ignores=[])
     for source in (module, body.module):
         flags = like.co_flags & _FEATURES
         module_code = compile(source, like.co_filename, "exec", flags, dont_inherit=True)
@@ -399,7 +419,7 @@ def _read_kept(cached: str, seconds: int, size: int) -> CodeType | None:
 
 
 @lru_cache(maxsize=64)
-def _imports(text: str) -> tuple[ast.stmt, ...]:
+def imports_of(text: str) -> tuple[ast.stmt, ...]:
     """Return a module's imports outside of functions and classes, without parsing all of it."""
     found: list[ast.stmt] = []
     outside = True

@@ -12,70 +12,24 @@ All of it is one search for text per name. Nothing is parsed unless a search has
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from .base import Record
 from .catalog import generated
-from .import_hooks import find
-from .source import read_text
+from .moved import bases_of
 
 if TYPE_CHECKING:
-    from .decide import Installed
     from .record import Patch, Target
+    from .releases import Installed, Sources
 
 READS = "reads.txt"
 _PRE = "rc"
 _KEEPS = "keeps"
-
-
-class Sources(Protocol):
-    """Reads modules: those on the path, or those of a tree elsewhere."""
-
-    def text(self, module: str) -> str | None:
-        """Return the module's source, or None if there is none."""
-
-    def beside(self, module: str) -> list[str]:
-        """Return the modules in the module's folder, itself included."""
-
-
-class OnPath:
-    """Reads the modules on the path, and lists a folder, each of them once; imports none."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str | None] = {}
-        self._folders: dict[str, list[str]] = {}
-
-    def text(self, module: str) -> str | None:
-        """Return the module's source, or None if there is none, or none that can be read."""
-        if module not in self._texts:
-            path = find(module)
-            try:
-                self._texts[module] = None if path is None else read_text(path)
-            except (OSError, UnicodeDecodeError):
-                self._texts[module] = None
-        return self._texts[module]
-
-    def beside(self, module: str) -> list[str]:
-        """Return the modules in the module's folder, itself included."""
-        path = find(module)
-        if path is None:
-            return []
-        package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
-        if package not in self._folders:
-            self._folders[package] = modules_in(package, os.listdir(os.path.dirname(path)))
-        return self._folders[package]
-
-
-def modules_in(package: str, files: list[str]) -> list[str]:
-    """Return the modules that these files of a package's folder hold."""
-    stems = sorted(name[:-3] for name in files if name.endswith(".py"))
-    return [package if stem == "__init__" else f"{package}.{stem}" for stem in stems]
 
 
 class Need(Record):
@@ -193,12 +147,23 @@ def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
             yield " ".join([" ", place, *sorted(filter(None, places[place]))])[1:]
 
 
-def unmet(patch: Patch, version: Installed | None, sources: Sources) -> str | None:
-    """Say what the patch needs of upstream and the sources lack, or what goes round it; or None."""
+def unmet(patch: Patch, release: Installed | None, sources: Sources) -> str | None:
+    """Say what the patch needs of upstream and the sources lack, or what goes round it; or None.
+
+    Args:
+        patch: the patch.
+        release: the release that the sources are. None for a commit, which has to bind what some
+            release does: wrappers cope with each of them.
+        sources: the modules.
+    """
     needs = table().get(patch.id, Needs())
-    for need in needs.names:
-        if version is not None and need.covers(key_of(version)) and not need.is_met(sources):
-            return str(need)
+    keys = _borders(needs.names) if release is None else [key_of(release)]
+    lacking = [
+        next((n for n in needs.names if n.covers(key) and not n.is_met(sources)), None)
+        for key in keys
+    ]
+    if None not in lacking:
+        return str(lacking[0])
     if needs.keeps:
         for module, owner in sorted(_classes(patch, needs)):
             text = sources.text(module)
@@ -207,6 +172,12 @@ def unmet(patch: Patch, version: Installed | None, sources: Sources) -> str | No
                     f"{module}:{owner} has __slots__, so that its wrappers can keep nothing on it"
                 )
     return next((said for target in patch.targets for said in _round(target, patch, sources)), None)
+
+
+def _borders(needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
+    """Return a version on each side of each bound in these needs, the newest first."""
+    bounds = {_key(bound) for need in needs for bound in (need.since, need.before) if bound}
+    return [*sorted(bounds, reverse=True), ((0,), False)]
 
 
 def _classes(patch: Patch, needs: Needs) -> set[tuple[str, str]]:
@@ -298,13 +269,6 @@ def class_text(text: str, owner: str) -> str:
         end = re.compile(r"^[A-Za-z_@]", re.MULTILINE).search(text, head.end())
         found.append(text[head.start() : end.start() if end else len(text)])
     return "\n".join(found)
-
-
-def bases_of(text: str, owner: str) -> list[str]:
-    """Return the names of the base classes, as the source has them, without parameters."""
-    found = re.search(rf"^[ \t]*class {owner}\b\s*\(([^)]*)\)", text, re.MULTILINE)
-    inner = re.sub(r"\[[^]]*\]|\w+\s*=\s*\w+", "", found[1]) if found else ""
-    return [base.strip().rpartition(".")[2] for base in inner.split(",") if base.strip()]
 
 
 @lru_cache(maxsize=1024)

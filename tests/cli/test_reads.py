@@ -4,7 +4,7 @@ import pytest
 
 from megatron_idempotent.cli.reads import derived, installed_trees, needs_of, renewed
 from megatron_idempotent.patching.catalog import MEGATRON, generated, patches
-from megatron_idempotent.patching.decide import Installed, in_range, numbers
+from megatron_idempotent.patching.releases import Installed, numbers, supported
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.surroundings import (
     READS,
@@ -48,7 +48,7 @@ def test_a_name_that_the_installed_release_binds_is_asked_of_it():
         for patch_id, needs in table().items():
             asked = [need for need in needs.names if need.covers(key_of(version))]
             places = {(need.modules, need.owner, need.name) for need in asked}
-            if in_range(patches()[patch_id], version):
+            if supported(version, patches()[patch_id].since, patches()[patch_id].before):
                 for need in needs.names:
                     place = (need.modules, need.owner, need.name)
                     assert place in places or not need.is_met(tree), f"{patch_id}: {need}"

@@ -234,6 +234,9 @@ class OneModule:
     def beside(self, module):
         return [module]
 
+    def is_package(self, module):
+        return False
+
 
 @pytest.mark.parametrize(
     ("beside", "status"),

@@ -20,7 +20,7 @@ from mutants import Around, detours, renames, slots
 import megatron_idempotent
 from megatron_idempotent.cli.reads import elsewhere, installed_trees
 from megatron_idempotent.patching.catalog import MEGATRON, patches
-from megatron_idempotent.patching.decide import in_range, judge
+from megatron_idempotent.patching.decide import judge
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.trees import SourceTree
 
@@ -51,20 +51,17 @@ class Changed(SourceTree):
 def verdict(patch: Patch, tree: SourceTree) -> tuple[bool, str]:
     """Return whether the patch would be applied to the tree, and why or why not."""
     bodies = {t.address: tree.body(t.module, t.qualname) for t in patch.targets}
-    found = judge(patch, bodies, tree, tree.versions[MEGATRON], named=False)
+    found = judge(patch, bodies, tree, None, named=False)
     return found.status is None, found.reason
 
 
 @functools.cache
 def applied() -> list[Patch]:
     """Patch of Megatron that the installed one gets."""
-    version = TREES[0].versions[MEGATRON]
     return [
         patch
         for patch in patches().values()
-        if patch.distribution == MEGATRON
-        and in_range(patch, version)
-        and verdict(patch, TREES[0])[0]
+        if patch.distribution == MEGATRON and verdict(patch, TREES[0])[0]
     ]
 
 
