@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, bench, gathered, target
+from ._case import Fault, Original, Patch, address, arguments, bench, gathered, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +73,9 @@ PATCH = Patch(
     target("ddp.__init__", init, "getattr(param, 'allreduce', True)"),
     before="0.19",
     fixed_by=(
-        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",
-        "setattr(self.weight, 'allreduce', not use_expert_pgs)",
+        (
+            address("layers.ColumnParallelLinear.__init__"),
+            "setattr(self.weight, 'allreduce', not use_expert_pgs)",
+        ),
     ),
 )

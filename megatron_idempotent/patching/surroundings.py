@@ -157,7 +157,7 @@ def unmet(patch: Patch, release: Installed | None, sources: Sources) -> str | No
         sources: the modules.
     """
     needs = table().get(patch.id, Needs())
-    keys = _borders(needs.names) if release is None else [key_of(release)]
+    keys = _borders(patch, needs.names) if release is None else [key_of(release)]
     lacking = [
         next((n for n in needs.names if n.covers(key) and not n.is_met(sources)), None)
         for key in keys
@@ -174,10 +174,11 @@ def unmet(patch: Patch, release: Installed | None, sources: Sources) -> str | No
     return next((said for target in patch.targets for said in _round(target, patch, sources)), None)
 
 
-def _borders(needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
-    """Return a version on each side of each bound in these needs, the newest first."""
+def _borders(patch: Patch, needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
+    """Return a version for each set of needs of a release in the patch's range, newest first."""
+    first, end = _key(patch.since or "0"), _key(patch.before)
     bounds = {_key(bound) for need in needs for bound in (need.since, need.before) if bound}
-    return [*sorted(bounds, reverse=True), ((0,), False)]
+    return [*sorted((key for key in bounds if first < key < end), reverse=True), first]
 
 
 def _classes(patch: Patch, needs: Needs) -> set[tuple[str, str]]:
