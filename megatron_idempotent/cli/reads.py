@@ -398,7 +398,8 @@ def _bases(module: str, owner: str, trees: Sequence[SourceTree]) -> list[tuple[s
     """Return the base classes of a class that its folder has, by module and name."""
     found: dict[tuple[str, str], None] = {}
     for tree in trees[-1:] if owner else ():
-        for base in bases_of(tree.text(module) or "", owner):
+        for name in bases_of(tree.text(module) or "", owner):
+            base = name.rpartition(".")[2]
             for home in tree.beside(module):
                 if class_text(tree.text(home) or "", base) and (home, base) not in found:
                     found |= dict.fromkeys([(home, base), *_bases(home, base, trees)])

@@ -110,12 +110,13 @@ def _land(
     if verdict.status is not None:
         return row(outline, verdict.status, verdict.reason)
     patch = load(outline.id)
+    for target in patch.targets:  # a module that is loaded again may define what it once imported
+        state.homes[target.address] = verdict.homes.get(target.address, target.address)
     try:
         prepared = prepare(patch, verdict)
     except Conflict as conflict:
         return row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
     # Everything is validated; from here on only plain assignments happen.
-    state.homes.update(verdict.homes)
     for target, site in prepared:
         if not site.in_place or not site.is_installed:
             state.sites[site.target.address] = site

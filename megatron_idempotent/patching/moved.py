@@ -113,7 +113,7 @@ def _origins(text: str, module: str, name: str, sources: Sources) -> Iterator[tu
 
 
 def bases_of(text: str, owner: str) -> list[str]:
-    """Return the names of the base classes, as the source has them, without parameters."""
-    found = re.search(rf"^[ \t]*class {owner}\b\s*\(([^)]*)\)", text, re.MULTILINE)
-    inner = re.sub(r"\[[^]]*\]|\w+\s*=\s*\w+", "", found[1]) if found else ""
-    return [base.strip().rpartition(".")[2] for base in inner.split(",") if base.strip()]
+    """Return the base classes as the source names them: `module.Base`, without parameters."""
+    head = re.search(rf"^[ \t]*class {owner}\b\s*\(([^)]*)\)", text, re.MULTILINE)
+    inner = re.sub(r"\[[^]]*\]|\w+\s*=\s*\w+", "", head[1]) if head else ""
+    return [base.strip() for base in inner.split(",") if base.strip()]

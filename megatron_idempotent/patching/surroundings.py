@@ -281,9 +281,9 @@ def has_slots(text: str, owner: str) -> bool:
     if (said is None and made is None) or (said is not None and "__dict__" in said[1]):
         return False
     # A base class without slots gives its objects a __dict__ all the same.
+    bases = (base.rpartition(".")[2] for base in bases_of(text, owner))
     return all(
-        base in ("object", "ABC", "Generic", "Protocol") or has_slots(text, base)
-        for base in bases_of(text, owner)
+        base in ("object", "ABC", "Generic", "Protocol") or has_slots(text, base) for base in bases
     )
 
 
