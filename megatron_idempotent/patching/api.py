@@ -100,8 +100,8 @@ def revert() -> Report:
 def report() -> Report:
     """Return what is in place now: a row per known patch, `disabled` before the first `apply()`.
 
-    The reason of an applied patch names live code that goes past it: a class that overrides the
-    patched method and does not call it, a table that holds upstream's function.
+    The reason of an applied patch names live code that goes past it (`patching/detours.py`): a
+    class that overrides the patched method and does not call it, a place that holds upstream's.
 
     Raises:
         PatchError: in strict mode, if a patch that landed late has a problem.

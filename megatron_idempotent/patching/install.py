@@ -161,19 +161,30 @@ def prepare(patch: Patch, bodies: Mapping[str, Body]) -> list[tuple[Target, Patc
         AttributeError: nothing stands there, although the source defines it.
     """
     prepared = []
+    opened: list[PatchPoint] = []
     from .patch_points import open_patch_point
 
-    for target in patch.targets:
-        if not import_hooks.is_complete(target.module):
-            continue
-        site = state.sites.get(target.address)
-        if site is None or not site.in_place:
-            fresh = open_patch_point(target, bodies[target.address])
-            if site is None or not site.same_place(fresh):
-                # Names that were bound early still lead to the function of the old site.
-                fresh.previous = site
-                site = fresh
-        prepared.append((target, site))
+    try:
+        for target in patch.targets:
+            if not import_hooks.is_complete(target.module):
+                continue
+            site = state.sites.get(target.address)
+            if site is None or not site.in_place:
+                fresh = open_patch_point(target, bodies[target.address])
+                opened.append(fresh)
+                if site is None or not site.same_place(fresh):
+                    # Names that were bound early still lead to the function of the old site.
+                    fresh.previous = site
+                    site = fresh
+            prepared.append((target, site))
+    except (Conflict, AttributeError):
+        prepared.clear()
+        raise
+    finally:
+        kept = {id(site) for _, site in prepared}
+        for site in opened:
+            if id(site) not in kept:
+                site.discard()
     return prepared
 
 
@@ -223,7 +234,7 @@ def detours() -> dict[str, list[str]]:
     """Return by address of a patched function what live code reaches past our function."""
     if not state.sites:
         return {}
-    from .patch_points import detours
+    from .detours import detours
 
     return detours(state.sites.values())
 
