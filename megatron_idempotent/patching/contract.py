@@ -136,7 +136,7 @@ def _calls_original(node: ast.Call) -> bool:
 def _keywords(tree: ast.FunctionDef) -> Iterator[str]:
     """Yield the keywords of calls of the function that the wrapper stands around."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _calls_original(node):
+        if isinstance(node, ast.Call) and _called(node) == "original":
             yield from (keyword.arg for keyword in node.keywords if keyword.arg is not None)
 
 

@@ -96,6 +96,9 @@ class Need(Record):
     """The first release that binds it, such as `0.16.0`; `0.16.0rc` with those that lead to it."""
     before: str = ""
     """The first release that no longer does."""
+    use: str = ""
+    """A use of the name beside reading it, which places that define it have to allow: `!` if it is
+    set, `(keyword)` if it is called with it, `[hash]` if its result is taken apart."""
 
     def covers(self, key: tuple[tuple[int, ...], bool]) -> bool:
         """Tell if a tree with this version's key has to bind the name."""
@@ -104,15 +107,32 @@ class Need(Record):
         )
 
     def is_met(self, sources: Sources) -> bool:
-        """Tell if the sources bind the name."""
+        """Tell if the sources bind the name, or allow its use where they do."""
         texts = (sources.text(module) for module in self.modules)
-        return any(text is not None and binds(text, self.owner, self.name) for text in texts)
+        if not self.use:
+            return any(text is not None and binds(text, self.owner, self.name) for text in texts)
+        return self.is_allowed(sources) is not False
+
+    def is_allowed(self, sources: Sources) -> bool | None:
+        """Tell if the sources allow the use of the name; None if they do not define it."""
+        from .uses import fits
+
+        texts = (sources.text(module) for module in self.modules)
+        answers = [fits(text, self.owner, self.name, self.use) for text in texts if text]
+        known = [answer for answer in answers if answer is not None]
+        return all(known) if known else None
 
     def __str__(self) -> str:
         where = " or ".join(self.modules)
         if not self.name:
             return f"{where} is not there, and its wrapper imports it"
         of = f"{where}:{self.owner}" if self.owner else where
+        if self.use == "!":
+            return f"{of} lets nobody set `{self.name}`, which its wrapper does"
+        if self.use.startswith("("):
+            return f"{of}.{self.name} takes no `{self.use[1:-1]}`, which its wrapper passes"
+        if self.use:
+            return f"{of}.{self.name} returns something else, which its wrapper takes apart"
         verb = "sets" if self.name.startswith(".") else "defines"
         return f"{of} {verb} no `{self.name.lstrip('.')}`, which its wrapper reads"
 
@@ -164,8 +184,8 @@ def parsed(lines: list[str]) -> dict[str, Needs]:
         place, *names = line.split()
         modules, _, owner = place.partition(":")
         for each in names or [""]:
-            name, since, before = re.fullmatch(
-                r"(\.?\w*)(?:>=([\w.]+))?(?:<([\w.]+))?", each
+            name, use, since, before = re.fullmatch(
+                r"(\.?\w*)(!|\([\w,]+\)|\[[\w|]+\])?(?:>=([\w.]+))?(?:<([\w.]+))?", each
             ).groups("")  # type: ignore[union-attr]
             found[patch_id].append(
                 Need(
@@ -174,6 +194,7 @@ def parsed(lines: list[str]) -> dict[str, Needs]:
                     name=name,
                     since=since,
                     before=before,
+                    use=use,
                 )
             )
     return {name: Needs(names=tuple(needs), keeps=name in keeps) for name, needs in found.items()}
@@ -188,7 +209,7 @@ def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
             place = "|".join(each.modules) + (f":{each.owner}" if each.owner else "")
             since = f">={each.since}" if each.since else ""
             before = f"<{each.before}" if each.before else ""
-            places.setdefault(place, []).append(f"{each.name}{since}{before}")
+            places.setdefault(place, []).append(f"{each.name}{each.use}{since}{before}")
         for place in sorted(places):
             yield " ".join([" ", place, *sorted(filter(None, places[place]))])[1:]
 
@@ -200,12 +221,17 @@ def unmet(patch: Patch, version: Installed | None, sources: Sources) -> str | No
         if version is not None and need.covers(key_of(version)) and not need.is_met(sources):
             return str(need)
     if needs.keeps:
+        from . import uses
+
         for module, owner in sorted(_classes(patch, needs)):
             text = sources.text(module)
             if text is not None and has_slots(text, owner):
                 return (
                     f"{module}:{owner} has __slots__, so that its wrappers can keep nothing on it"
                 )
+            is_own = owner in {t.qualname.rpartition(".")[0] for t in patch.targets}
+            if text is not None and is_own and uses.is_frozen(text, owner):
+                return f"{module}:{owner} is frozen, so that its wrappers can keep nothing on it"
     return next((said for target in patch.targets for said in _round(target, patch, sources)), None)
 
 

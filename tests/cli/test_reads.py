@@ -76,3 +76,55 @@ def test_a_commit_that_lacks_a_name_takes_it_neither_from_later_nor_from_earlier
         known = Need(modules=(module,), owner="TransformerConfig", name=name)
         found = needs_of(case, [commit], Needs(names=(known,)))
         assert {(n.since, n.before) for n in found.names if n.name == name} == spans
+
+
+@pytest.mark.parametrize(
+    ("patch_id", "name", "use"),
+    [
+        ("pending-gather-dropped", "finish_param_sync", "(skip_next_bucket_dispatch)"),
+        ("spoilt-checkpoint-ends-well", "get_data_parallel_rank", "(with_context_parallel)"),
+        ("timers-left-running", "_started", "!"),
+        ("scheduler-load-adds-steps", "num_steps", "!"),
+        ("deferred-reduction-refused", "register_grad_ready", "!"),  # deleted, too
+        ("shared-experts-wedged", "gate_score", "!"),  # by a variable, from a table
+        ("frozen-parameters-move", "shard_fp32_groups", ""),
+        ("pipeline-seed-offset", "get_states", "[]"),
+        ("unscaled-twice", "_collect_main_grad_data_for_unscaling", "[]"),
+    ],
+)
+def test_what_is_done_with_a_name_is_read_off_the_wrapper(patch_id, name, use):
+    pytest.importorskip("torch")
+    reads, _ = derived(patches()[patch_id])
+    assert (name, use) in {(read.name, read.use) for read, _ in reads}
+
+
+def test_a_pair_in_a_table_names_a_module_and_what_it_has():
+    pytest.importorskip("torch")
+    reads, _ = derived(patches()["aux-loss-scale-left-set"])
+    module = "megatron.core.transformer.moe.moe_utils"
+    assert (module, "MoEAuxLossAutoScaler") in {(read.module, read.name) for read, _ in reads}
+
+
+def test_a_person_who_accepts_a_tree_accepts_how_it_makes_a_result():
+    if not installed_trees():
+        pytest.skip("there is no Megatron in this environment")
+    (tree,) = installed_trees()
+    case, module = patches()["pipeline-seed-offset"], "megatron.core.tensor_parallel.random"
+    known = table()[case.id]
+    (need,) = (need for need in known.names if need.use.startswith("["))
+
+    class Commit(SourceTree):
+        def text(self, name: str) -> str | None:
+            text = super().text(name) or ""
+            return text.replace("return states\n", "return [*states]\n") if name == module else text
+
+    commit = object.__new__(Commit)
+    vars(commit).update(vars(tree), _texts={})
+    assert need.is_allowed(tree)
+    assert not need.is_met(commit)
+    assert need in needs_of(case, [commit], known).names
+    (accepted,) = (
+        n for n in needs_of(case, [commit], known, accepts=True).names if n.use[:1] == "["
+    )
+    assert accepted.is_met(tree)
+    assert accepted.is_met(commit)

@@ -156,7 +156,7 @@ def _quietly(steps):
     ("old", "new", "says"),
     [
         ("", "", ""),
-        ("return 0, timers", "return timers, 0", "has `return (timers, COUNT)`"),
+        ("return 0, timers", "return timers, 0", "has `return (timers, 0)`"),
         ("return 0, timers", "return 0", "has `return 0`"),
         ("return 0, timers", "return other(steps)", "has `return other(steps)`"),
         ("raise ValueError\n    return 0, timers", "return 3, timers", "does not end with a"),
