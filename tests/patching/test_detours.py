@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import pytest
+from past import CLASSES, HOLDERS, MAKE, RIGHT, THING, run
 from toys import Toys, shout
 
 from megatron_idempotent import report, revert
@@ -50,40 +51,6 @@ FUNCTIONS = {
     "cached": "Up.cached",
     "wave": "wave",
 }
-THING = "class Thing:\n    pass\n"
-MAKE = "def make(call):\n    def inner(x):\n        return call(x)\n    return inner\n"
-#: Statements of a module that hold a function in `held`, by what names the place.
-HOLDERS = {
-    "toy_user.name": "name = held",
-    "toy_user.TABLE": "TABLE = {'a': {'b': [(held,)]}}",
-    "toy_user.KEYS": "KEYS = {held: 'a'}",
-    "toy_user.NAMES": "NAMES = frozenset([held])",
-    "toy_user.QUEUE": "QUEUE = collections.deque([held])",
-    "toy_user.PROXY": "PROXY = types.MappingProxyType({'a': held})",
-    "toy_user.Other.fast": "class Other:\n    fast = held",
-    "toy_user.Other.still": "class Other:\n    still = staticmethod(held)",
-    "toy_user.Other.size": "class Other:\n    size = property(held)",
-    "toy_user.Other.later": "class Other:\n    later = functools.partialmethod(held)",
-    "toy_user.Other.Inner.fast": "class Other:\n    class Inner:\n        fast = held",
-    "toy_user.default": "def default(x, call=held):\n    return call(x)",
-    "toy_user.keyword": "def keyword(x, *, call=held):\n    return call(x)",
-    "toy_user.Other.call": "class Other:\n    def call(self, call=held):\n        return call",
-    "toy_user.closure": f"{MAKE}closure = make(held)",
-    "toy_user.bound": "bound = types.MethodType(held, 3)",
-    "toy_user.partial": "partial = functools.partial(held, 3)",
-    "toy_user.faster": "faster = functools.lru_cache(held)",
-    "toy_user.thing": f"{THING}thing = Thing()\nthing.call = held",
-    "attribute `call` of an object of toy_user.Thing": (
-        f"{THING}THINGS = [Thing()]\nTHINGS[0].call = held"
-    ),
-    "toy_user.make.<locals>.inner": f"{MAKE}{THING}THINGS = [Thing()]\nTHINGS[0].f = make(held)",
-    "toy_user.waiting": (
-        "def wait(call):\n    yield\n    call()\nwaiting = wait(held)\nnext(waiting)"
-    ),
-}
-
-if sys.version_info < (3, 11):  # the variables of a generator are those of a frame
-    del HOLDERS["toy_user.waiting"]
 
 
 class Case:
@@ -102,8 +69,7 @@ class Case:
     def use(self, source: str, held: str) -> None:
         """Run statements that hold one of the functions."""
         of = self.up if held == "wave" else self.up.Up
-        vars(self.user)["held"] = getattr(of, held)
-        exec(f"import collections, functools, types\n{source}\ndel held", vars(self.user))
+        run(source, self.user, getattr(of, held), self.up.Up, "greet")
 
     def apply(self) -> None:
         """Apply all patches, whatever decorators the functions have."""
@@ -306,50 +272,6 @@ def test_many_places_are_counted(case):
     assert said[0] == "toy_user.name_00 holds upstream's"
     assert len(said) == 9
     assert said[-1] == "12 other places hold upstream's"
-
-
-#: Classes by what names the one that overrides; empty if all is well.
-CLASSES = {
-    "toy_user.Rude overrides it": "class Rude(up.Up):\n    def greet(self, name): ...",
-    "toy_user.Low overrides it": (
-        "class Heir(up.Up):\n    pass\nclass Low(Heir):\n    greet = None"
-    ),
-    "toy_user.Mixin, which comes before it in toy_user.Heir, overrides it": (
-        "class Mixin:\n    def greet(self, name): ...\nclass Heir(Mixin, up.Up):\n    pass\n"
-        "class Low(Heir):\n    pass"
-    ),
-    "toy_user.Second, which comes before it in toy_user.Heir, overrides it": (
-        "class First:\n    def greet(self, name):\n        return super().greet(name)\n"
-        "class Second:\n    def greet(self, name): ...\n"
-        "class Heir(First, Second, up.Up):\n    pass"
-    ),
-    "toy_user.Far, which comes before it in toy_user.Heir, overrides it": (
-        "class Far:\n    def greet(self, name): ...\nclass Mixin(Far):\n    pass\n"
-        "class Heir(Mixin, up.Up):\n    pass"
-    ),
-    "toy_user.Mixin, which comes before it in toy_user.Low, overrides it": (
-        "class Mixin:\n    greet = staticmethod(print)\n"
-        "class Heir(up.Up):\n    def greet(self, name):\n        return super().greet(name)\n"
-        "class Low(Mixin, Heir):\n    pass"
-    ),
-}
-RIGHT = {
-    "a mixin that calls the next": (
-        "class Mixin:\n    def greet(self, name):\n        return super().greet(name)\n"
-        "class Heir(Mixin, up.Up):\n    pass"
-    ),
-    "a mixin that comes later": (
-        "class Mixin:\n    def greet(self, name): ...\nclass Heir(up.Up, Mixin):\n    pass"
-    ),
-    "a diamond": ("class Left(up.Base):\n    pass\nclass Heir(Left, up.Up):\n    pass"),
-    "a replacement that wears the function's name": (
-        "@functools.wraps(up.Up.greet)\ndef greet(self, name): ..."
-    ),
-    "a decorated method that calls the next": (
-        "class Heir(up.Up):\n    @functools.wraps(up.Up.greet)\n"
-        "    def greet(self, name):\n        return up.Up.greet(self, name)"
-    ),
-}
 
 
 @pytest.mark.parametrize("first", ["classes", "apply"])
