@@ -57,6 +57,7 @@ def apply(
         rows = [_plan(patch, selection, full=dry_run) for patch in outlines().values()]
         _raise_for(rows, selection)
         if dry_run:
+            install.forget_sources()
             return Report(rows)
         earlier, settled, named = dict(state.wanted), state.selection, state.named
         added = {row.id for row in rows if row.status == "pending_import"} - set(earlier)
@@ -72,6 +73,7 @@ def apply(
             lost = {name: state.rows[name] for name in set(earlier) - set(state.wanted)}
             state.selection, state.named, state.rows = settled, named, before | lost
             raise
+        install.forget_sources()
         changed = _changed(before)
         write_report()
         waiting = {m for patch in state.wanted.values() for m in install.missing(patch)}
@@ -187,10 +189,17 @@ def _on_import() -> None:
         import_hooks.forget()
         before = dict(state.rows)
         install.settle()
+        importing = install.forget_sources()
         changed = _changed(before)
         if changed:
             write_report()
     _log(changed)
+    import_hooks.when_complete(importing[:1], _forget_sources)  # the outermost
+
+
+def _forget_sources() -> None:
+    with install.lock:
+        install.forget_sources()
 
 
 def _changed(before: dict[str, Row]) -> list[Row]:

@@ -7,6 +7,7 @@ target's module is imported, the bodies were judged, and every wrapper is in.
 from __future__ import annotations
 
 import os
+import sys
 from _thread import RLock
 
 from . import decide, import_hooks
@@ -99,6 +100,23 @@ def settle() -> None:
     for patch_id, reason in accepted.items():
         if patch_id in state.wanted:
             state.rows[patch_id] = _accepted(state.wanted[patch_id], reason)
+
+
+def forget_sources() -> list[str]:
+    """Let go of upstream's texts, trees and code, megabytes that are read again if need be.
+
+    Returns:
+        Modules and packages that are being imported, of which the next needs the same: then
+        nothing is let go.
+    """
+    names = {target.module for patch in state.wanted.values() for target in patch.targets}
+    waiting = import_hooks.under_way(names)
+    package = __name__.rpartition(".")[0]
+    for name in () if waiting else ("source", "surroundings", "uses"):
+        module = sys.modules.get(f"{package}.{name}")
+        if module is not None:
+            module.forget()
+    return waiting
 
 
 def _land(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from .base import Record
 from .catalog import generated
 from .import_hooks import find
-from .source import read_text
+from .source import definitions, read_text
 
 if TYPE_CHECKING:
     from .decide import Installed
@@ -252,10 +252,22 @@ def binds(text: str, owner: str, name: str) -> bool:
         return True
     bare = name.lstrip(".")
     text = class_text(text, owner) if owner else text
-    return bare in text and any(
-        _binds(text, *found.span(), of_any=bare != name)
-        for found in re.finditer(rf"\b{bare}\b", text)
-    )
+    return any(_binds(text, *span, of_any=bare != name) for span in words(text, bare))
+
+
+def words(text: str, name: str) -> Iterator[tuple[int, int]]:
+    """Yield where a name stands as a word of its own; no pattern is compiled for it."""
+    start = text.find(name)
+    while start >= 0:
+        end = start + len(name)
+        around = text[start - 1 : start] + text[end : end + 1]
+        if not any(_is_part(letter) for letter in around):
+            yield start, end
+        start = text.find(name, end)
+
+
+def _is_part(letter: str) -> bool:
+    return letter.isalnum() or letter == "_"
 
 
 _ASSIGNS = re.compile(r"(?P<left>[^=\n#]*?)\s*[|+]?=(?!=)")
@@ -319,24 +331,43 @@ def _heads(text: str) -> list[int]:
 @lru_cache(maxsize=256)
 def class_text(text: str, owner: str) -> str:
     """Return the lines of a class, or of all classes with this name; decorators included."""
-    found = []
-    for head in re.finditer(rf"^(?:@.*\n)*[ \t]*class {owner}\b", text, re.MULTILINE):
-        end = re.compile(r"^[A-Za-z_@]", re.MULTILINE).search(text, head.end())
-        found.append(text[head.start() : end.start() if end else len(text)])
-    return "\n".join(found)
+    parts = []
+    for line in definitions(text).get(owner, ()):
+        if line.is_class:
+            heads = _heads(text)
+            after = bisect_right(heads, line.end)
+            end = heads[after] if after < len(heads) else len(text)
+            parts.append(text[_above(text, line.start) : end])
+    return "\n".join(parts)
+
+
+def _above(text: str, start: int) -> int:
+    """Return where the decorators above a line begin, of which each has a line of its own."""
+    before = text.rfind("\n", 0, max(0, start - 1)) + 1
+    while start and text.startswith("@", before):
+        start, before = before, text.rfind("\n", 0, max(0, before - 1)) + 1
+    return start
 
 
 def bases_of(text: str, owner: str) -> list[str]:
     """Return the names of the base classes, as the source has them, without parameters."""
-    found = re.search(rf"^[ \t]*class {owner}\b\s*\(([^)]*)\)", text, re.MULTILINE)
-    inner = re.sub(r"\[[^]]*\]|\w+\s*=\s*\w+", "", found[1]) if found else ""
-    return [base.strip().rpartition(".")[2] for base in inner.split(",") if base.strip()]
+    for line in definitions(text).get(owner, ()):
+        inner = _BASES.match(text, line.end) if line.is_class else None
+        if inner:
+            names = re.sub(r"\[[^]]*\]|\w+\s*=\s*\w+", "", inner[1])
+            return [base.strip().rpartition(".")[2] for base in names.split(",") if base.strip()]
+    return []
+
+
+_BASES = re.compile(r"\s*\(([^)]*)\)")
 
 
 @lru_cache(maxsize=1024)
 def has_slots(text: str, owner: str) -> bool:
     """Tell if objects of a class take no attribute but those that it names."""
     own = class_text(text, owner)
+    if "slots" not in own:
+        return False
     said = re.search(r"^\s+__slots__\b.*?=\s*([^\n]*(?:\n(?!\s+\w+ *[=:(]|\s+def ).*)*)", own, re.M)
     made = re.search(r"^@.*\bslots\s*=\s*True", own, re.MULTILINE)
     if (said is None and made is None) or (said is not None and "__dict__" in said[1]):
@@ -364,21 +395,28 @@ def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
 @lru_cache(maxsize=1024)
 def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
     """Return the subclasses in a module that have a method of this name that calls no other one."""
-    if owner not in text:
-        return ()
-    found = []
+    return tuple(
+        heir
+        for heir, bases in _classes_below(text)
+        if owner in bases and any(words(bases, owner)) and _overrides(class_text(text, heir), name)
+    )
+
+
+@lru_cache(maxsize=128)
+def _classes_below(text: str) -> tuple[tuple[str, str], ...]:
+    """Return the classes of a module that have base classes, with the text of these."""
     # An indented one may be an example in a docstring.
-    for heir in re.findall(rf"^class (\w+)\([^)]*\b{owner}\b[^)]*\)", text, re.MULTILINE):
-        own = class_text(text, heir)
-        method = re.search(
-            rf"^([ ]{{4}}|\t)(?:async )?def {name}\b.*?(?=^\1(?:def|async|@|\w)|\Z)",
-            own,
-            re.M | re.S,
-        )
-        assigned = re.search(rf"^(?:[ ]{{4}}|\t){name}\s*(?::[^=\n]*)?=(?!=)", own, re.MULTILINE)
-        if assigned or (method and not re.search(rf"\.{name}\s*\(", method[0])):
-            found.append(heir)
-    return tuple(found)
+    return tuple(re.findall(r"^class (\w+)\(([^)]*)\)", text, re.MULTILINE))
+
+
+def _overrides(own: str, name: str) -> bool:
+    if not any(words(own, name)):
+        return False
+    method = re.search(
+        rf"^([ ]{{4}}|\t)(?:async )?def {name}\b.*?(?=^\1(?:def|async|@|\w)|\Z)", own, re.M | re.S
+    )
+    assigned = re.search(rf"^(?:[ ]{{4}}|\t){name}\s*(?::[^=\n]*)?=(?!=)", own, re.MULTILINE)
+    return bool(assigned or (method and not re.search(rf"\.{name}\s*\(", method[0])))
 
 
 _DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
@@ -388,10 +426,17 @@ _DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
 def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
     """Return the statements that hold a function beside its own name: of its module or class."""
     own = class_text(text, owner) if owner else text
-    mention = re.compile(rf"(?<![\w.\"']){name}\b(?!\s*\()")
-    if name not in own or not any(map(mention.search, _open_statements(own, bool(owner)))):
+    if not any(_mentions(part, name) for part in _open_statements(own, bool(owner))):
         return ()
     return _held_by_statements(text, owner, name)
+
+
+def _mentions(text: str, name: str) -> bool:
+    """Tell if a name stands there by itself, and is not called."""
+    return any(
+        text[start - 1 : start] not in (".", '"', "'") and text[end : end + 2].lstrip()[:1] != "("
+        for start, end in words(text, name)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -431,3 +476,11 @@ def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:
         ):
             found.append(ast.unparse(statement).splitlines()[0][:80])
     return tuple(found)
+
+
+def forget() -> None:
+    """Let go of what was read off the sources."""
+    for cached in (
+        *(binds, _heads, class_text, has_slots, _heirs, _classes_below, _held, _open_statements),
+    ):
+        cached.cache_clear()

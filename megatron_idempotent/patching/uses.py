@@ -15,7 +15,7 @@ from typing import Any
 
 from .contract import BodyPart
 from .source import canonical, digest, parse_body
-from .surroundings import bases_of, class_text, has_slots
+from .surroundings import bases_of, class_text, has_slots, words
 
 
 def fits(text: str, owner: str, name: str, use: str) -> bool | None:
@@ -39,13 +39,15 @@ def fits(text: str, owner: str, name: str, use: str) -> bool | None:
 @lru_cache(maxsize=1024)
 def _may_be_set(text: str, owner: str, name: str) -> bool | None:
     own = class_text(text, owner)
-    if not re.search(rf"\b{name}\b", own):
+    if not any(words(own, name)):
         return None
     if is_frozen(text, owner):
         return False
     if has_slots(text, owner) and not re.search(rf"__slots__[^)\]]*[\"']{name}[\"']", own):
         # A dataclass makes them of its fields.
         return "slots=True" in own and bool(re.search(rf"^\s+{name}\s*:", own, re.MULTILINE))
+    if "property" not in own:
+        return True
     above = r"^[ \t]*@(?:\w+\.)*(?:abstract)?property\s*\n(?:[ \t]*[@#].*\n)*"
     reads = re.search(rf"{above}[ \t]*def {name}\b", own, re.MULTILINE)
     writes = re.search(rf"^[ \t]*@{name}\.setter\b", own, re.MULTILINE)
@@ -57,6 +59,8 @@ def _may_be_set(text: str, owner: str, name: str) -> bool | None:
 def is_frozen(text: str, owner: str) -> bool:
     """Tell if objects of a class take no attribute at all: it is a frozen dataclass, or a tuple."""
     own = class_text(text, owner)
+    if "frozen" not in own and "NamedTuple" not in own:
+        return False
     decorators = own[: own.find(f"class {owner}")]
     frozen = re.search(r"^[ \t]*@[\w.]*dataclass\([^\n]*\bfrozen\s*=\s*True", decorators, re.M)
     return bool(frozen) or "NamedTuple" in bases_of(text, owner)
@@ -100,3 +104,9 @@ def _results(tree: Any) -> Iterator[ast.AST]:
         if isinstance(child, (ast.Return, ast.Yield, ast.YieldFrom)):
             yield child
         yield from _results(child)
+
+
+def forget() -> None:
+    """Let go of what was read off the sources."""
+    for cached in (_may_be_set, is_frozen, parameters, returned):
+        cached.cache_clear()
