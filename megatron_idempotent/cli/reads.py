@@ -35,9 +35,10 @@ from megatron_idempotent.patching.surroundings import (
     bound_of,
     class_text,
     key_of,
+    parameters,
+    returned,
 )
 from megatron_idempotent.patching.trees import INFO, SourceTree
-from megatron_idempotent.patching.uses import parameters, returned
 
 _PACKAGE = "megatron_idempotent"
 #: What wrappers are made of. Nothing else of this package touches upstream for them.

@@ -42,6 +42,7 @@ from .holders import (
     of_module,
     path_of,
     references,
+    with_attribute,
 )
 from .import_hooks import namespace
 from .neighbours import mentioned
@@ -281,5 +282,6 @@ def _add(
     by_id = {original.id: original for original in originals}
     for holder in holders:
         for key, counts in references(holder, by_id.keys(), within, most).items():
-            if by_id[key].add(holder, counts):
-                by_id[key].remember(holder)
+            place = with_attribute(holder, key)
+            if by_id[key].add(place, counts):
+                by_id[key].remember(place)

@@ -262,13 +262,27 @@ class Climb:
             if issubclass(kind, (types.FunctionType, *_RUNNING)):
                 yield _of_object(value, _name_of(value))
             elif not issubclass(kind, _CONTAINERS):
-                names = [
-                    name
-                    for name, item in list(namespace(value).items())
-                    if id(item) in self._ends or id(item) in self._between
-                ]
-                of = f"attribute `{names[0]}` of " if names else ""
-                yield _of_object(value, f"{of}an object of {path_of(kind)}")
+                yield _of_object(value, f"an object of {path_of(kind)}")
+
+
+def with_attribute(holder: Holder, wanted: int) -> Holder:
+    """Return a place that is an object with the attribute in its label that leads to a function.
+
+    Args:
+        holder: any place; others are returned as they are.
+        wanted: the function's id.
+    """
+    owner = holder.owner()
+    if holder.name or issubclass(type(owner), _CONTAINERS):
+        return holder
+    for name, value in list(namespace(owner).items()):
+        if id(value) == wanted or wanted in references(Holder("", _constant(value)), {wanted}):
+            return holder._replace(label=f"attribute `{name}` of {holder.label}")
+    return holder
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
 
 
 def _owner_of(module: str, qualname: str) -> Any:

@@ -112,7 +112,7 @@ def forget_sources() -> list[str]:
     names = {target.module for patch in state.wanted.values() for target in patch.targets}
     waiting = import_hooks.under_way(names)
     package = __name__.rpartition(".")[0]
-    for name in () if waiting else ("source", "surroundings", "uses"):
+    for name in () if waiting else ("source", "surroundings"):
         module = sys.modules.get(f"{package}.{name}")
         if module is not None:
             module.forget()

@@ -7,23 +7,29 @@ where one of them is missing, where a class that has to carry our state has `__s
 code in the sources goes round the patched function: a subclass that has one of its own, a second
 name, a table that holds it.
 
+Some of them have to allow more than to be read. A wrapper sets an attribute, which a property
+without a setter, a frozen dataclass or `__slots__` refuse: `name!` in `reads.txt`. It passes
+keywords, which have to be parameters: `name(keyword)`. And it takes a result apart, which has to be
+made by statements that a person has read: `name[hash]`.
+
 All of it is one search for text per name. Nothing is parsed unless a search has found something.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .base import Record
 from .catalog import generated
 from .import_hooks import find
-from .source import definitions, read_text
+from .source import canonical, definitions, digest, parse_body, read_text
 
 if TYPE_CHECKING:
     from .decide import Installed
@@ -115,8 +121,6 @@ class Need(Record):
 
     def is_allowed(self, sources: Sources) -> bool | None:
         """Tell if the sources allow the use of the name; None if they do not define it."""
-        from .uses import fits
-
         texts = (sources.text(module) for module in self.modules)
         answers = [fits(text, self.owner, self.name, self.use) for text in texts if text]
         known = [answer for answer in answers if answer is not None]
@@ -221,8 +225,6 @@ def unmet(patch: Patch, version: Installed | None, sources: Sources) -> str | No
         if version is not None and need.covers(key_of(version)) and not need.is_met(sources):
             return str(need)
     if needs.keeps:
-        from . import uses
-
         for module, owner in sorted(_classes(patch, needs)):
             text = sources.text(module)
             if text is not None and has_slots(text, owner):
@@ -230,7 +232,7 @@ def unmet(patch: Patch, version: Installed | None, sources: Sources) -> str | No
                     f"{module}:{owner} has __slots__, so that its wrappers can keep nothing on it"
                 )
             is_own = owner in {t.qualname.rpartition(".")[0] for t in patch.targets}
-            if text is not None and is_own and uses.is_frozen(text, owner):
+            if text is not None and is_own and is_frozen(text, owner):
                 return f"{module}:{owner} is frozen, so that its wrappers can keep nothing on it"
     return next((said for target in patch.targets for said in _round(target, patch, sources)), None)
 
@@ -379,6 +381,96 @@ def has_slots(text: str, owner: str) -> bool:
     )
 
 
+def fits(text: str, owner: str, name: str, use: str) -> bool | None:
+    """Tell if a module, or a class in it, allows a use of a name; None if it does not define it.
+
+    Args:
+        text: the module's source.
+        owner: the class; empty for the module.
+        name: the name.
+        use: `!`, or `(…)` with keywords, or `[…]` with hashes.
+    """
+    if use == "!":
+        return _may_be_set(text, owner, name)
+    if use.startswith("("):
+        taken = parameters(text, owner, name)
+        return None if taken is None else taken >= set(use[1:-1].split(",")) or "**" in taken
+    made = returned(text, owner, name)
+    return None if made is None else made in use[1:-1].split("|")
+
+
+@lru_cache(maxsize=1024)
+def _may_be_set(text: str, owner: str, name: str) -> bool | None:
+    own = class_text(text, owner)
+    if not any(words(own, name)):
+        return None
+    if is_frozen(text, owner):
+        return False
+    if has_slots(text, owner) and not re.search(rf"__slots__[^)\]]*[\"']{name}[\"']", own):
+        # A dataclass makes them of its fields.
+        return "slots=True" in own and bool(re.search(rf"^\s+{name}\s*:", own, re.MULTILINE))
+    if "property" not in own:
+        return True
+    above = r"^[ \t]*@(?:\w+\.)*(?:abstract)?property\s*\n(?:[ \t]*[@#].*\n)*"
+    reads = re.search(rf"{above}[ \t]*def {name}\b", own, re.MULTILINE)
+    writes = re.search(rf"^[ \t]*@{name}\.setter\b", own, re.MULTILINE)
+    made = re.search(rf"^[ \t]+{name}\s*(?::[^=\n]*)?=\s*property\([^,\n]*\)", own, re.MULTILINE)
+    return not (made or (reads and not writes))
+
+
+@lru_cache(maxsize=1024)
+def is_frozen(text: str, owner: str) -> bool:
+    """Tell if objects of a class take no attribute at all: it is a frozen dataclass, or a tuple."""
+    own = class_text(text, owner)
+    if "frozen" not in own and "NamedTuple" not in own:
+        return False
+    decorators = own[: own.find(f"class {owner}")]
+    frozen = re.search(r"^[ \t]*@[\w.]*dataclass\([^\n]*\bfrozen\s*=\s*True", decorators, re.M)
+    return bool(frozen) or "NamedTuple" in bases_of(text, owner)
+
+
+@lru_cache(maxsize=1024)
+def parameters(text: str, owner: str, name: str) -> frozenset[str] | None:
+    """Return the parameters of a function or of a class's constructor, `**` for any other.
+
+    None means that the module does not define it.
+    """
+    body = parse_body(text, f"{owner}.{name}" if owner else name)
+    if body is None and not owner and (own := class_text(text, name)):
+        body = parse_body(text, f"{name}.__init__")
+        if body is None:
+            # Fields of a dataclass; a base class may have others.
+            fields = re.findall(r"^(?:[ ]{4}|\t)(\w+)[ ]*:", own, re.MULTILINE)
+            return frozenset([*fields, *(["**"] if bases_of(text, name) else [])])
+    if body is None:
+        return None
+    arguments = body.tree.args
+    named = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    return frozenset([*(a.arg for a in named), *(["**"] if arguments.kwarg else [])])
+
+
+@lru_cache(maxsize=256)
+def returned(text: str, owner: str, name: str) -> str | None:
+    """Return a hash of the statements that make a function's result; None if it is not there."""
+    body = parse_body(text, f"{owner}.{name}" if owner else name)
+    if body is None:
+        return None
+    from .contract import BodyPart
+
+    results = list(_results(body.tree))
+    part = BodyPart(body, map(ast.unparse, results), ())
+    return digest("\n".join([part.hash, *map(canonical, results)]))
+
+
+def _results(tree: Any) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(child, (ast.Return, ast.Yield, ast.YieldFrom)):
+            yield child
+        yield from _results(child)
+
+
 def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
     """Yield what goes round the target in the sources, each as a clause."""
     owner, _, name = target.qualname.rpartition(".")
@@ -455,8 +547,6 @@ def _open_statements(own: str, is_class: bool) -> tuple[str, ...]:
 
 
 def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:
-    import ast
-
     try:
         block: list[ast.stmt] = ast.parse(text).body
     except SyntaxError:
@@ -482,5 +572,6 @@ def forget() -> None:
     """Let go of what was read off the sources."""
     for cached in (
         *(binds, _heads, class_text, has_slots, _heirs, _classes_below, _held, _open_statements),
+        *(_may_be_set, is_frozen, parameters, returned),
     ):
         cached.cache_clear()

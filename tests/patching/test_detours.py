@@ -194,6 +194,15 @@ def test_what_is_looked_at_is_not_kept_alive(case):
     assert past("greet") == ""
 
 
+def test_each_function_is_told_by_the_attribute_that_leads_to_it(case):
+    source = f"{THING}things = [Thing()]\nthings[0].one = [held]\nthings[0].two = [up.Up.cached]"
+    case.use(source, "greet")
+    case.apply()
+    for _ in range(2):
+        assert past("greet") == "attribute `one` of an object of toy_user.Thing holds upstream's"
+        assert past("cached") == "attribute `two` of an object of toy_user.Thing holds upstream's"
+
+
 def test_an_object_with_slots_is_named_each_time(case):
     case.use(
         "class Thing:\n    __slots__ = ['call']\nthings = [Thing()]\nthings[0].call = held", "greet"

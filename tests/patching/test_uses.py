@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.patching.surroundings import Need, lines_of, parsed
-from megatron_idempotent.patching.uses import fits, is_frozen, returned
+from megatron_idempotent.patching.surroundings import (
+    Need,
+    fits,
+    is_frozen,
+    lines_of,
+    parsed,
+    returned,
+)
 
 BOX = """
 class Box(Base):
