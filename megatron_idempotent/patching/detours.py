@@ -11,15 +11,18 @@ it, and no module has to be looked at. Otherwise the garbage collector is asked 
 and who refers to these, up to names that a person can look for. A remembered place counts only
 while it still holds the function, so that a place that lets go hides no other.
 
-Some detours cannot be seen. A variable of a running function (before Python 3.11 of a generator,
-too) and a callback that C++ code keeps are unknown to the garbage collector: they raise the count,
-so that each call looks again, but have no name, and neither has a table that only such a variable
-leads to. An attribute of an object that
-stands before its class's method refers to nothing of upstream's, and a `__wrapped__` tells of no
-call: replacements wear it, too. If a package has wrapped a
-function before us, what else it holds of it counts as part of its wrapper. `gc.freeze()` hides
-containers: after it, only modules, their classes, and the functions and tables in these are looked
-through. What takes the function while we count is found by the next call.
+Some detours cannot be seen:
+
+- A variable of a running function (before Python 3.11 of a generator, too) and a callback that C++
+  code keeps are unknown to the garbage collector. They raise the count, so that each call looks
+  again, but have no name, and neither has a table that only such a variable leads to.
+- An attribute of an object that stands before its class's method refers to nothing of upstream's.
+- A method that asks any object for the name counts as one that calls the next.
+- A `__wrapped__` tells of no call: replacements wear it, too.
+- If a package has wrapped a function before us, what else it holds counts as part of its wrapper.
+- `gc.freeze()` hides containers: after it, only modules, their classes, and the functions and
+  tables in these are looked through.
+- What takes the function while we count is found by the next call.
 """
 
 from __future__ import annotations
@@ -153,7 +156,7 @@ class _Original:
 
     @property
     def clauses(self) -> list[str]:
-        """What holds it, as `detours` says it."""
+        """Clauses about the places that hold it, for people."""
         more = len(self.labels) - _LISTED
         said = [f"{label} holds upstream's" for label in sorted(self.labels)[:_LISTED]]
         return [*said, *([f"{more} other places hold upstream's"] if more > 0 else ())]
