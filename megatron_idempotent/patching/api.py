@@ -59,6 +59,7 @@ def apply(
         rows = [_plan(patch, selection, full=dry_run) for patch in outlines().values()]
         _raise_for(rows, selection)
         if dry_run:
+            install.forget_sources()
             return Report(rows)
         earlier, settled, named = dict(state.wanted), state.selection, state.named
         added = {row.id for row in rows if row.status == "pending_import"} - set(earlier)
@@ -74,6 +75,7 @@ def apply(
             lost = {name: state.rows[name] for name in set(earlier) - set(state.wanted)}
             state.selection, state.named, state.rows = settled, named, before | lost
             raise
+        install.forget_sources()
         changed = _changed(before)
         write_report()
         waiting = {m for patch in state.wanted.values() for m in install.missing(patch)}
@@ -102,8 +104,8 @@ def revert() -> Report:
 def report() -> Report:
     """Return what is in place now: a row per known patch, `disabled` before the first `apply()`.
 
-    The reason of an applied patch names live code that goes past it: a class that overrides the
-    patched method and does not call it, a table that holds upstream's function.
+    The reason of an applied patch names live code that goes past it (`patching/detours.py`): a
+    class that overrides the patched method and does not call it, a place that holds upstream's.
 
     Raises:
         PatchError: in strict mode, if a patch that landed late has a problem.
@@ -191,10 +193,17 @@ def _on_import() -> None:
         import_hooks.forget()
         before = dict(state.rows)
         install.settle()
+        importing = install.forget_sources()
         changed = _changed(before)
         if changed:
             write_report()
     _log(changed)
+    import_hooks.when_complete(importing[:1], _forget_sources)  # the outermost
+
+
+def _forget_sources() -> None:
+    with install.lock:
+        install.forget_sources()
 
 
 def _changed(before: dict[str, Row]) -> list[Row]:

@@ -257,8 +257,10 @@ def judge(
                 homes[target.address] = place.address
                 moved.append(f"{target.address} has moved to {place.address}")
         bodies[target.address] = body
+    of_commit = False
     if release is None:
         labels = {t.qualname: t.label(bodies[t.address].hash) for t in patch.targets}
+        of_commit = not all(numbers(label.partition(" ")[0]) for label in labels.values())
         if all(_older(label, patch.since) for label in labels.values()):
             said = ", ".join(f"{qualname} is that of {label}" for qualname, label in labels.items())
             reason = f"{said}, and the hazard came with {patch.since}"
@@ -270,7 +272,7 @@ def judge(
     if mended or (sources is not None and _mended_beside(patch, sources)):
         return Verdict(status="fixed_upstream", reason=_FIXED)
     reviews = [review(target, bodies[target.address]) for target in patch.targets]
-    why = None if sources is None else unmet(patch, release, sources)
+    why = None if sources is None else unmet(patch, release, sources, of_commit=of_commit)
     if why is not None:
         reviews.append((False, f"{why}: name the patch in only= to accept it"))
     drifted = not all(known for known, _ in reviews)
