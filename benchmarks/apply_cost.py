@@ -10,6 +10,10 @@ where none may be written.
 At the import of Megatron its sources are read and compared, and the patches land: the CPU time of
 `import megatron.training` with all patches, as a part of what it takes without.
 
+And where Megatron is imported already, as in a framework's worker: `apply()`, `report()`, and the
+memory that both keep, on the installed release, and on a commit, which is a copy of the release
+with one line more in each file.
+
 The same for the entry points, which pytest and vLLM load in processes that use nothing of this
 package: pytest, or torch, is imported before the clock starts.
 """
@@ -17,11 +21,14 @@ package: pytest, or torch, is imported before the clock starts.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from importlib.metadata import distribution
+from importlib.util import find_spec
+from pathlib import Path
 
 from benchmarks._record import options, tell
 
@@ -50,19 +57,42 @@ AT_IMPORT = {
 }
 ROUNDS_AT_IMPORT = 5
 
+_IMPORTED = "import torch, megatron.training.training, megatron.core.models.gpt"
+WITH_MEGATRON = {
+    "import Megatron": ("import torch", _IMPORTED),
+    "import megatron_idempotent; apply()": (
+        _IMPORTED,
+        "import megatron_idempotent as m; m.apply()",
+    ),
+    "report()": (f"{_IMPORTED}, megatron_idempotent as m; m.apply()", "m.report()"),
+}
+_KEPT = f"""
+{_IMPORTED}
+import gc, tracemalloc
+gc.collect(); tracemalloc.start()
+import megatron_idempotent as m
+m.apply(); m.report(); gc.collect()
+print(tracemalloc.get_traced_memory()[0])
+"""
+
 
 def _cpu_ms(before: str, program: str, environ: dict[str, str]) -> float:
     timed = (
         f"import time; {before}; t = time.process_time(); {program}; print(time.process_time() - t)"
     )
+    return 1000 * _printed(timed, environ)
+
+
+def _printed(program: str, environ: dict[str, str]) -> float:
+    """Return the last number that a program prints in a fresh interpreter."""
     result = subprocess.run(
-        [sys.executable, "-c", timed],
+        [sys.executable, "-W", "ignore", "-c", program],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, **environ},
     )
-    return 1000 * float(result.stdout)
+    return float(result.stdout.split()[-1])
 
 
 def _measure(
@@ -84,6 +114,22 @@ def _measure(
     }
 
 
+def _commit_of(folder: Path) -> Path:
+    """Copy the installed Megatron into a folder, with a line more in each file."""
+    (place,) = find_spec("megatron.core").submodule_search_locations  # type: ignore[union-attr]
+    shutil.copytree(Path(place).parent, folder / "megatron")
+    for file in (folder / "megatron").rglob("*.py"):
+        with file.open("a") as text:
+            text.write("\n# one line more\n")
+    return folder
+
+
+def _with_megatron(environ: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Return the costs in a process that has imported Megatron, and the memory that is kept."""
+    found = _measure(environ, WITH_MEGATRON, "import Megatron", ROUNDS_AT_IMPORT)
+    return {**found, "kept": {"MiB": _printed(_KEPT, environ) / 2**20}}
+
+
 def main() -> None:
     """Print median and minimum per program, and the ratio to the yardstick."""
     asked = options(__doc__).parse_args()
@@ -97,6 +143,10 @@ def main() -> None:
     found["at the import of Megatron"] = _measure(
         compiled, AT_IMPORT, "import megatron.training", ROUNDS_AT_IMPORT
     )
+    found["with Megatron imported, a release"] = _with_megatron(compiled)
+    with tempfile.TemporaryDirectory() as folder:
+        path = {"PYTHONPATH": str(_commit_of(Path(folder)))}
+        found["with Megatron imported, a commit"] = _with_megatron(compiled | path)
     tell(found, asked.json)
 
 

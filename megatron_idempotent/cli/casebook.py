@@ -54,7 +54,10 @@ _NOT_HERE = {"unsupported_version": "–", "fixed_upstream": "fixed", "missing_t
 
 #: Verdicts that no release may have.
 FAILURES = frozenset(
-    {"stock_runs", "other_error", "not_repaired", "false_alarm", "drifted", "failed", "conflict"}
+    {
+        *("unpatched", "stock_runs", "other_error", "not_repaired", "false_alarm"),
+        *("drifted", "failed", "conflict"),
+    }
 )
 
 Proven = Mapping[str, Mapping[str, str]]
@@ -99,9 +102,10 @@ def hazards_markdown(proven: Proven) -> str:
         "",
         "## Seen on the commits that frameworks pin",
         "",
-        "`make pins` runs the same on each commit in pyproject.toml. refused: a function there has",
-        "a body that nobody has read, and that lacks what the patch relies on. So `apply()` leaves",
-        "it alone.",
+        "`make pins` runs the same on each commit in pyproject.toml, whatever `apply()` says.",
+        "refused: a function there has a body that nobody has read, and that lacks what the patch",
+        "relies on. unpatched: `apply()` leaves the patch alone, and the hazard is there.",
+        "other_error: the program needs of the commit what cannot run on our machines.",
         "",
         grid_markdown({name: proven[name] for name in proven if not _is_release(name)}),
     ]
@@ -274,8 +278,8 @@ _HEAD = """# Which framework gets what
 
 We ran every hazard on each Megatron below on CPU ranks, stock and patched, and the frameworks' own
 functions as [frameworks.md](frameworks.md) says. *Applied* counts the patches of megatron-core that
-are on by default and whose hazard that Megatron has. *Refused* are those among them that meet code
-which nobody has read yet: `apply()` leaves them alone unless they are named in `only=`.
+are on by default and whose hazard that Megatron has. *Refused* are those among them that `apply()`
+leaves alone: they meet code which nobody has read yet, or that lacks what they rely on.
 `megatron-idempotent doctor` says the same of what is installed.
 """
 
@@ -288,7 +292,7 @@ def coverage(found: Mapping[str, str]) -> tuple[int, list[str]]:
     patches = [h for h in hazards().values() if isinstance(h, Patch) and h.distribution == MEGATRON]
     said = {patch.id: found.get(patch.id) for patch in patches if patch.default}
     applied = sum(word == "proven" for word in said.values())
-    return applied, [id for id, word in said.items() if word == "drifted"]
+    return applied, [id for id, word in said.items() if word in ("drifted", "unpatched")]
 
 
 def page(

@@ -271,6 +271,22 @@ def test_doctor_tells_a_commit_from_the_release_whose_version_it_says(tmp_path):
     assert re.match(said, second)
 
 
+def test_a_megatron_that_gets_not_one_patch_is_no_success(checkout, tmp_path_factory):
+    archive = tmp_path_factory.mktemp("archive") / "megatron"
+    zipped = Path(shutil.make_archive(str(archive), "zip", checkout))
+    old = "MAJOR = 0\nMINOR = 11\nPATCH = 0\nPRE_RELEASE = ''\n"
+    (checkout / "megatron/core/package_info.py").write_text(old)
+    for path in (zipped, checkout):
+        result = run("doctor", path=path)
+        assert result.returncode == 1, (path, result.stdout, result.stderr)
+        assert f"not one patch is for the Megatron at {path}" in result.stdout
+        told = "import megatron_idempotent as m; m.apply(); "
+        said = started(sys.executable, "-c", told, PYTHONPATH=path)
+        assert said.stderr.count("not one patch is for the Megatron at") == 1, said.stderr
+        strict = started(sys.executable, "-c", told.replace("()", "(strict=True)"), PYTHONPATH=path)
+        assert "PatchError: not one patch is for the Megatron at" in strict.stderr
+
+
 STRIPPED = """
 import sys
 import megatron_idempotent.proof.cpu.pytest_plugin

@@ -59,6 +59,28 @@ def test_prove_fails_where_release_and_case_file_disagree(
     assert (code, finding["verdict"]) == (1, verdict)
 
 
+@pytest.mark.parametrize(
+    ("stock", "patched", "code", "verdict"),
+    [
+        (DRAWN_TWICE, DRAWN_TWICE, 1, "unpatched"),
+        (DRAWN_TWICE, "ok", 0, "not_applicable"),  # by another patch
+        ("ok", "ok", 0, "not_applicable"),
+        ("ImportError: no such program here", "ok", 0, "not_applicable"),
+    ],
+)
+def test_a_hazard_that_is_there_and_whose_patch_is_left_out_is_a_failure(
+    stock, patched, code, verdict, capsys, mocker, shared_ranks
+):
+    def outcome(run, patch_id, *, applied, helped=False):
+        return patched if list(applied) else stock
+
+    why = "fixed_upstream: upstream's own code no longer has the hazard"
+    mocker.patch.object(proof, "outcome", outcome)
+    mocker.patch.object(proof, "_left_out", return_value=why)
+    ended, (finding,) = proved(capsys, "pipeline-seed-offset")
+    assert (ended, finding["verdict"], finding["stock"]) == (code, verdict, why)
+
+
 def test_a_finding_that_does_not_concern_the_release_is_no_failure():
     finding = Finding(id="x", verdict="not_applicable", stock="-", patched="-", seconds=0.0)
     assert not finding.failed
