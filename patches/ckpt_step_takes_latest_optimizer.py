@@ -75,7 +75,7 @@ def reproduce() -> None:
             checkpointing.save_checkpoint(iteration, *saved, 0)
         for step in (1, 0):
             running.args.ckpt_step = step
-            iteration, _ = checkpointing.load_checkpoint(*saved)
+            iteration = running.load()
             if iteration != step:
                 raise Fault(
                     f"went back to iteration {step}, and the optimizer's state is {iteration}'s"

@@ -54,9 +54,9 @@ def reproduce() -> None:
         running.train(1)
         checkpointing.save_checkpoint(1, *whole, 0)
         running.args.save = running.args.load = str(Path(folder, "run"))
-        checkpointing.load_checkpoint(*whole)
+        running.load()
         checkpointing.save_checkpoint(1, *whole, 0)
-        iteration, _ = checkpointing.load_checkpoint(*whole)
+        iteration = running.load()
     if iteration != 1:
         raise Fault(f"saved at iteration 1, loaded at iteration {iteration}")
 

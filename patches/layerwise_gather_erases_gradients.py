@@ -42,7 +42,7 @@ from typing import Any
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,6 +110,7 @@ PATCH = Patch(
     target("chained.step_with_ready_grads", step),
     target("layer_wise.set_bucket_layerwise_params_list", gather.remember_chunks),
     since="0.18",
+    came_with=(address("group.start_param_sync"), "bucket.grad_data.view(param_dtype)"),
     groups=("layer-wise",),
     provides=("list-gathers-watched",),
 )

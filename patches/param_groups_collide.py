@@ -111,6 +111,11 @@ PATCH = Patch(
     target("any._filter_and_reorder_param_groups", reorder),
     since="0.16",
     before="0.19",
+    # Before, decoupled rates are a key of `_get_param_groups`.
+    came_with=(
+        "megatron.core.optimizer:_get_param_groups",
+        "combine_param_group_overrides(param_overrides_list)",
+    ),
     # The commit that made rates a part of what identifies a group writes it so.
     fixed_when=a_body_has("needed_groups.append(value)"),
 )

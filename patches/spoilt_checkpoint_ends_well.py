@@ -109,8 +109,8 @@ def _look_at_optimizer(options: Any, name: str) -> None:
             raise ValueError(f"{path} is cut: the end of its archive is missing")
 
 
-def _save_and_move(running: Any) -> list[Any]:
-    """Train, save, and move all weights; return what a load takes."""
+def _save_and_move(running: Any) -> None:
+    """Train, save, and move all weights."""
     from megatron.training import checkpointing
 
     whole = [running.chunks, running.optimizer, running.scheduler]
@@ -121,7 +121,6 @@ def _save_and_move(running: Any) -> list[Any]:
         chunk.requires_grad_(False)
         for parameter in chunk.parameters():
             parameter.add_(1)
-    return whole
 
 
 def reproduce() -> None:
@@ -132,10 +131,10 @@ def reproduce() -> None:
     from pathlib import Path
 
     import torch
-    from megatron.training import checkpointing
 
     running = program(["--bf16", "--ckpt-format", "torch"])
-    whole, rank = _save_and_move(running), torch.distributed.get_rank()
+    _save_and_move(running)
+    rank = torch.distributed.get_rank()
     before = running.parameters()
     for name in ("distrib_optim.pt", "model_optim_rng.pt", "latest*.txt"):
         if name == "latest*.txt" and rank == 1:  # that of its own machine
@@ -146,7 +145,7 @@ def reproduce() -> None:
             os.truncate(path, path.stat().st_size // 2)
         torch.distributed.barrier()
         try:
-            checkpointing.load_checkpoint(*whole)
+            running.load()
         except RuntimeError as error:
             raised = str(error)
         except SystemExit as left:
@@ -157,10 +156,9 @@ def reproduce() -> None:
 
 def neighbour() -> object:
     """Load whole weights over others that have moved."""
-    from megatron.training import checkpointing
-
     running = program(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
-    checkpointing.load_checkpoint(*_save_and_move(running))
+    _save_and_move(running)
+    running.load()
     return running.parameters().numpy().tobytes()
 
 

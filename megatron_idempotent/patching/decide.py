@@ -317,6 +317,7 @@ def _mended_beside(patch: Patch, sources: Sources) -> bool:
 
 def _lacks_origin(patch: Patch, sources: Sources | None) -> str | None:
     """Say which code is not in these sources that brought the hazard; None if it is there."""
+    from .evidence import Bodies
     from .moved import definition
 
     if patch.came_with is None or sources is None:
@@ -329,7 +330,7 @@ def _lacks_origin(patch: Patch, sources: Sources | None) -> str | None:
     found = definition(place.module, place.qualname, sources)
     if found is None:
         return f"the hazard came with {address}, which is not there"
-    if fragment and not found[1].contains(fragment):
+    if fragment and Bodies({address: found[1]}, sources).lack(fragment):
         return f"the hazard came with `{fragment}` in {address}, which lacks it"
     return None
 

@@ -145,6 +145,11 @@ def test_a_text_that_a_called_function_has_is_no_repair(toys, source, beside, st
         ("", "unsupported_version"),
         ("def origin(name):\n    return name\n", "unsupported_version"),
         ("def origin(name):\n    return name.upper()\n", "pending_import"),
+        (
+            "def origin(name):\n    return _origin(name)\n"
+            "def _origin(name):\n    return name.upper()\n",
+            "pending_import",
+        ),
     ],
 )
 def test_a_hazard_is_there_only_with_the_code_that_brought_it(toys, inner, status):

@@ -61,6 +61,19 @@ class Program:
         with _silence(self.quiet):
             training.train(**offered)
 
+    def load(self) -> int:
+        """Load the checkpoint of `args.load`; return the iteration. All ranks take part.
+
+        The counts of samples start again, as in a process that has just begun: until September
+        2025 a load asserts that they are zero.
+        """
+        checkpointing = importlib.import_module("megatron.training.checkpointing")
+        for name in ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"):
+            setattr(self.args, name, 0)
+        iteration: int
+        iteration, _ = checkpointing.load_checkpoint(self.chunks, self.optimizer, self.scheduler)
+        return iteration
+
     def parameters(self) -> torch.Tensor:
         """Return all parameters of this rank, as `tiny.parameters_of` does."""
         return tiny.parameters_of(self.chunks)
