@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megatron_idempotent.patching.decide import place
+from megatron_idempotent.patching.releases import place
 from megatron_idempotent.proof.certify import CHECKS
 from megatron_idempotent.proof.certify import layout as named
 from megatron_idempotent.proof.certify.run import alike as without_replicas

@@ -125,6 +125,7 @@ def of_context_rank(chunk: Any, tokens_BT: Any, mask_BT: Any) -> Any:
     """
     import torch
 
+    from megatron_idempotent.proof.cpu import tiny
     from megatron_idempotent.step import own_positions
 
     return chunk(
@@ -133,6 +134,7 @@ def of_context_rank(chunk: Any, tokens_BT: Any, mask_BT: Any) -> Any:
         None,
         labels=own_positions(tokens_BT.roll(-1, 1)),
         loss_mask=mask_BT,
+        **tiny.mtp_labels(chunk, own_positions(tokens_BT)),
     )
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, bench, gathered, target
+from ._case import Fault, Original, Patch, address, arguments, bench, gathered, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,4 +72,10 @@ PATCH = Patch(
     "with EP 1 and another ETP than TP, experts get the gradients of other ranks' parts",
     target("ddp.__init__", init, "getattr(param, 'allreduce', True)"),
     before="0.19",
+    fixed_by=(
+        (
+            address("layers.ColumnParallelLinear.__init__"),
+            "setattr(self.weight, 'allreduce', not use_expert_pgs)",
+        ),
+    ),
 )

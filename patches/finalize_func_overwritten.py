@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ._case import TRAINING, Fault, Original, Patch, arguments, program, target
+from ._case import TRAINING, Fault, Original, Patch, a_body_has, arguments, program, target
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -75,5 +75,6 @@ PATCH = Patch(
     "train() overwrites a custom config.finalize_model_grads_func",
     target("training.train", train, "config.finalize_model_grads_func = finalize_model_grads"),
     before="0.19",
+    fixed_when=a_body_has("config.finalize_model_grads_func is None"),
     groups=("train-again",),
 )

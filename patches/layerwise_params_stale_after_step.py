@@ -81,6 +81,8 @@ PATCH = Patch(
     target("layer_wise.set_bucket_layerwise_params_list", gather.remember_chunks),
     target("group.start_param_sync", start),
     since="0.17",
+    # A gather by lists of parameters would erase the gradients, and the step would change nothing.
+    given=("layerwise-gather-erases-gradients",),
     groups=("layer-wise",),
     provides=("layer-wise-gathers-watched", "list-gathers-watched"),
 )

@@ -25,6 +25,7 @@ Remove when:
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from ._case import Fault, Original, Patch, a_body_has, bench, target
@@ -63,10 +64,19 @@ def reproduce() -> None:
 
     bench(cp=2, overlap_grad_reduce=False, distributed_optimizer=False)
     row = torch.arange(1, 9, device="cuda")[None]
-    found, _ = roll_tensor(own_positions(row), shifts=-1, dims=-1)
+    found, _ = roll_tensor(own_positions(row), shifts=-1, dims=-1, **_context_group())
     right = own_positions(torch.tensor([[2, 3, 4, 5, 6, 7, 8, 0]], device="cuda"))
     if not torch.equal(found, right):
         raise Fault("positions are followed by others than those that come next")
+
+
+def _context_group() -> dict[str, Any]:
+    """Return the context-parallel group as a keyword, where `roll_tensor` takes one."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    takes_group = "cp_group" in inspect.signature(roll_tensor).parameters
+    return {"cp_group": parallel_state.get_context_parallel_group()} if takes_group else {}
 
 
 def neighbour() -> object:

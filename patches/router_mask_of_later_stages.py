@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, target
+from ._case import Fault, Original, Patch, address, target
 
 
 def forward(
@@ -82,5 +82,11 @@ PATCH = Patch(
     "under sequence parallelism routers of later pipeline stages refuse a padding mask",
     target("moe.router:TopKRouter.forward", forward),
     since="0.16",
+    fixed_by=(
+        (
+            address("moe.moe_layer:MoELayer.forward"),
+            "padding_mask.shape[1] != hidden_states.shape[0]",
+        ),
+    ),
     stock_error=r"RuntimeError: The size of tensor a",
 )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, bench, schedule_targets
+from ._case import Fault, Original, Patch, bench, no_body_has, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -59,4 +59,5 @@ PATCH = Patch(
     "a forward-only interleaved window leaves another virtual pipeline rank",
     *schedule_targets(schedule, "forward_backward_pipelining_with_interleaving"),
     before="0.13",
+    fixed_when=no_body_has("parallel_state.set_virtual_pipeline_model_parallel_rank(0)"),
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import megatron_idempotent
-from megatron_idempotent.patching.decide import installed
+from megatron_idempotent.patching.releases import installed
 
 _found = installed("megatron-core")
 RELEASE = () if _found is None else _found.release

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from megatron_idempotent.patching.catalog import MEGATRON, patches
+from megatron_idempotent.patching.catalog import MEGATRON, OPEN, patches
 from megatron_idempotent.patching.contract import unmet
-from megatron_idempotent.patching.decide import Installed, in_range, numbers, part_of, review
+from megatron_idempotent.patching.decide import check_range, part_of, review
 from megatron_idempotent.patching.record import FILE, Patch, Reviewed, Target
+from megatron_idempotent.patching.releases import Installed, numbers, supported
 from megatron_idempotent.patching.source import Body
 from megatron_idempotent.patching.statements import ACCEPTED, accepted_lines
 from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
@@ -22,6 +23,7 @@ from megatron_idempotent.patching.trees import SourceTree
 
 from .generated import FOLDER, content, write
 from .reads import renewed
+from .release_table import release_of
 
 _CHECKOUT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -58,15 +60,15 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
             for target in patch.targets
         }
         for patch in patches().values():
-            version = tree.versions.get(patch.distribution)
-            if version is None:
+            if patch.distribution not in tree.versions:
                 continue
-            if patch.id in ids and in_range(patch, version):
+            release = release_of(tree, patch.distribution)
+            if patch.id in ids and check_range(patch, release).status is None:
                 for target in patch.targets:
                     told += _accept(known, patch, target, bodies[target.address], label, tree)
-            if label is None and _is_release(version):
+            if label is None and release is not None:
                 for target in patch.targets:
-                    _extend(known, patch, target, bodies[target.address], version)
+                    _extend(known, patch, target, bodies[target.address], release)
         read = _read(known)
         found = [body for body in bodies.values() if body is not None and body.hash in read]
         statements |= {line[:12]: line for line in accepted_lines(found)}
@@ -115,40 +117,43 @@ def _part(target: Target, body: Body) -> str | None:
 
 
 def _called(distribution: str, label: str | None, tree: SourceTree) -> str:
-    version = tree.versions[distribution]
-    if label is None and not _is_release(version):
+    release = release_of(tree, distribution)
+    if label is None and release is None:
         raise ValueError(
-            f"{tree.path} holds {distribution} {version.text}, which is no release: say which "
-            'commit it is, such as --as "main, November 2026"'
+            f"{tree.path} holds {distribution} {tree.versions[distribution].text}, and is no "
+            'release: say which commit it is, such as --as "main, November 2026"'
         )
-    return label or version.text
-
-
-def _is_release(version: Installed) -> bool:
-    return bool(version.release) and version.text == ".".join(map(str, version.release))
+    return label or release.text  # type: ignore[union-attr]  # one of them is there
 
 
 def _extend(
-    known: Reviewed, patch: Patch, target: Target, body: Body | None, version: Installed
+    known: Reviewed, patch: Patch, target: Target, body: Body | None, release: Installed
 ) -> None:
-    """Extend the label of a reviewed body, and of a reviewed part, to a release that has it too."""
+    """Extend the label of a known body, and of a reviewed part, to a release that has it too.
+
+    A body of a release from before the hazard is noted, though nobody has read it: on a commit it
+    tells that the hazard is not there yet.
+    """
     if body is None:
         return
-    labels = known.bodies.get(target.address, {})
+    labels = known.bodies.setdefault(target.address, {})
+    if not supported(release, patch.since, OPEN):
+        labels.setdefault(body.hash, release.text)
     if body.hash in labels:
-        labels[body.hash] = _until(labels[body.hash], version)
+        labels[body.hash] = _with(labels[body.hash], release)
     parts = known.parts.get((target.address, patch.id), {})
     part = _part(target, body) if parts else None
     if part in parts:
-        parts[part] = _until(parts[part], version)
+        parts[part] = _with(parts[part], release)
 
 
-def _until(label: str, version: Installed) -> str:
+def _with(label: str, release: Installed) -> str:
+    """Return the label of a body, such as `0.12.0 to 0.15.3`, with a release that has it, too."""
     first, _, last = label.partition(" to ")
-    newest = numbers(last or first)
-    if not newest or newest >= numbers(version.text):  # a commit's label, or an older release
-        return label
-    return f"{first} to {version.text}"
+    if not numbers(first):
+        return label  # a commit's
+    ends = sorted({first, last or first, release.text}, key=numbers)
+    return ends[0] if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
 
 
 def _read(known: Reviewed) -> set[str]:

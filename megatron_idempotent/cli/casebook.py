@@ -5,6 +5,9 @@
 repository in which it is called. Releases, commits and frameworks are tables in pyproject.toml;
 what else names releases gets them from there. CITATION.cff gets the version of the package.
 
+With paths of wheels, or of clones at a release's tag, it renews the table of releases, by which
+`apply()` and `doctor` tell a release from a commit.
+
 With `--accept ID` it also writes down, as `drift --accept` does, that a person has read for these
 patches what is in the wheels and source trees that are named, or in the installed Megatron. So it
 writes all that a new patch needs beside its case file.
@@ -27,13 +30,14 @@ from typing import Any
 
 from megatron_idempotent import __version__
 from megatron_idempotent.patching.catalog import INDEX, MEGATRON, PACKAGE, hazards, index_of
-from megatron_idempotent.patching.decide import place
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
+from megatron_idempotent.patching.releases import TABLE, place
 from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
 
-from .drift import drift
+from .drift import drift, open_trees
 from .generated import content, write
 from .reads import installed_trees, renewed
+from .release_table import renewed_table
 
 PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
@@ -235,7 +239,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron_idempotent.cli.casebook")
     parser.add_argument("--proven", type=Path, metavar="FOLDER", help="of NAME.json files")
     parser.add_argument("--accept", action="append", default=[], metavar="ID", help="a patch")
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="of --accept: what was read")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="a wheel, or what was read")
     options = parser.parse_args(argv)
     folder = options.proven
     proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
@@ -257,6 +261,10 @@ def main(argv: Sequence[str], root: Path) -> int:
     write(root / GENERATED, READS, lines_of(needs))
     if options.accept:  # last, because only it knows what was read just now
         drift(options.paths, as_json=False, with_diff=False, accepted=options.accept)
+        needs = parsed(content(root / GENERATED, READS))
+    known = content(root / GENERATED, TABLE) if (root / GENERATED / TABLE).exists() else []
+    trees = open_trees(map(Path, options.paths))
+    write(root / GENERATED, TABLE, renewed_table(known, trees, needs))
     return 0
 
 

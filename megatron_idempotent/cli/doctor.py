@@ -13,20 +13,13 @@ from collections.abc import Iterator
 from megatron_idempotent.lazy import untried_torch
 from megatron_idempotent.patching import api, import_hooks
 from megatron_idempotent.patching.api import apply
-from megatron_idempotent.patching.catalog import (
-    MEGATRON,
-    OPEN,
-    lost,
-    patches,
-    untried,
-    without_case_file,
-)
-from megatron_idempotent.patching.decide import installed, supported
+from megatron_idempotent.patching.catalog import generated, lost, without_case_file
+from megatron_idempotent.patching.decide import is_older_than_all
 from megatron_idempotent.patching.overview import overview
+from megatron_idempotent.patching.releases import TABLE, OnPath, Table, compared
 from megatron_idempotent.patching.report import Row
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.table import terminal_width
-from megatron_idempotent.patching.trees import contents
 
 from .doors import hook_here
 
@@ -36,6 +29,9 @@ _NEIGHBOURS = {
     "mcore_bridge": "mcore_bridge",
     "mindspeed": "mindspeed.megatron_adaptor",
 }
+
+#: The most files that a line names.
+_NAMED = 3
 
 
 def doctor(*, as_json: bool, beside: str | None = None) -> int:
@@ -47,8 +43,8 @@ def doctor(*, as_json: bool, beside: str | None = None) -> int:
             Patches are applied before that, and the rows say who stands at their functions.
 
     Returns:
-        The exit code: 1 if a patch failed, drifted or is in conflict, so that a person has to look;
-        else 0.
+        The exit code: 1 if a patch failed, drifted or is in conflict, or if a Megatron is here that
+        gets no patch, so that a person has to look; else 0.
 
     Raises:
         ValueError: there is no such module or function, or importing it fails.
@@ -68,8 +64,9 @@ def doctor(*, as_json: bool, beside: str | None = None) -> int:
     if as_json:
         print(json.dumps([row.as_dict() | {"files": _files(row)} for row in report], indent=2))
     else:
-        print(overview(report, terminal_width(), dry_run=beside is None, notes=notes()))
-    return 1 if report.problems else 0
+        lines = [*filter(None, [api.nothing_lands(report)]), *notes()]
+        print(overview(report, terminal_width(), dry_run=beside is None, notes=lines))
+    return 1 if report.problems or api.nothing_lands(report) else 0
 
 
 def notes() -> Iterator[str]:
@@ -82,19 +79,33 @@ def notes() -> Iterator[str]:
             yield f"{name} patches Megatron, too: `doctor --beside {what}` says where"
 
 
-def _commit() -> list[str]:
-    """Return a line that says so if the installed Megatron is no release that was run."""
-    version = installed(MEGATRON)
-    if version is not None and supported(version, untried(), OPEN):
-        return [f"Nobody has run {version.text}: its functions' contents decided about each patch"]
-    found = contents(patches().values())
-    if found is None or not found.others:
-        return []
-    which = f"{found.others} of the {found.functions} functions that patches wrap"
-    return [
-        f"Megatron says {found.version}, but {which} are not that release's: a development commit, "
-        "or a patched one"
-    ]
+def _commit() -> Iterator[str]:
+    """Yield a line that says so if the installed Megatron is no release that we have read."""
+    comparison = compared()
+    if comparison is None:
+        return
+    claimed, table = comparison.claimed.text, Table(generated(TABLE))
+    if comparison.release is not None:
+        if comparison.release.version != claimed:
+            yield f"Megatron says {claimed}, and has the files of {comparison.release.version}"
+        return
+    if is_older_than_all(comparison.claimed):
+        yield f"Megatron says {claimed}, which is older than every release that we have read"
+        return
+    release = table.release(claimed)
+    if release is None:
+        yield (
+            f"Megatron says {claimed}, which is no release that we have read: its functions' "
+            "contents decide"
+        )
+        return
+    differing = [*release.differing(OnPath())]
+    named = ", ".join(differing[:_NAMED]) + (", …" if differing[_NAMED:] else "")
+    yield (
+        f"Megatron says {claimed}, but {len(differing)} of the {len(release.digests)} files that "
+        f"patches read are not that release's ({named}): a development commit, or a changed "
+        "release. Its functions' contents decide"
+    )
 
 
 def _files(row: Row) -> dict[str, str | None]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron_idempotent.patching.catalog import MEGATRON, patches
-from megatron_idempotent.patching.decide import UNKNOWN, in_range, judge, review, supported
+from megatron_idempotent.patching.decide import judge, review
 from megatron_idempotent.patching.record import Patch, Target
+from megatron_idempotent.patching.releases import UNKNOWN
 from megatron_idempotent.patching.settings import check_ids
 from megatron_idempotent.patching.source import Body
 from megatron_idempotent.patching.statements import change
@@ -25,6 +26,7 @@ from megatron_idempotent.patching.trees import SourceTree
 
 from .history import Clone
 from .reads import installed_trees
+from .release_table import release_of
 
 Standing = Literal["reviewed", "holds", "fixed_upstream", "missing", "drifted", "not_affected"]
 
@@ -42,7 +44,7 @@ class Drift:
 
     Example:
         Drift(id="train-interval-timer", path="Megatron-LM", distribution="megatron-core",
-              version="0.20.0rc0", standing="drifted", in_range=False,
+              version="0.20.0rc0", standing="drifted",
               reason="train (body …) no longer …", diff="--- …")
     """
 
@@ -58,11 +60,8 @@ class Drift:
     """`reviewed`: a person has read every body for this patch. `holds`: not every one, but the
     others have the fragments that it relies on. `fixed_upstream`: upstream has repaired the hazard.
     `missing`: a target is not in the tree (wheels before 0.17 lack `megatron.training`). `drifted`:
-    a body is new and the patch would be refused. `not_affected`: the release, or a body whatever
-    the release says, is older than the hazard."""
-    in_range: bool
-    """True if the bodies decide; false if `apply()` refuses the patch on this version in any case,
-    because upstream has repaired the hazard by then."""
+    a body is new and the patch would be refused. `not_affected`: the release is not in the hazard's
+    range, or a body, whatever the version says, is older than the hazard."""
     reason: str
     """A sentence that says why the patch stands so."""
     diff: str
@@ -119,7 +118,6 @@ def compare(trees: Iterable[SourceTree]) -> list[Drift]:
                     distribution=patch.distribution,
                     version=version.text,
                     standing=standing,
-                    in_range=in_range(patch, version),
                     reason=reason,
                     diff=diff,
                 )
@@ -146,10 +144,7 @@ def _stand(
     bodies: Mapping[str, Body | None],
     references: Mapping[str, _Reference],
 ) -> tuple[Standing, str, str]:
-    version = tree.versions[patch.distribution]
-    if version is not UNKNOWN and not supported(version, patch.since, f"{version.release[0] + 1}"):
-        return "not_affected", f"affects {patch.distribution} {patch.versions}", ""
-    verdict = judge(patch, bodies, tree, version, named=False)
+    verdict = judge(patch, bodies, tree, release_of(tree, patch.distribution), named=False)
     if verdict.status in _STANDINGS:
         return _STANDINGS[verdict.status], verdict.reason, ""
     if verdict.status is None:
@@ -197,8 +192,7 @@ CELLS: dict[Standing, str] = {
 LEGEND = """
 ok: a person has read it for this     holds: new, but with all that the patch relies on
 fixed: upstream repaired it           DRIFT: new, and the patch would be refused
-absent: not in this tree              -: the release is older than the hazard
-*: upstream has mended the hazard by then, so apply() refuses it whatever the body says"""
+absent: not in this tree              -: not in the range of the hazard"""
 
 
 def drift(
@@ -273,5 +267,4 @@ def _name(row: Drift) -> str:
 
 
 def _cell(row: Drift) -> str:
-    outside = not row.in_range and row.standing != "not_affected"
-    return CELLS[row.standing] + ("*" if outside else "")
+    return CELLS[row.standing]

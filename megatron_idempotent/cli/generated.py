@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_idempotent.patching.catalog import INDEX, generated_folder
 from megatron_idempotent.patching.record import FILE
+from megatron_idempotent.patching.releases import TABLE
 from megatron_idempotent.patching.statements import ACCEPTED
 from megatron_idempotent.patching.surroundings import READS
 
@@ -22,9 +23,17 @@ HEADS: Mapping[str, str] = {
 """,
     READS: f"""\
 # What the wrappers of each patch read, call or set of upstream, and what has to bind it: a
-# module, or a class in it. `.name`: it is set on objects of another class. keeps: the
-# wrappers keep state of ours on upstream's objects.
+# module, or a class in it. `.name`: it is set on objects of another class. `name!`: wrappers
+# set it. `name(keyword)`: they pass that. `name[hash]`: they take its result apart, which these
+# statements make. `name?`: commits do without it that a person has read. keeps: the wrappers
+# keep state of ours on upstream's objects.
 # Written by {_CASEBOOK} and {_ACCEPT}; do not edit.
+""",
+    TABLE: f"""\
+# The modules that patches read: each digest of their contents behind the first release that has
+# it. Then per patch a character for each release: + it lands, - the release is not in its range,
+# f upstream has repaired the hazard, ? its bodies are read each time.
+# Written by {_CASEBOOK} with the paths of wheels; do not edit.
 """,
     FILE: f"""\
 # Bodies of upstream's functions that a person has read: the hash of the code, the releases

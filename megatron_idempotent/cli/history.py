@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_idempotent.patching.catalog import MEGATRON, patches
-from megatron_idempotent.patching.decide import Verdict, in_range, judge
+from megatron_idempotent.patching.decide import Verdict, judge
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.patching.trees import Listed, SourceTree
 
 #: The folder of a clone that patches read.
 _PACKAGE = "megatron"
+#: Characters of a commit's whole id.
+_SHA = 40
 #: A commit counts as covered if this share of the patches that concern it lands.
 COVERED = 0.99
 
@@ -77,7 +79,8 @@ class Clone:
     def tree_of(self, commit: str, files: Mapping[str, str]) -> SourceTree:
         """Return the Megatron that has these contents, by path."""
         listed = Listed(files, lambda name: self._content(files[name]))
-        return SourceTree(Path(f"{self._path}@{commit[:12]}"), patches(), listed)
+        name = commit[:12] if len(commit) == _SHA else commit
+        return SourceTree(Path(f"{self._path}@{name}"), patches(), listed)
 
     def _file_lists(self, commits: Sequence[str]) -> Iterator[dict[str, str]]:
         files: dict[str, str] = {}
@@ -111,6 +114,14 @@ class _Noted:
         found = self.seen["beside", module] = self.now("beside", module)
         return list(found)
 
+    def digest(self, module: str) -> str | None:
+        self.seen["text", module] = self.now("text", module)
+        return self.tree.digest(module)
+
+    def is_package(self, module: str) -> bool:
+        self.seen["text", module] = self.now("text", module)
+        return self.tree.is_package(module)
+
     def now(self, what: str, module: str) -> Any:
         """Return what decides an answer: a file's content, or the names in a folder."""
         if what == "beside":
@@ -140,10 +151,11 @@ def walk(clone: Clone, branch: str, since: str) -> Iterator[Standing]:
     """Yield how patches of Megatron stand with each commit of a branch, oldest first."""
     days = dict(clone.commits(branch, since))
     ours = [patch for patch in patches().values() if patch.distribution == MEGATRON]
-    known: dict[str, list[tuple[str, dict[tuple[str, str], Any], Verdict | None]]] = {}
+    known: dict[str, list[tuple[str, dict[tuple[str, str], Any], Verdict]]] = {}
     for (tree, files), (commit, day) in zip(clone.trees([*days]), days.items(), strict=True):
         noted = _Noted(tree, files)
-        version = tree.versions[MEGATRON].text
+        release = tree.release(MEGATRON)
+        version = "" if release is None else release.text
         found: dict[str, Verdict] = {}
         for patch in ours:
             before = known.setdefault(patch.id, [])
@@ -156,8 +168,7 @@ def walk(clone: Clone, branch: str, since: str) -> Iterator[Standing]:
                 verdict = _judge(patch, reads)
                 before.insert(0, (version, reads.seen, verdict))
             verdict = before[0][2]
-            if verdict is not None:
-                found[patch.id] = verdict
+            found[patch.id] = verdict
         yield Standing(
             commit=commit,
             day=day,
@@ -166,18 +177,15 @@ def walk(clone: Clone, branch: str, since: str) -> Iterator[Standing]:
         )
 
 
-def _judge(patch: Patch, reads: _Noted) -> Verdict | None:
-    """Judge a patch as `apply()` does; None if this version is not in its range."""
+def _judge(patch: Patch, reads: _Noted) -> Verdict:
+    """Judge a patch as `apply()` does."""
     from megatron_idempotent.patching.source import parse_body
 
-    version = reads.tree.versions[MEGATRON]
-    if not in_range(patch, version):
-        return None
     bodies = {}
     for target in patch.targets:
         text = reads.text(target.module)
         bodies[target.address] = None if text is None else parse_body(text, target.qualname)
-    return judge(patch, bodies, reads, version, named=False)
+    return judge(patch, bodies, reads, reads.tree.release(MEGATRON), named=False)
 
 
 def history(path: str, *, branches: Sequence[str], since: str, as_json: bool) -> int:

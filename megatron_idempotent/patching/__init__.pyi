@@ -3,12 +3,12 @@ from .base import UnknownPatchError as UnknownPatchError
 from .base import VerificationError as VerificationError
 from .catalog import OPEN as OPEN
 from .catalog import UNTRIED as UNTRIED
+from .evidence import a_body_has as a_body_has
+from .evidence import no_body_has as no_body_has
 from .record import Helper as Helper
 from .record import Limit as Limit
 from .record import Original as Original
 from .record import Patch as Patch
 from .record import Target as Target
-from .record import a_body_has as a_body_has
 from .record import arguments as arguments
-from .record import no_body_has as no_body_has
 from .source import Body as Body

@@ -1,32 +1,43 @@
 """Decides from source whether a patch is right for the Megatron on the path; imports nothing.
 
 The order is fixed: switched off → not installed → version → target missing → fixed upstream →
-body drifted. The version range only selects; the body decides. `api` and `install` find the
-outcomes that only live objects show (already applied, conflict).
-
-Importing `packaging` takes longer than all else that `apply()` does, so Megatron's constants are
-compared as numbers, and it is imported only for other distributions.
+body drifted. Version numbers count only on a release, which is known by its files; on any other
+tree bodies alone decide. `api` and `install` find the outcomes that only live objects show (already
+applied, conflict).
 """
 
 from __future__ import annotations
 
-import os
-
 from .base import NOTHING, Record
-from .catalog import MEGATRON, OPEN, UNTRIED, Place, untried
+from .catalog import MEGATRON, OLDEST, OPEN, Place, load
 from .import_hooks import find
+from .releases import (
+    FIXED,
+    LANDS,
+    UNKNOWN,
+    UNKNOWN_STANDING,
+    Installed,
+    absence,
+    from_index,
+    installed,
+    is_plain,
+    numbers,
+    release_named,
+    release_on_path,
+    supported,
+)
 from .settings import SWITCH, Settings
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from .catalog import Outline
     from .contract import BodyPart
     from .record import Hazard, Patch, Target
+    from .releases import Sources
     from .report import Status
     from .source import Body
-    from .surroundings import Sources
 
 
 class Verdict(Record):
@@ -36,8 +47,13 @@ class Verdict(Record):
     reason: str
     bodies: Mapping[str, Body] = NOTHING
     """The bodies by target address, if they were read."""
+    homes: Mapping[str, str] = NOTHING
+    """The addresses of moved functions, by target address."""
+    release: str = ""
+    """The release whose files these are, if nothing had to be read for that reason."""
 
 
+FILES_DECIDE = "its files decide when"
 OFF_BY_DEFAULT = "off by default: name it in only= to apply it"
 GO = Verdict(status=None, reason="")
 
@@ -94,37 +110,65 @@ def package_of(module: str) -> str:
     return ".".join(parts[: 2 if parts[0] == "megatron" else 1])
 
 
-def check_version(hazard: Hazard | Outline, version: Installed | None) -> Verdict:
-    """Decide step 2: whether the distribution is installed, and in the hazard's range."""
+def exact_release(distribution: str) -> Installed | None:
+    """Return the release that is installed; None for a commit, whose number tells nothing.
+
+    Megatron is a release if its files are (`releases`), and if it is older than all that we have
+    read. A framework is one if it was installed from
+    an index: installers note where else a package came from.
+    """
+    version = installed(distribution)
     if version is None:
+        return None
+    if distribution == MEGATRON:
+        if is_older_than_all(version):
+            return version
+        known = release_on_path()
+        return None if known is None else release_named(known.version)
+    return version if is_plain(version) and from_index(distribution) else None
+
+
+def is_older_than_all(version: Installed) -> bool:
+    """Tell if a version of Megatron is older than every release that we have read."""
+    return not supported(version, OLDEST, OPEN)
+
+
+def check_installed(hazard: Hazard | Outline) -> Verdict:
+    """Decide step 2: whether the distribution is installed."""
+    if version_of(hazard) is None:
         return Verdict(status="not_installed", reason=absence(hazard.distribution))
-    if not in_range(hazard, version):
-        return Verdict(
-            status="unsupported_version",
-            reason=f"affects {hazard.distribution} {hazard.versions}, found {version.text}",
-        )
     return GO
 
 
-def in_range(hazard: Hazard | Outline, version: Installed) -> bool:
-    """Tell if the hazard's range has the version, or nobody has run it yet: then bodies decide."""
-    if version is UNKNOWN:
-        return True
-    return supported(version, hazard.since, hazard.before)
+def check_range(hazard: Hazard | Outline, release: Installed | None) -> Verdict:
+    """Decide step 3: whether the hazard's range has the release; a commit is in every range."""
+    if release is None or supported(release, hazard.since, hazard.before):
+        return GO
+    return Verdict(
+        status="unsupported_version",
+        reason=f"affects {hazard.distribution} {hazard.versions}, found {release.text}",
+    )
 
 
-def beyond(patch: Outline | Patch) -> str:
-    """Return a prefix for a reason, which says that nobody has run this version; else nothing."""
-    version = version_of(patch)
-    if version is None or patch.before != UNTRIED:
-        return ""
-    if not supported(version, untried(), OPEN):
-        return ""
-    return f"{version.text} is above what was run; "
+def check_unread(patch: Outline) -> Verdict:
+    """Decide as much of steps 3 and 4 as needs no file of Megatron's to be read."""
+    missing = check_modules(patch)
+    if missing.status is not None:
+        return missing
+    if patch.distribution != MEGATRON:
+        return check_range(patch, exact_release(patch.distribution))
+    claimed = installed(MEGATRON)
+    assert claimed is not None  # check_installed() has found it
+    return check_range(patch, claimed if is_older_than_all(claimed) else None)
+
+
+def beside_range(patch: Outline) -> str:
+    """Return why the hazard's range lacks the version that Megatron claims; else nothing."""
+    return check_range(patch, installed(MEGATRON)).reason if patch.distribution == MEGATRON else ""
 
 
 def check_modules(patch: Outline | Patch) -> Verdict:
-    """Check that a file exists for every module: the cheap half of step 3. Reads no source."""
+    """Check that a file exists for every module: the cheap half of step 4. Reads no source."""
     for target in patch.targets:
         if find(target.module) is None:
             return Verdict(
@@ -134,100 +178,164 @@ def check_modules(patch: Outline | Patch) -> Verdict:
     return GO
 
 
-def check_bodies(patch: Patch, *, named: bool, sources: Sources | None = None) -> Verdict:
-    """Decide steps 3 to 5: read every target's body, and compare it with those that were reviewed.
+def check_bodies(patch: Outline | Patch, *, named: bool, sources: Sources | None = None) -> Verdict:
+    """Decide steps 3 to 6 for what is on the path, where a release's files tell all of them.
 
     Args:
-        patch: the patch.
+        patch: the patch; its case file is loaded only if bodies have to be read.
         named: True if the user has named it, and so accepts a drifted body.
         sources: what reads the modules on the path, each of them once for several patches.
     """
+    missing = check_modules(patch)
+    if missing.status is not None:
+        return missing
+    release = exact_release(patch.distribution)
+    outside = check_range(patch, release)
+    if outside.status is not None:
+        return outside
+    known = release_on_path() if patch.distribution == MEGATRON else None
+    standing = UNKNOWN_STANDING if known is None else known.standings.get(patch.id)
+    if known is not None and standing == LANDS:
+        reason = f"its files are those of {known.version}"
+        return Verdict(status=None, reason=reason, release=known.version)
+    if standing == FIXED:
+        return Verdict(status="fixed_upstream", reason=_FIXED)
+    return _check_read(load(patch.id), release, sources, named=named)
+
+
+def _check_read(
+    patch: Patch, release: Installed | None, sources: Sources | None, *, named: bool
+) -> Verdict:
+    from .releases import OnPath
     from .source import read_body
-    from .surroundings import OnPath
 
     bodies: dict[str, Body | None] = {}
     for target in patch.targets:
         path = find(target.module)
-        if path is None:
-            return check_modules(patch)
+        assert path is not None  # check_modules() has found it
         try:
             bodies[target.address] = read_body(path, target.qualname)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
             return Verdict(status="failed", reason=f"cannot read {target.module}: {error}")
-    verdict = judge(patch, bodies, sources or OnPath(), version_of(patch), named=named)
-    return Verdict(
-        status=verdict.status, reason=beyond(patch) + verdict.reason, bodies=verdict.bodies
-    )
+    return judge(patch, bodies, sources or OnPath(), release, named=named)
 
 
 def judge(
     patch: Patch,
     found: Mapping[str, Body | None],
     sources: Sources | None,
-    version: Installed | None,
+    release: Installed | None,
     *,
     named: bool,
 ) -> Verdict:
-    """Decide steps 3 to 5 on bodies that were read, by target address; None for a missing one.
+    """Decide steps 3 to 6 on bodies that were read, by target address; None for a missing one.
 
     Args:
         patch: the patch.
         found: the bodies.
         sources: what the bodies are from, for all that wrappers read beside them; None to leave
             that out.
-        version: the version of the patch's distribution in these sources.
+        release: the release that these sources are; None for a commit.
         named: True if the user has named the patch.
     """
+    from .evidence import Bodies
     from .surroundings import unmet
 
-    bodies: dict[str, Body] = {}
+    outside = check_range(patch, release)
+    if outside.status is not None:
+        return outside
+    bodies, homes, moved = Bodies(sources=sources), dict[str, str](), list[str]()
     for target in patch.targets:
         body = found[target.address]
         if body is None:
-            reason = f"{target.module} defines no {target.qualname}"
-            return Verdict(status="missing_target", reason=reason)
+            home = None if sources is None else _moved(target, sources)
+            if home is None:
+                reason = f"{target.module} defines no {target.qualname}"
+                return Verdict(status="missing_target", reason=reason)
+            place, body = home
+            if place.address != target.address:
+                homes[target.address] = place.address
+                moved.append(f"{target.address} has moved to {place.address}")
         bodies[target.address] = body
-    for target in patch.targets:
-        label = target.label(bodies[target.address].hash)
-        if _older(label, patch.since):
-            reason = f"{target.qualname} is that of {label}, and the hazard came with {patch.since}"
-            return Verdict(status="unsupported_version", reason=reason, bodies=bodies)
+    of_commit = False
+    if release is None:
+        labels = {t.qualname: t.label(bodies[t.address].hash) for t in patch.targets}
+        of_commit = not all(numbers(label.partition(" ")[0]) for label in labels.values())
+        if all(_older(label, patch.since) for label in labels.values()):
+            said = ", ".join(f"{qualname} is that of {label}" for qualname, label in labels.items())
+            reason = f"{said}, and the hazard came with {patch.since}"
+            return Verdict(status="unsupported_version", reason=reason)
+        came = _lacks_origin(patch, sources)
+        if came is not None:
+            return Verdict(status="unsupported_version", reason=came)
     mended = patch.fixed_when is not None and patch.fixed_when(bodies)
     if mended or (sources is not None and _mended_beside(patch, sources)):
-        reason = "upstream's own code no longer has the hazard"
-        return Verdict(status="fixed_upstream", reason=reason, bodies=bodies)
+        return Verdict(status="fixed_upstream", reason=_FIXED)
     reviews = [review(target, bodies[target.address]) for target in patch.targets]
-    why = None if sources is None else unmet(patch, version, sources)
+    why = None if sources is None else unmet(patch, release, sources, of_commit=of_commit)
     if why is not None:
         reviews.append((False, f"{why}: name the patch in only= to accept it"))
     drifted = not all(known for known, _ in reviews)
     # Of a patch that is refused, what speaks against it.
-    reasons = [reason for known, reason in reviews if known != drifted]
+    reasons = [*moved, *(reason for known, reason in reviews if known != drifted)]
     reason = "; ".join(dict.fromkeys(reasons))
     if drifted and named:
-        return Verdict(status=None, reason=f"{reason}; accepted by name", bodies=bodies)
-    return Verdict(status="drifted" if drifted else None, reason=reason, bodies=bodies)
+        reason, drifted = f"{reason}; accepted by name", False
+    return Verdict(status="drifted" if drifted else None, reason=reason, bodies=bodies, homes=homes)
+
+
+_FIXED = "upstream's own code no longer has the hazard"
+
+
+def _moved(target: Target, sources: Sources) -> tuple[Place, Body] | None:
+    """Return where a function is defined that its module only binds, or its class inherits.
+
+    An inherited one counts if its wrapper fits: classes of old have inherited other functions.
+    """
+    from .moved import definition
+
+    found = definition(target.module, target.qualname, sources, inherited=False)
+    if found is not None:
+        return found
+    found = definition(target.module, target.qualname, sources)
+    if found is None or not review(target, found[1])[0]:
+        return None
+    return target, found[1]
 
 
 def _mended_beside(patch: Patch, sources: Sources) -> bool:
-    """Tell if another function than the targets repairs the hazard in these sources."""
-    from .source import parse_body
+    """Tell if a function beside the targets repairs the hazard in these sources."""
+    from .moved import definition
 
-    if patch.fixed_by is None:
-        return False
-    address, fragment = patch.fixed_by
+    for address, fragment in patch.fixed_by:
+        place = Place(address=address)
+        found = definition(place.module, place.qualname, sources)
+        if found is not None and found[1].contains(fragment):
+            return True
+    return False
+
+
+def _lacks_origin(patch: Patch, sources: Sources | None) -> str | None:
+    """Say which code is not in these sources that brought the hazard; None if it is there."""
+    from .moved import definition
+
+    if patch.came_with is None or sources is None:
+        return None
+    address, fragment = patch.came_with
     place = Place(address=address)
-    text = sources.text(place.module)
-    body = None if text is None else parse_body(text, place.qualname)
-    return body is not None and body.contains(fragment)
+    if not place.qualname:
+        is_there = sources.text(place.module) is not None
+        return None if is_there else f"the hazard came with {place.module}, which is not there"
+    found = definition(place.module, place.qualname, sources)
+    if found is None:
+        return f"the hazard came with {address}, which is not there"
+    if fragment and not found[1].contains(fragment):
+        return f"the hazard came with `{fragment}` in {address}, which lacks it"
+    return None
 
 
 def _older(label: str, since: str) -> bool:
-    """Tell if the releases in a body's label, such as `0.12.0 to 0.15.3`, are all before `since`.
-
-    A development commit has the version of the release that it leads to, and may have the code of
-    the one before.
-    """
+    """Tell if the releases of a body, such as `0.12.0 to 0.15.3`, are all before `since`."""
     last = numbers(label.rpartition(" ")[2])
     return () < last < numbers(since)
 
@@ -274,128 +382,3 @@ def part_of(target: Target, body: Body) -> BodyPart:
 
     contract = contract_of(target.wrapper)
     return BodyPart(body, target.relies_on, (*contract.reads, *contract.leading))
-
-
-# megatron-core says its version in a file of its own, which is right for a checkout on PYTHONPATH
-# too. The `+<git sha>` that newer files append belongs to whatever repository encloses them, so
-# only the four constants are read.
-_PACKAGE_INFO = {"megatron-core": "megatron.core.package_info"}
-
-
-class Installed(Record):
-    """Holds a distribution's version."""
-
-    text: str
-    """The version as the distribution writes it, such as `0.17.0rc0`."""
-    release: tuple[int, ...]
-    """The release that the version belongs to or leads to, such as (0, 17, 0)."""
-
-
-def installed(distribution: str) -> Installed | None:
-    """Return the version of what `import` would find; None if there is none, or it has none."""
-    info = _PACKAGE_INFO.get(distribution)
-    if info is None:
-        return _from_metadata(distribution)
-    path = find(info)
-    if path is None:
-        return None
-    try:
-        state = path, os.stat(path).st_mtime_ns
-        if state not in _read:
-            with open(path, encoding="utf-8") as file:
-                _read[state] = from_package_info(file)
-        return _read[state]
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-UNKNOWN = Installed(text="unknown", release=())
-"""The version of a package on the path without metadata, such as a checkout."""
-
-
-def absence(distribution: str) -> str:
-    """Say why `installed` returns None, as a clause."""
-    info = _PACKAGE_INFO.get(distribution)
-    path = None if info is None else find(info)
-    if path is None:
-        return f"{distribution} is not installed"
-    return f"no version of {distribution} can be read from {path}"
-
-
-def supported(version: Installed, since: str, before: str) -> bool:
-    """Return whether `since` <= release < `before`, both written like `0.12`.
-
-    Pre-releases count as the release they lead to: `0.17.0rc0` holds 0.17's code, and under plain
-    specifier rules it would be in neither `<0.17` nor `>=0.17`.
-    """
-    return numbers(since) <= _significant(version.release) < numbers(before)
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Return a release like `0.12` as numbers to compare; none for any other text."""
-    parts = text.split(".")
-    return _significant(tuple(map(int, parts))) if all(map(str.isdecimal, parts)) else ()
-
-
-def place(name: str) -> tuple[bool, tuple[int, ...], str]:
-    """Return a key that sorts releases by number, and commits after them by name.
-
-    Example: `sorted(["main", "0.9", "0.12.3"], key=place) == ["0.9", "0.12.3", "main"]`.
-    """
-    return not numbers(name), numbers(name), name
-
-
-def _significant(release: tuple[int, ...]) -> tuple[int, ...]:
-    while release and release[-1] == 0:  # 0.12 and 0.12.0 are one release
-        release = release[:-1]
-    return release
-
-
-# The version that a file says, with the time at which it did.
-_read: dict[tuple[str, int], Installed | None] = {}
-
-
-def from_package_info(lines: Iterable[str]) -> Installed | None:
-    """Return the version that the lines of a `package_info.py` say, or None."""
-    # Line by line, because these are plain assignments and `ast` takes longer to import than the
-    # rest of this file to run.
-    constants: dict[str, str] = {}
-    for line in lines:
-        name, _, value = line.partition("=")
-        constants[name.rstrip()] = value.partition("#")[0].strip()
-    release = [constants.get(part, "") for part in ("MAJOR", "MINOR", "PATCH")]
-    if not all(number.isdecimal() for number in release):
-        return None
-    text = ".".join(release) + constants.get("PRE_RELEASE", "").strip("'\"")
-    return Installed(text=text, release=tuple(map(int, release)))
-
-
-def from_metadata_text(text: str, distribution: str) -> Installed | None:
-    """Return the version that a wheel's METADATA says; None for another distribution's."""
-    from email import message_from_string
-
-    from packaging.utils import canonicalize_name
-
-    said = message_from_string(text)
-    if canonicalize_name(said["Name"] or "") != canonicalize_name(distribution):
-        return None
-    return _parsed(said["Version"] or "")
-
-
-def _from_metadata(distribution: str) -> Installed | None:
-    from importlib import metadata
-
-    try:
-        return _parsed(metadata.version(distribution))
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _parsed(text: str) -> Installed | None:
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        version = Version(text)
-    except InvalidVersion:
-        return None
-    return Installed(text=str(version), release=version.release)

@@ -7,6 +7,7 @@ target's module is imported, the bodies were judged, and every wrapper is in.
 from __future__ import annotations
 
 import os
+import sys
 from _thread import RLock
 
 from . import decide, import_hooks
@@ -18,12 +19,11 @@ TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .catalog import Outline
+    from .catalog import Outline, Place
     from .patch_points import PatchPoint, StaleReferences
     from .record import Patch, Target
+    from .releases import Sources
     from .report import Status
-    from .source import Body
-    from .surroundings import Sources
 
 
 class State(PerProcess):
@@ -38,9 +38,11 @@ class State(PerProcess):
         """Ids that any `apply()` named, for which a drifted body is accepted."""
         self.rows: dict[str, Row] = {}
         self.sites: dict[str, PatchPoint] = {}
-        """The sites by target address. No flag on the target says so: a flag set through a wrapper
-        lands on the original and outlives it. A site without layers stays, so that the next
-        `apply()` patches its function again for everything that holds it."""
+        """The sites by the address of their function. No flag on the target says so: a flag set
+        through a wrapper lands on the original and outlives it. A site without layers stays, so
+        that the next `apply()` patches its function again for everything that holds it."""
+        self.homes: dict[str, str] = {}
+        """The addresses of functions that upstream has moved, by target address."""
         self.verify_within = 0.0
         """Seconds within which all ranks have to say in their first schedule call that they have
         the same patches; 0 where nobody asked for that, and after it."""
@@ -81,14 +83,14 @@ def settle() -> None:
     if not due:
         return
     from .patch_points import StaleReferences
-    from .surroundings import OnPath
+    from .releases import OnPath
 
     names, sources = StaleReferences(), OnPath()
     accepted: dict[str, str] = {}
     try:
         for patch in due:
             try:
-                refusal = _land(load(patch.id), sources, names, accepted)
+                refusal = _land(patch, sources, names, accepted)
             except Exception as error:  # noqa: BLE001 - runs inside of users' import statements
                 refusal = row(patch, "failed", f"{type(error).__name__}: {error}")
             if refusal is not None:
@@ -101,22 +103,42 @@ def settle() -> None:
             state.rows[patch_id] = _accepted(state.wanted[patch_id], reason)
 
 
+def forget_sources() -> list[str]:
+    """Let go of upstream's texts, trees and code, megabytes that are read again if need be.
+
+    Returns:
+        Modules and packages that are being imported, of which the next needs the same: then
+        nothing is let go.
+    """
+    names = {target.module for patch in state.wanted.values() for target in patch.targets}
+    waiting = import_hooks.under_way(names)
+    package = __name__.rpartition(".")[0]
+    for name in () if waiting else ("source", "surroundings"):
+        module = sys.modules.get(f"{package}.{name}")
+        if module is not None:
+            module.forget()
+    return waiting
+
+
 def _land(
-    patch: Patch, sources: Sources, names: StaleReferences, accepted: dict[str, str]
+    outline: Outline, sources: Sources, names: StaleReferences, accepted: dict[str, str]
 ) -> Row | None:
     # Puts the reason into `accepted`, or returns why not.
-    verdict = decide.check_bodies(patch, named=patch.id in state.named, sources=sources)
+    verdict = decide.check_bodies(outline, named=outline.id in state.named, sources=sources)
     if verdict.status is not None:
-        return row(patch, verdict.status, verdict.reason)
+        return row(outline, verdict.status, verdict.reason)
+    patch = load(outline.id)
+    for target in patch.targets:  # a module that is loaded again may define what it once imported
+        state.homes[target.address] = verdict.homes.get(target.address, target.address)
     try:
-        prepared = prepare(patch, verdict.bodies)
+        prepared = prepare(patch, verdict)
     except Conflict as conflict:
         return row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
     # Everything is validated; from here on only plain assignments happen.
     for target, site in prepared:
         if not site.in_place or not site.is_installed:
-            state.sites[target.address] = site
-            site.body = verdict.bodies[target.address].hash
+            state.sites[site.target.address] = site
+            site.body = verdict.release or verdict.bodies[target.address].hash
             # What a package binds of its own functions, it calls as its own.
             own, told = target.module.partition(".")[0], state.selection
             rebound = told.settings.rebind if told else ()
@@ -128,7 +150,7 @@ def _land(
 
 def _accepted(patch: Outline, reason: str) -> Row:
     reasons = [reason]
-    sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]
+    sites = [site for target in patch.targets if (site := site_of(target)) is not None]
     left = [name for site in sites for name in site.bound_before]
     users = [name for target in load(patch.id).targets for name in target.early_users]
     left += [name for name in users if import_hooks.is_complete(name)]
@@ -143,17 +165,22 @@ def _accepted(patch: Outline, reason: str) -> Row:
     return row(patch, "pending_import" if waits else "applied", "; ".join(reasons))
 
 
-def check(patch: Patch, bodies: Mapping[str, Body]) -> None:
+def site_of(target: Place) -> PatchPoint | None:
+    """Return the site of a target's function, wherever that is by now; None if there is none."""
+    return state.sites.get(state.homes.get(target.address, target.address))
+
+
+def check(patch: Patch, verdict: decide.Verdict) -> None:
     """Raise what `prepare` would raise."""
     from .patch_points import check_patch_point
 
     for target in patch.targets:
-        site = state.sites.get(target.address)
-        if import_hooks.is_complete(target.module) and (site is None or not site.in_place):
-            check_patch_point(target, bodies[target.address])
+        here, site = target.at(verdict.homes), site_of(target)
+        if import_hooks.is_complete(here.module) and (site is None or not site.in_place):
+            check_patch_point(here, verdict.bodies.get(target.address))
 
 
-def prepare(patch: Patch, bodies: Mapping[str, Body]) -> list[tuple[Target, PatchPoint]]:
+def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPoint]]:
     """Return the sites of those targets whose modules are there; change nothing.
 
     Raises:
@@ -161,19 +188,30 @@ def prepare(patch: Patch, bodies: Mapping[str, Body]) -> list[tuple[Target, Patc
         AttributeError: nothing stands there, although the source defines it.
     """
     prepared = []
+    opened: list[PatchPoint] = []
     from .patch_points import open_patch_point
 
-    for target in patch.targets:
-        if not import_hooks.is_complete(target.module):
-            continue
-        site = state.sites.get(target.address)
-        if site is None or not site.in_place:
-            fresh = open_patch_point(target, bodies[target.address])
-            if site is None or not site.same_place(fresh):
-                # Names that were bound early still lead to the function of the old site.
-                fresh.previous = site
-                site = fresh
-        prepared.append((target, site))
+    try:
+        for target in patch.targets:
+            here, site = target.at(verdict.homes), site_of(target)
+            if not import_hooks.is_complete(here.module):
+                continue
+            if site is None or not site.in_place:
+                fresh = open_patch_point(here, verdict.bodies.get(target.address))
+                opened.append(fresh)
+                if site is None or not site.same_place(fresh):
+                    # Names that were bound early still lead to the function of the old site.
+                    fresh.previous = site
+                    site = fresh
+            prepared.append((target, site))
+    except (Conflict, AttributeError):
+        prepared.clear()
+        raise
+    finally:
+        kept = {id(site) for _, site in prepared}
+        for site in opened:
+            if id(site) not in kept:
+                site.discard()
     return prepared
 
 
@@ -207,9 +245,7 @@ def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
 def landed(patch: Outline | Patch) -> bool:
     """Return whether every target leads to our function, and our function has this patch."""
     return all(
-        (site := state.sites.get(target.address)) is not None
-        and patch.id in site.layers
-        and site.in_place
+        (site := site_of(target)) is not None and patch.id in site.layers and site.in_place
         for target in patch.targets
     )
 
@@ -223,7 +259,7 @@ def detours() -> dict[str, list[str]]:
     """Return by address of a patched function what live code reaches past our function."""
     if not state.sites:
         return {}
-    from .patch_points import detours
+    from .detours import detours
 
     return detours(state.sites.values())
 
@@ -238,7 +274,7 @@ def current(patch: Outline, around: Mapping[str, list[str]] = NOTHING) -> Row:
     known = state.rows.get(patch.id)
     if known is None:
         return row(patch, "disabled", "apply() was not called")
-    sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]
+    sites = [site for target in patch.targets if (site := site_of(target)) is not None]
     if known.status in ("applied", "already_applied"):
         lost = [site for site in sites if not site.in_place]
         if lost or not landed(patch):
@@ -252,7 +288,7 @@ def current(patch: Outline, around: Mapping[str, list[str]] = NOTHING) -> Row:
         past = [
             f"{target.qualname}: {each}"
             for target in patch.targets
-            for each in around.get(target.address, ())
+            for each in around.get(state.homes.get(target.address, target.address), ())
         ]
         if past:
             reasons.append(f"{PAST}: {', '.join(past)}")

@@ -59,7 +59,7 @@ def absent(name: str, *, a_door: bool) -> list[str]:
         if a_door or row.status not in _NOT_THERE:
             found.append(f"{patch.id} ({row.status}: {row.reason})")
     for patch in lost().values():
-        status = decide.check_version(patch, decide.version_of(patch)).status
+        status = decide.check_installed(patch).status
         if name in patch.provides and (a_door or status not in _NOT_THERE):
             found.append(f"{patch.id} (its case file {without_case_file(patch.id)})")
     return found

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from .catalog import MEGATRON, outlines, patches
-from .decide import OFF_BY_DEFAULT
+from .decide import FILES_DECIDE, OFF_BY_DEFAULT
 from .install import INSIDE, OUTSIDE
 from .report import PROBLEMS, Report, Row
 from .table import render, wrapped
@@ -35,7 +35,8 @@ def overview(
         notes: sentences that come after the first line.
     """
     in_place = [*_with(report, "applied"), *_with(report, "already_applied")]
-    waiting = _with(report, "pending_import")
+    undecided = [row for row in _with(report, "pending_import") if FILES_DECIDE in row.reason]
+    waiting = [row for row in _with(report, "pending_import") if row not in undecided]
     shared = [row for row in in_place if INSIDE in row.reason or OUTSIDE in row.reason]
     groups = [
         ("Problems: the hazard is here, and its patch is refused", report.problems),
@@ -45,11 +46,12 @@ def overview(
             f"{'Would land when' if dry_run else 'Land as soon as'} their modules are imported",
             waiting,
         ),
+        ("For other releases, if the files are those of this one", undecided),
         ("Off", _with(report, "disabled")),
         *((heading, _with(report, status)) for status, (_, heading) in _GROUPS.items()),
     ]
     land = "would land on" if dry_run else "wait for the import of"
-    lines = [_answer(report, in_place, waiting, land), *notes]
+    lines = [_answer(report, in_place, waiting, land, len(undecided)), *notes]
     if _with(report, "drifted"):
         lines.append("`megatron-idempotent drift --diff` shows what is new in a body that drifted.")
     lines += report.incomplete
@@ -62,8 +64,18 @@ def overview(
     return "\n\n".join(parts)
 
 
-def _answer(report: Report, in_place: Sequence[Row], waiting: Sequence[Row], land: str) -> str:
-    """Sum up a report in one line; `land` is the verb of those that wait."""
+def _answer(
+    report: Report, in_place: Sequence[Row], waiting: Sequence[Row], land: str, undecided: int
+) -> str:
+    """Sum up a report in one line.
+
+    Args:
+        report: the report.
+        in_place: the rows of patches that are applied.
+        waiting: the rows of patches that wait for an import, and land then.
+        land: the verb of those that wait.
+        undecided: the number of patches for other releases that wait for the files to be read.
+    """
     concerned = [*in_place, *waiting, *report.problems]
     found = {_distribution(row): row.version for row in concerned}
     order = sorted(found, key=lambda name: (name != MEGATRON, name))
@@ -87,6 +99,7 @@ def _answer(report: Report, in_place: Sequence[Row], waiting: Sequence[Row], lan
         parts.append(f"{absent.pop(MEGATRON).reason} (asked with {sys.executable})")
     frameworks = len(absent)
     for count, words in (
+        (undecided, "for other releases if these are the files of this one"),
         (default, "off by default"),
         (counts["disabled"] - default, "switched off"),
         *((counts[status], words) for status, (words, _) in _GROUPS.items()),

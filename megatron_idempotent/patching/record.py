@@ -32,10 +32,8 @@ from .report import COVERED, PROBLEMS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from .evidence import Bodies
     from .report import Row
-    from .source import Body
-
-    Bodies = Mapping[str, Body]
 
 
 Original = Callable[..., Any]
@@ -202,6 +200,15 @@ class Target(Place):
         if self.parts and not self.relies_on:
             raise ValueError(f"target {self.address} has parts of nothing: give fragments too")
 
+    def at(self, homes: Mapping[str, str]) -> Target:
+        """Return this target at the address that its function has moved to, if it has moved."""
+        home = homes.get(self.address)
+        if home is None:
+            return self
+        moved = object.__new__(Target)
+        vars(moved).update(vars(self), address=home)
+        return moved
+
     def label(self, body_hash: str) -> str:
         """Return the releases that have this body, whichever patch it was read for; else nothing.
 
@@ -346,8 +353,13 @@ class Patch(Hazard):
     fixed_when: Callable[[Bodies], bool] | None = None
     """A function of the bodies by target address: True if upstream no longer needs the patch."""
 
-    fixed_by: tuple[str, str] | None = None
-    """Address of a function beside the targets, and the fragment of it that repairs the hazard."""
+    came_with: tuple[str, str] | None = None
+    """Address of a function, or a module and a colon, without which there is no hazard, and a
+    fragment of that function, which may be empty. It says of commits what `since` says of
+    releases."""
+
+    fixed_by: tuple[tuple[str, str], ...] = ()
+    """Addresses of functions beside the targets, each with a fragment that repairs the hazard."""
 
     default: bool = True
     """False for a patch that costs, or was never run, for want of hardware: on only if named."""
@@ -431,20 +443,6 @@ def takes_help(program: Any) -> bool:
         code is not None
         and "helped" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     )
-
-
-def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:
-    """Return, as a `fixed_when`, whether one of the bodies contains one of the fragments."""
-    return lambda bodies: any(
-        body.contains(fragment, outside_loops=outside_loops)
-        for body in bodies.values()
-        for fragment in fragments
-    )
-
-
-def no_body_has(fragment: str) -> Callable[[Bodies], bool]:
-    """Return, as a `fixed_when`, whether none of the bodies contains the fragment any more."""
-    return lambda bodies: not a_body_has(fragment)(bodies)
 
 
 def _declaring_module() -> str:

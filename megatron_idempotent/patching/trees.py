@@ -9,26 +9,29 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from .catalog import MEGATRON
-from .decide import (
+from .catalog import MEGATRON, generated
+from .decide import is_older_than_all, package_of
+from .record import Patch
+from .releases import (
+    TABLE,
     UNKNOWN,
     Installed,
-    check_bodies,
+    Table,
+    digest_of,
     from_metadata_text,
     from_package_info,
-    in_range,
-    installed,
-    numbers,
-    package_of,
+    is_plain,
+    modules_in,
+    release_named,
 )
-from .record import Patch
 from .source import Body, computed, parse_body, read_text
-from .surroundings import modules_in
 
 #: The module that says which version a Megatron is.
 INFO = "megatron.core.package_info"
+#: A wheel's metadata, and what says (PEP 610) that it was not installed from an index.
+_INSTALLED, _ORIGIN = ".dist-info/METADATA", ".dist-info/direct_url.json"
 
 
 class Files(Protocol):
@@ -174,6 +177,38 @@ class SourceTree:
         names = self._files.inside(package.replace(".", "/"))
         return modules_in(package, [name for name in names if name.endswith(".py")])
 
+    def is_package(self, module: str) -> bool:
+        """Tell if the module is a package."""
+        return (self.file_of(module) or "").endswith("__init__.py")
+
+    def digest(self, module: str) -> str | None:
+        """Return `digest_of` the module's file, or None if it is not in the tree."""
+        text = self.text(module)
+        return None if text is None else digest_of(text.encode("utf-8"))
+
+    def release(self, distribution: str) -> Installed | None:
+        """Return the release of a distribution that the tree is; None for a commit.
+
+        A wheel of a framework is the release that it names. Megatron has the files of one.
+        """
+        version = self.versions[distribution]
+        if distribution == MEGATRON:
+            return version if is_older_than_all(version) else self._megatrons_release
+        return version if is_plain(version) and self._is_from_index(distribution) else None
+
+    def _is_from_index(self, distribution: str) -> bool:
+        return any(
+            name.endswith(_INSTALLED)
+            and from_metadata_text(text, distribution) is not None
+            and not self._files.has(name.replace(_INSTALLED, _ORIGIN))
+            for name, text in self._metadata.items()
+        )
+
+    @computed
+    def _megatrons_release(self) -> Installed | None:
+        release = Table(generated(TABLE)).matching(self, self.versions[MEGATRON].text)
+        return None if release is None else release_named(release.version)
+
     @computed
     def modules(self) -> list[str]:
         """Return the names of all modules in the tree."""
@@ -183,7 +218,7 @@ class SourceTree:
 
     def _version(self, distribution: str) -> Installed:
         if distribution != MEGATRON:
-            said = (from_metadata_text(text, distribution) for text in self._metadata)
+            said = (from_metadata_text(text, distribution) for text in self._metadata.values())
             return next((version for version in said if version is not None), UNKNOWN)
         info = self.text(INFO)
         version = None if info is None else from_package_info(info.splitlines())
@@ -192,49 +227,7 @@ class SourceTree:
         return version
 
     @computed
-    def _metadata(self) -> list[str]:
-        said = (".dist-info/METADATA", ".egg-info/PKG-INFO")
-        names = [name for name in self._files.all() if name.endswith(said) and name.count("/") == 1]
-        return [self._files.read(name) for name in names]
-
-
-class Contents(NamedTuple):
-    """Counts the functions of the installed Megatron that patches wrap."""
-
-    version: str
-    """The version that the installed Megatron claims to be."""
-    functions: int
-    """The number of these functions that it has."""
-    others: int
-    """The number of them whose body is not the claimed release's."""
-
-
-def contents(patches: Iterable[Patch]) -> Contents | None:
-    """Compare what is installed with the release that it says it is.
-
-    Returns:
-        The counts; None if no Megatron is installed.
-    """
-    version = installed(MEGATRON)
-    if version is None:
-        return None
-    its_own: dict[str, bool] = {}
-    for patch in patches:
-        if patch.distribution != MEGATRON or not in_range(patch, version):
-            continue
-        bodies = check_bodies(patch, named=False).bodies
-        for target in patch.targets:
-            # Where people read parts of a function, its bodies are too many to know each.
-            if target.address in bodies and not target.relies_on:
-                label = target.label(bodies[target.address].hash)
-                own = its_own.get(target.address, False)
-                its_own[target.address] = own or _holds(label, version)
-    return Contents(version.text, len(its_own), sum(not own for own in its_own.values()))
-
-
-def _holds(label: str, version: Installed) -> bool:
-    """Tell if a body's label, such as `0.12.0 to 0.15.3`, has the version."""
-    first, _, last = label.partition(" to ")
-    since, until = numbers(first), numbers(last or first)
-    # A later patch release of a line has what the last one that was read has.
-    return () < since <= version.release and version.release[:2] <= until[:2]
+    def _metadata(self) -> dict[str, str]:
+        kinds = (_INSTALLED, ".egg-info/PKG-INFO")
+        names = [name for name in self._files.all() if name.endswith(kinds)]
+        return {name: self._files.read(name) for name in names if name.count("/") == 1}

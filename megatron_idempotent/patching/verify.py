@@ -176,7 +176,7 @@ def _digest(row: Row) -> str:
     status = "applied" if row.status == "already_applied" else row.status
     code = hashlib.sha256()
     for target in load(row.id).targets:
-        site = install.state.sites.get(target.address)
+        site = install.site_of(target)
         if site is not None and row.id in site.layers:
             code.update(site.body.encode())
         # The whole case file, because wrappers call functions beside them.

@@ -4,6 +4,9 @@ A hazard is proven if stock Megatron fails with the error that its case file nam
 code runs with the patches applied. For a hazard that only the caller can avoid, the code that calls
 the helper has to run instead. If the case file has a neighbour, a right program beside the hazard,
 that has to run on stock, and with the patches to the same bits.
+
+Every reproduction is run, whatever `apply()` says about its patch: a hazard that is there while its
+patch is left out is a failure, too.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.decide import (
     OFF_BY_DEFAULT,
     check_bodies,
-    check_version,
-    version_of,
+    check_installed,
+    check_range,
+    exact_release,
 )
 from megatron_idempotent.patching.record import Hazard, Limit, Patch, takes_help
 from megatron_idempotent.patching.report import COVERED, Report
@@ -34,6 +38,7 @@ Verdict = Literal[
     "proven",
     "documented",
     "not_applicable",
+    "unpatched",
     "stock_runs",
     "other_error",
     "not_repaired",
@@ -60,12 +65,14 @@ class Finding:
     verdict: Verdict
     """`proven`: stock fails as the case file says, and patched runs. `documented`: stock fails so,
     and nothing repairs it. `not_applicable`: the installed packages do not have the hazard, or one
-    that its program needs is missing. Four are failures. `stock_runs`: stock ran without error.
-    `other_error`: stock failed in another way than the case file says. `not_repaired`: patched
-    failed too. `false_alarm`: the patches break the neighbour, which is right on stock."""
+    that its program needs is missing. Five are failures. `unpatched`: stock fails as the case file
+    says, `apply()` leaves the patch out, and no other patch repairs it. `stock_runs`: stock ran
+    without error, and `apply()` patches it. `other_error`: the same, but stock failed in another
+    way than the case file says. `not_repaired`: patched failed too. `false_alarm`: the patches
+    break the neighbour, which is right on stock."""
     stock: str
-    """The outcome on stock: `ok`, `Type: message` of the first rank that failed, or the reason why
-    it is not applicable."""
+    """The outcome on stock: `ok`, or `Type: message` of the first rank that failed. Where it is not
+    applicable or unpatched, the reason that `apply()` gives."""
     patched: str
     """The outcome with all patches: `ok`, `Type: message`, or `-` if it was not run."""
     seconds: float
@@ -100,48 +107,67 @@ def prove(
     chosen = hazards() if ids is None else check_ids(ids, "prove", hazards())
     wanted = [hazard for hazard in hazards().values() if hazard.id in chosen]
     decided = apply(dry_run=True)
-    why_not = {hazard.id: _why_not(hazard, decided) for hazard in wanted}
-    affected = [hazard for hazard in wanted if why_not[hazard.id] is None]
+    left_out = {hazard.id: _left_out(hazard, decided) for hazard in wanted}
+    runnable = [hazard for hazard in wanted if _runs(hazard)]
     own = None
-    if pool is None and affected:
-        ranks = max(hazard.ranks for hazard in affected)
+    if pool is None and runnable:
+        ranks = max(hazard.ranks for hazard in runnable)
         # Standard output is for the findings; releases print there while they are imported.
         pool = own = RankPool(ranks, preload=PROGRAM_PRELOAD, stdout=2, device=device)
     try:
         if own is not None:
             own.run(1, _ready, distributed=False)  # or the first hazard would pay for the imports
         for hazard in wanted:
-            why = why_not[hazard.id]
-            if why is not None:
+            if not _runs(hazard):
                 yield Finding(
-                    id=hazard.id, verdict="not_applicable", stock=why, patched="-", seconds=0.0
+                    id=hazard.id,
+                    verdict="not_applicable",
+                    stock=_missing(hazard) or str(left_out[hazard.id]),
+                    patched="-",
+                    seconds=0.0,
                 )
             else:
                 assert pool is not None
-                yield _examine(hazard, pool)
+                yield _examine(hazard, pool, left_out[hazard.id])
     finally:
         if own is not None:
             own.close()
 
 
 def affected() -> list[str]:
-    """Return the ids of the hazards that the installed Megatron has, by its version and bodies."""
+    """Return the ids of the hazards that the installed Megatron has, as far as `apply()` can tell.
+
+    It tells by the contents of files. A hazard without a patch is one of those that a release in
+    its range has.
+    """
     decided = apply(dry_run=True)
-    return [h.id for h in hazards().values() if _why_not(h, decided) is None]
+    return [h.id for h in hazards().values() if _runs(h) and _left_out(h, decided) is None]
 
 
-def _why_not(hazard: Hazard, decided: Report) -> str | None:
-    row = decided[hazard.id] if isinstance(hazard, Patch) else None
-    if row is None or row.status not in COVERED:
-        if row is not None and row.reason != OFF_BY_DEFAULT:
-            return f"{row.status}: {row.reason}"
-        verdict = check_version(hazard, version_of(hazard))
-        if verdict.status is None and isinstance(hazard, Patch):
-            verdict = check_bodies(hazard, named=False)
-        if verdict.status is not None:
-            return f"{verdict.status}: {verdict.reason}"
+def _runs(hazard: Hazard) -> bool:
+    """Tell if all packages are here that the hazard's programs need."""
+    return not _missing(hazard) and check_installed(hazard).status is None
+
+
+def _missing(hazard: Hazard) -> str:
     missing = " ".join(name for name in hazard.needs if find_spec(name) is None)
-    return f"not_installed: needs {missing} (pip install {missing})" if missing else None
+    return f"not_installed: needs {missing} (pip install {missing})" if missing else ""
+
+
+def _left_out(hazard: Hazard, decided: Report) -> str | None:
+    """Return the reason why `apply()` leaves a patch out, or why there is no hazard; else None."""
+    if not isinstance(hazard, Patch):
+        verdict = check_installed(hazard)
+        if verdict.status is None:
+            verdict = check_range(hazard, exact_release(hazard.distribution))
+    else:
+        row = decided[hazard.id]
+        if row.status in COVERED:
+            return None
+        if row.reason != OFF_BY_DEFAULT:
+            return f"{row.status}: {row.reason}"
+        verdict = check_bodies(hazard, named=False)
+    return None if verdict.status is None else f"{verdict.status}: {verdict.reason}"
 
 
 def outcome(
@@ -215,25 +241,32 @@ def _ended(
         return f"RankTimeout: no end within {error.timeout_s:g} s", []
 
 
-def _examine(hazard: Hazard, pool: RankPool) -> Finding:
+def _examine(hazard: Hazard, pool: RankPool, left_out: str | None) -> Finding:
     started = time.perf_counter()
     stock = outcome(pool.run, hazard.id, applied=())
+    is_there = stock != "ok" and re.search(hazard.stock_error, stock) is not None
     limit = isinstance(hazard, Limit)
-    patched = "-" if limit else outcome(pool.run, hazard.id, applied=patches(), helped=True)
-    verdict: Verdict = "documented" if limit else "proven"
-    neighbour = "-"
-    if stock == "ok":
-        verdict = "stock_runs"
-    elif not re.search(hazard.stock_error, stock):
-        verdict = "other_error"
-    elif not limit and patched != "ok":
-        verdict = "not_repaired"
+    patched = neighbour = "-"
+    verdict: Verdict
+    if left_out is not None:
+        # Another patch may repair it here. What becomes of the program otherwise says nothing.
+        if is_there:
+            patched = outcome(pool.run, hazard.id, applied=patches(), helped=True)
+        verdict = "unpatched" if is_there and patched != "ok" else "not_applicable"
+        stock = left_out
+    elif not is_there:
+        verdict = "stock_runs" if stock == "ok" else "other_error"
     else:
-        neighbour = beside(pool.run, hazard.id)
-        if neighbour.startswith("stock"):
-            verdict = "other_error"
-        elif neighbour.startswith("patched"):
-            verdict = "false_alarm"
+        verdict = "documented" if limit else "proven"
+        patched = "-" if limit else outcome(pool.run, hazard.id, applied=patches(), helped=True)
+        if not limit and patched != "ok":
+            verdict = "not_repaired"
+        else:
+            neighbour = beside(pool.run, hazard.id)
+            if neighbour.startswith("stock"):
+                verdict = "other_error"
+            elif neighbour.startswith("patched"):
+                verdict = "false_alarm"
     return Finding(
         id=hazard.id,
         verdict=verdict,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,11 +34,16 @@ def files(tmp_path, monkeypatch) -> tuple[Path, Path]:
     return folder / module.FILE, folder / module.ACCEPTED
 
 
-def release(root: Path, version: str) -> None:
-    """Make the checkout say that it is a release."""
+def wheel(root: Path, version: str) -> Path:
+    """A release's wheel with the files of the checkout."""
     info = root / f"{INFO.replace('.', '/')}.py"
     major, minor, patch = version.split(".")
     info.write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n")
+    path = root.parent / f"megatron_core-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in root.rglob("*.py"):
+            archive.write(file, file.relative_to(root))
+    return path
 
 
 def drifted(root: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
@@ -92,11 +98,10 @@ def read(path: Path) -> Reviewed:
 def test_a_new_release_is_accepted_in_one_file_and_drifts_no_longer(
     tree, files, capsys, drifted_after
 ):
-    release(tree, "0.20.0")
     edit(tree / GROUPS, "def destroy_model_parallel():", "async def destroy_model_parallel():")
     assert drifted(tree, capsys) == {"process-groups-leak"}
     before = read(files[0])
-    assert accept(tree, "process_groups_leak.py") == 0
+    assert accept(wheel(tree, "0.20.0"), "process_groups_leak.py") == 0
     assert "destroy_model_parallel, 0.20.0" in capsys.readouterr().out
     after = read(files[0])
     ((name, label),) = added(before, after).items()
@@ -110,7 +115,6 @@ def test_a_new_release_is_accepted_in_one_file_and_drifts_no_longer(
 
 
 def test_the_part_that_a_patch_relies_on_is_accepted_for_it_alone(tree, files, capsys):
-    release(tree, "0.20.0")
     edit(
         tree / SEED,
         "    offset = seed + 2718",
@@ -118,7 +122,7 @@ def test_the_part_that_a_patch_relies_on_is_accepted_for_it_alone(tree, files, c
     )
     assert "pipeline-seed-offset" in drifted(tree, capsys)
     before = read(files[0])
-    assert accept(tree, "pipeline-seed-offset") == 0
+    assert accept(wheel(tree, "0.20.0"), "pipeline-seed-offset") == 0
     after = read(files[0])
     body, part = added(before, after)
     address = "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed"
@@ -132,17 +136,17 @@ def test_the_part_that_a_patch_relies_on_is_accepted_for_it_alone(tree, files, c
 def test_a_body_that_others_wrap_too_is_read_for_those_that_are_named(
     tree, files, capsys, drifted_after
 ):
-    release(tree, "0.20.0")
     edit(tree / BUCKETS, "    def start_grad_sync(self", "    async def start_grad_sync(self")
     found = drifted(tree, capsys)
     assert len(found) > 1
     before = read(files[0])
     one, *others = sorted(found)
-    assert accept(tree, one) == 0
+    release = wheel(tree, "0.20.0")
+    assert accept(release, one) == 0
     assert list(added(before, read(files[0])).values()) == ["0.20.0"]
     assert drifted_after() == {*others}
     once = read(files[0])
-    assert accept(tree, *others) == 0
+    assert accept(release, *others) == 0
     assert added(once, read(files[0])) == {}
     assert drifted_after() == set()
 
@@ -152,7 +156,7 @@ def test_a_commit_wants_a_label_and_leaves_those_of_releases(tree, files, capsys
     info.write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc0'\n")
     edit(tree / GROUPS, "def destroy_model_parallel():", "async def destroy_model_parallel():")
     assert accept(tree, "process-groups-leak") == 2
-    assert "0.20.0rc0, which is no release" in capsys.readouterr().err
+    assert "0.20.0rc0, and is no release" in capsys.readouterr().err
     before = read(files[0])
     assert accept(tree, "process-groups-leak", "--as", "main, November 2026") == 0
     after = read(files[0])
@@ -201,7 +205,8 @@ def test_a_new_case_file_gets_reviews_of_its_own(
     (row,) = rows(capsys, tree)[1]
     assert row["standing"] == ("holds" if relying else "drifted")
     before = read(files[0])
-    assert accept(tree, patch.id) == 0
+    release = wheel(tree, "0.20.0")
+    assert accept(release, patch.id) == 0
     told = [line.split(" ")[:2] for line in capsys.readouterr().out.splitlines()]
     kinds = ["body", "part"] if relying else ["body"]
     assert told == [[f"{patch.id}:", kind] for kind in kinds]
@@ -210,18 +215,17 @@ def test_a_new_case_file_gets_reviews_of_its_own(
     assert before.bodies.get(address, {}).keys() | {body} == after.bodies[address].keys()
     if name == "get_cuda_rng_tracker":  # which nobody else wraps
         assert after.readers[address, body] == [patch.id]
-    assert accept(tree, patch.id) == 0
+    assert accept(release, patch.id) == 0
     assert "nothing is new" in capsys.readouterr().out
 
 
 def test_a_release_that_lacks_the_hazard_needs_no_review(tree, files, capsys):
-    release(tree, "0.12.3")
     edit(
         tree / OFFLOAD,
         "    def offload_grad_buffers(self",
         "    async def offload_grad_buffers(self",
     )
-    assert accept(tree, "offload-drops-gradients") == 0
+    assert accept(wheel(tree, "0.12.3"), "offload-drops-gradients") == 0
     assert "nothing is new" in capsys.readouterr().out
 
 

@@ -23,8 +23,8 @@ from megatron_idempotent.cli.doctor import notes
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.patching.api import apply
 from megatron_idempotent.patching.catalog import hazards, patches
-from megatron_idempotent.patching.decide import installed
 from megatron_idempotent.patching.overview import overview
+from megatron_idempotent.patching.releases import installed
 from megatron_idempotent.patching.report import Report, Row
 from megatron_idempotent.patching.source import locate
 
@@ -247,17 +247,28 @@ def test_doctor_exits_with_1_where_a_body_drifted(checkout):
 
 
 def test_doctor_tells_a_commit_from_the_release_whose_version_it_says(tmp_path):
-    info = copied("megatron.core.package_info", tmp_path)
-    changed = copied("megatron.core.transformer.moe.moe_utils", tmp_path)
+    source = locate("megatron.core.package_info")
+    assert source is not None
+    leave = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(source.parents[1], tmp_path / "megatron", ignore=leave)
+    info = tmp_path / "megatron/core/package_info.py"
+    changed = tmp_path / "megatron/core/transformer/moe/moe_utils.py"
+    claimed = installed("megatron-core").text
     known = run("doctor", path=tmp_path).stdout.splitlines()
     assert known[1] == ""
-    changed.write_text(changed.read_text().replace(".copy_(scale)", ".copy_(scale * 1)"))
-    first, second, *_ = run("doctor", path=tmp_path).stdout.splitlines()
-    assert "1 DRIFTED: aux-loss-scale-refused; " in first
-    assert re.match(r"Megatron says [\d.]+, but 1 of the \d+ functions that patches wrap", second)
+    said = info.read_text()
     info.write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc1'\n")
     _, second, *_ = run("doctor", path=tmp_path).stdout.splitlines()
-    assert second == "Nobody has run 0.20.0rc1: its functions' contents decided about each patch"
+    assert second == f"Megatron says 0.20.0rc1, and has the files of {claimed}"
+    changed.write_text(changed.read_text().replace(".copy_(scale)", ".copy_(scale * 1)"))
+    _, second, *_ = run("doctor", path=tmp_path).stdout.splitlines()
+    assert second.startswith("Megatron says 0.20.0rc1, which is no release that we have read: ")
+    info.write_text(said)
+    first, second, *_ = run("doctor", path=tmp_path).stdout.splitlines()
+    assert "1 DRIFTED: aux-loss-scale-refused; " in first
+    named = re.escape("(megatron.core.transformer.moe.moe_utils)")
+    said = rf"Megatron says {claimed}, but 1 of the \d+ files that patches read are not .*{named}: "
+    assert re.match(said, second)
 
 
 STRIPPED = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.patching.decide import installed
+from megatron_idempotent.patching.releases import installed
 from megatron_idempotent.proof import cpu
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,7 +10,7 @@ import pytest
 from ranks import tiered
 
 import megatron_idempotent
-from megatron_idempotent.patching import OPEN, decide
+from megatron_idempotent.patching import OPEN, releases
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import program, tiny
 
@@ -34,7 +34,7 @@ OFF = {"overlap_grad_reduce": False}
 GATHER = {"overlap_param_gather": True}
 ALL_REDUCE = {"distributed_optimizer": False}
 LAYER_WISE = GATHER | {"dtype": "bf16", "layer_wise": True}
-INSTALLED = decide.installed("megatron-core")
+INSTALLED = releases.installed("megatron-core")
 assert INSTALLED is not None, "the tests need a Megatron"
 LAYOUTS = [
     Layout("plain", 2, OFF | ALL_REDUCE),
@@ -53,7 +53,7 @@ LAYOUTS = [
             ("layer-wise-no-gather-overlap", {"overlap_param_gather": False}, "0.18"),
             ("layer-wise-lists", ALL_REDUCE, "0.17"),
         )
-        if decide.supported(INSTALLED, since, OPEN)
+        if releases.supported(INSTALLED, since, OPEN)
     ),
 ]
 

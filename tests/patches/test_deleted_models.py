@@ -7,14 +7,14 @@ import torch
 from ranks import on_ranks
 
 import megatron_idempotent
-from megatron_idempotent.patching import decide
+from megatron_idempotent.patching import releases
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.proof.cpu import tiny
 
-INSTALLED = decide.installed("megatron-core")
+INSTALLED = releases.installed("megatron-core")
 assert INSTALLED is not None, "the tests need a Megatron"
 PATCH = patches()["router-replay-of-deleted-models"]
-REPLAYS = decide.supported(INSTALLED, PATCH.since, PATCH.before)
+REPLAYS = releases.supported(INSTALLED, PATCH.since, PATCH.before)
 
 
 @pytest.mark.skipif(not REPLAYS, reason=f"megatron-core {INSTALLED.text} replays no routing")

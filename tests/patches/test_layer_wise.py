@@ -11,19 +11,19 @@ from megatron_idempotent.patches import _case
 from ranks import VIRTUAL, digest, on_ranks, same
 
 import megatron_idempotent
-from megatron_idempotent.patching import decide
+from megatron_idempotent.patching import releases
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import tiny
 
 STALE, ERASED = "layerwise-params-stale-after-step", "layerwise-gather-erases-gradients"
-INSTALLED = decide.installed("megatron-core")
+INSTALLED = releases.installed("megatron-core")
 assert INSTALLED is not None, "the tests need a Megatron"
 
 
 def affects(patch_id: str) -> bool:
     patch = patches()[patch_id]
-    return decide.supported(INSTALLED, patch.since, patch.before)
+    return releases.supported(INSTALLED, patch.since, patch.before)
 
 
 pytestmark = pytest.mark.skipif(

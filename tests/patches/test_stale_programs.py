@@ -8,9 +8,9 @@ import pytest
 import torch
 from ranks import VIRTUAL
 
-from megatron_idempotent.patching import OPEN, decide
+from megatron_idempotent.patching import OPEN, releases
 
-INSTALLED = decide.installed("megatron-core")
+INSTALLED = releases.installed("megatron-core")
 assert INSTALLED is not None, "the tests need a Megatron"
 pytestmark = pytest.mark.exhaustive
 
@@ -147,7 +147,7 @@ LAYOUTS = {
             ("layer-wise", {}, range(60, 64), "0.18"),
             ("layer-wise-lists", {"distributed_optimizer": False}, range(70, 78), "0.17"),
         )
-        if decide.supported(INSTALLED, since, OPEN)
+        if releases.supported(INSTALLED, since, OPEN)
     },
 }
 

@@ -14,14 +14,16 @@ import pytest
 from editable import proven_on_a_commit
 
 from megatron_idempotent.lazy import homes
-from megatron_idempotent.patching import catalog, decide, source
+from megatron_idempotent.patching import catalog, releases, source
 from megatron_idempotent.patching.catalog import hazards, patches
+from megatron_idempotent.patching.evidence import Bodies
 from megatron_idempotent.patching.record import SECTIONS, Helper, takes_help
+from megatron_idempotent.patching.releases import OnPath
 
 TARGETS = [(patch, target) for patch in patches().values() for target in patch.targets]
 # Frameworks that carry copies of Megatron's code are not installed here: see tests/downstream.
 OF_MEGATRON = [both for both in TARGETS if both[0].distribution == "megatron-core"]
-INSTALLED = decide.installed("megatron-core")
+INSTALLED = releases.installed("megatron-core")
 
 
 def module_of(patch_id: str) -> object:
@@ -74,7 +76,7 @@ def test_every_file_in_the_folder_is_a_case_file():
 )
 def test_a_target_is_in_the_installed_megatron_and_its_body_is_known(patch, target, megatron):
     assert INSTALLED is not None
-    if not decide.supported(INSTALLED, patch.since, patch.before):
+    if not releases.supported(INSTALLED, patch.since, patch.before):
         pytest.skip(f"megatron-core {INSTALLED.text} is not in {patch.versions}")
     path = source.locate(target.module)
     if path is None:
@@ -85,7 +87,7 @@ def test_a_target_is_in_the_installed_megatron_and_its_body_is_known(patch, targ
     held = bool(target.relies_on) and all(map(body.contains, target.relies_on))
     assert held or body.hash in target.reviewed  # a whole body may be read that lacks a fragment
     if patch.fixed_when is not None:
-        everything = {}
+        everything = Bodies(sources=OnPath())
         for other in patch.targets:
             located = source.locate(other.module)
             assert located is not None

@@ -78,7 +78,7 @@ def test_what_the_interpreter_keeps_is_not_compiled_again(greet, toys, monkeypat
     module, path = greet()
     py_compile.compile(str(path))
     body = parse_body(GREET, "greet")
-    monkeypatch.setattr(reading, "_imports", None)  # which compiling takes first
+    monkeypatch.setattr(reading, "imports_of", None)  # which compiling takes first
     assert difference(module.greet.__code__, body, "greet") is None
     cached = Path(importlib.util.cache_from_source(str(path)))
     cached.write_bytes(cached.read_bytes()[:-9])  # half-written

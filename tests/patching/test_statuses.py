@@ -11,6 +11,7 @@ from forks import FEW
 
 from megatron_idempotent.patching import OPEN, UNTRIED
 from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.releases import installed, release_named, supported
 
 SEED = "pipeline-seed-offset"
 HOOKS = "forward-pre-hook-reentry"
@@ -18,6 +19,9 @@ RANDOM = "megatron/core/tensor_parallel/random.py"
 DDP = "megatron/core/distributed/distributed_data_parallel.py"
 INFO = "megatron/core/package_info.py"
 SWITCH = "MEGATRON_IDEMPOTENT"
+#: A hazard that the installed release no longer has.
+GROUPS = "param-groups-collide"
+INSTALLED = getattr(installed("megatron-core"), "text", "")
 DRY = {"dry_run": True}
 
 
@@ -79,24 +83,28 @@ RELEASES = {
         for version in ("0.9.9", "0.11.0")
     },
     **{
-        f"{version} counts as the release that it leads to": Case(
-            "pending_import", "", write=(INFO, info_of(version)), arguments={}, version=version
+        f"the files of a release are that release's, though they say {version}": Case(
+            "pending_import",
+            f"^its files are those of {INSTALLED}",
+            write=(INFO, info_of(version)),
+            version=version,
         )
-        for version in ("0.12.0rc3", "0.19.7", "0.19.3rc1")
+        for version in ("0.12.0rc3", "0.19.7", "0.99.3rc1")
     },
     **{
-        f"above what was run, as {version} is, bodies decide: {patch}": Case(
+        f"on a commit bodies decide, whether it says {version} or not: {patch}": Case(
             status,
-            rf"^{version} is above what was run; {reason}",
+            reason,
             alter=(DDP, "        assert self.use_forward_hook\n", ""),
             write=(INFO, info_of(version)),
             patch=patch,
             version=version,
         )
-        for version in ("0.99.2", "0.20.0rc0")
+        for version in ("0.99.2", "0.20.0rc0", INSTALLED, "0.13.0")
         for patch, status, reason in (
-            (SEED, "pending_import", "body reviewed on "),
-            (HOOKS, "drifted", ""),
+            (SEED, "pending_import", "^body reviewed on "),
+            (HOOKS, "drifted", "has body"),
+            (GROUPS, "fixed_upstream", "no longer has the hazard"),
         )
     },
 }
@@ -191,23 +199,38 @@ def test_the_outcome_and_its_reason(cold, megatron_copy, case):
     if case.write is not None:
         megatron_copy.change(case.write[0], to=case.write[1])
     given = {"path": megatron_copy.path, **case.arguments}
-    row = cold.run("scenarios.outcomes", among=FEW, **given)[case.patch]
+    row = cold.run("scenarios.outcomes", among=f"{FEW},{GROUPS}", **given)[case.patch]
     assert row["status"] == case.status
     assert re.search(case.reason.replace("{path}", re.escape(megatron_copy.path)), row["reason"])
     if case.version != "":
         assert row["version"] == case.version
 
 
-def test_what_upstream_has_mended_stays_off_above_what_was_run(cold, megatron_copy):
-    megatron_copy.change(INFO, to=info_of("0.20.0"))
-    rows = cold.run("scenarios.outcomes", path=megatron_copy.path)
+@pytest.mark.parametrize("version", ["0.20.0", "0.12.0"])
+def test_what_upstream_has_mended_stays_off_on_a_commit_whatever_it_says(
+    cold, megatron_copy, version
+):
+    megatron_copy.change(INFO, to=info_of(version))
+    megatron_copy.alter(RANDOM, "offset = seed + 2718", "offset = seed + 2718; 1")
+    rows = cold.run("scenarios.outcomes", path=megatron_copy.path, dry_run=True)
     mended = [
         patch.id
         for patch in patches().values()
-        if patch.before not in (UNTRIED, OPEN) and patch.distribution == "megatron-core"
+        if patch.before not in (UNTRIED, OPEN)
+        and patch.distribution == "megatron-core"
+        and not supported(release_named(INSTALLED), patch.since, patch.before)
     ]
     assert len(mended) >= 3
-    assert {rows[patch_id]["status"] for patch_id in mended} == {"unsupported_version"}
+    assert {rows[patch_id]["status"] for patch_id in mended} <= {"fixed_upstream", "missing_target"}
+
+
+def test_before_the_import_a_patch_outside_of_its_range_waits_for_the_files(cold):
+    waiting, decided = cold.run("scenarios.outcomes"), cold.run("scenarios.outcomes", dry_run=True)
+    reason = waiting[GROUPS]["reason"]
+    assert reason.startswith(
+        f"affects megatron-core {patches()[GROUPS].versions}, found {INSTALLED}: its files decide"
+    )
+    assert decided[GROUPS]["status"] == "unsupported_version"
 
 
 def test_the_installed_megatron_needs_every_patch_that_it_has_the_code_for(cold):

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.patching.catalog import untried
-from megatron_idempotent.patching.decide import installed, supported
+from megatron_idempotent.patching.releases import installed, supported
 from megatron_idempotent.proof import prove
 
 ROOT = Path(__file__).parents[2]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -168,7 +169,8 @@ class Tiny:
             index = next(count)
             if self.on_microbatch is not None:
                 self.on_microbatch(index, None)
-            output = model(tokens_BT, positions_BT, hidden, labels=tokens_BT, **packed)
+            more = packed | mtp_labels(model, tokens_BT)
+            output = model(tokens_BT, positions_BT, hidden, labels=tokens_BT, **more)
 
             def loss_func(loss_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
                 loss, whole = mean_over_ranks(loss_BT)
@@ -261,6 +263,17 @@ def inputs(data_seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens_BT = next(microbatches(data_seed))
     positions_BT = torch.arange(SEQUENCE, device="cuda").expand(BATCH, -1)
     return tokens_BT, positions_BT, torch.ones(1, 1, SEQUENCE, SEQUENCE).tril().cuda() < 0.5
+
+
+def mtp_labels(chunk: Any, labels_BT: torch.Tensor) -> dict[str, Any]:
+    """Return labels of MTP layers as a keyword, where these have no loss without it.
+
+    That is so on the commits that slime and miles pin.
+    """
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    takes_labels = "mtp_kwargs" in inspect.signature(chunk.forward).parameters
+    return {"mtp_kwargs": {"mtp_labels": labels_BT}} if takes_labels else {}
 
 
 def parameters_of(chunks: Sequence[Any]) -> torch.Tensor:

@@ -32,7 +32,7 @@ import mutants
 import programs
 from events import Event, Pipe, compare
 
-from megatron_idempotent.patching.source import _imports, locate
+from megatron_idempotent.patching.source import imports_of, locate
 from megatron_idempotent.proof import cpu
 
 MODULES = {
@@ -209,7 +209,7 @@ def put(function: str, source: str, folder: Path) -> None:
     tree = ast.parse("\n" * start + source)
     # Calls of what a module imports are compiled in their own way, so the imports are shown to the
     # compiler; and not run again.
-    tree.body.insert(0, ast.If(ast.Constant(0), list(_imports(text)), []))
+    tree.body.insert(0, ast.If(ast.Constant(0), list(imports_of(text)), []))
     code = compile(ast.fix_missing_locations(tree), str(path), "exec", flags, dont_inherit=True)
     exec(code, vars(module))
     after = vars(module)[function]

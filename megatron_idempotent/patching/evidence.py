@@ -1,0 +1,91 @@
+"""Looks in upstream's code for evidence that a hazard has been repaired.
+
+A text that is there is evidence. A text that is not in one body is none: upstream may have moved it
+into a function that the body calls. So a fragment is gone only if it is nowhere in the modules of
+the bodies, and in no function that the bodies call, however many calls away.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from .catalog import Place
+from .moved import called
+from .source import Body, canonical
+
+if TYPE_CHECKING:
+    from .releases import Sources
+
+
+class Bodies(dict[str, Body]):
+    """Maps target addresses to bodies, and searches them and what they call.
+
+    Args:
+        bodies: the bodies by target address.
+        sources: what the bodies are from; None to search no function in another module.
+    """
+
+    def __init__(
+        self,
+        bodies: Mapping[str, Body] | Iterable[tuple[str, Body]] = (),
+        sources: Sources | None = None,
+    ) -> None:
+        super().__init__(bodies)
+        self._sources = sources
+
+    def lack(self, fragment: str) -> bool:
+        """Tell if the fragment is nowhere in the bodies' modules and in what the bodies call."""
+        if any(_module_contains(text, fragment) for text in {b.module for b in self.values()}):
+            return False
+        return not any(
+            _may_contain(callee.module, fragment) and callee.contains(fragment)
+            for address, body in self.items()
+            for _, callee in self._called(address, body)
+        )
+
+    def _called(self, address: str, body: Body) -> Iterable[tuple[str, Body]]:
+        if self._sources is None:
+            return ()
+        return called(body, Place(address=address).module, self._sources)
+
+
+def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:
+    """Return, as a `fixed_when`, whether one of the bodies contains one of the fragments."""
+    return lambda bodies: any(
+        body.contains(fragment, outside_loops=outside_loops)
+        for body in bodies.values()
+        for fragment in fragments
+    )
+
+
+def no_body_has(fragment: str) -> Callable[[Bodies], bool]:
+    """Return, as a `fixed_when`, whether the fragment is gone: `Bodies.lack`."""
+    return lambda bodies: bodies.lack(fragment)
+
+
+def _may_contain(text: str, fragment: str) -> bool:
+    """Tell if a text has all names in a fragment, without parsing it."""
+    words = {
+        word
+        for node in ast.walk(ast.parse(fragment))
+        for word in (
+            getattr(node, "id", None),
+            getattr(node, "attr", None),
+            getattr(node, "arg", None),
+        )
+        if isinstance(word, str)
+    }
+    return all(word in text for word in words)
+
+
+def _module_contains(text: str, fragment: str) -> bool:
+    """Tell if a module's source has the code of a fragment anywhere."""
+    if not _may_contain(text, fragment):
+        return False
+    (statement,) = ast.parse(fragment).body
+    wanted = canonical(statement.value if isinstance(statement, ast.Expr) else statement)
+    found: set[str] = set()
+    canonical(ast.parse(text), lambda code, in_loop: found.add(code) if code == wanted else None)
+    return bool(found)

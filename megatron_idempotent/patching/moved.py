@@ -1,0 +1,125 @@
+"""Follows code that upstream has moved: to another module, a base class, or a new function.
+
+A module that no longer defines a function may still bind its name, by an import or an assignment,
+and a class may inherit it. The definition is then judged where it is. Only source is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .catalog import Place
+from .source import Body, definitions, imports_of, parse_body
+
+if TYPE_CHECKING:
+    from .releases import Sources
+
+#: No chain of imports, base classes or calls is followed further than this.
+_DEPTH = 6
+
+
+def definition(
+    module: str, qualname: str, sources: Sources, *, inherited: bool = True, depth: int = _DEPTH
+) -> tuple[Place, Body] | None:
+    """Return where the function is defined that `module:qualname` leads to, and its body.
+
+    Args:
+        module: the module that binds the function or its class.
+        qualname: its name in there.
+        sources: what reads the modules.
+        inherited: True to look for a method in the base classes of its class, too.
+        depth: the most imports, assignments and base classes to follow.
+
+    Raises:
+        SyntaxError: this Python cannot parse a module on the way.
+    """
+    text = sources.text(module)
+    if text is None or not depth:
+        return None
+    body = parse_body(text, qualname)
+    if body is not None:
+        return Place(address=f"{module}:{qualname}"), body
+    first, dot, rest = qualname.partition(".")
+    places = []
+    for other, name in _origins(text, module, first, sources):
+        if dot and sources.text(f"{other}.{name}") is not None:
+            places.append((f"{other}.{name}", rest))
+        else:
+            places.append((other, f"{name}{dot}{rest}"))
+    if inherited and dot:
+        places += [(module, f"{base}.{rest}") for base in bases_of(text, first)]
+    for place in places:
+        found = definition(*place, sources, inherited=inherited, depth=depth - 1)
+        if found is not None:
+            return found
+    return None
+
+
+def called(
+    body: Body, module: str, sources: Sources, depth: int = _DEPTH
+) -> Iterator[tuple[str, Body]]:
+    """Yield the functions that a body calls by name, with their modules, and what these call.
+
+    Methods count if the call names a module or a class; `self.name()` is one of the class's module.
+    """
+    seen: set[str] = set()
+    waiting = [(body, module, depth)]
+    while waiting:
+        caller, home, left = waiting.pop()
+        for name in sorted(_called_names(caller)):
+            found = definition(home, name, sources) if left else None
+            if found is None or found[0].address in seen:
+                continue
+            place, callee = found
+            seen.add(place.address)
+            yield place.module, callee
+            waiting.append((callee, place.module, left - 1))
+
+
+def _called_names(body: Body) -> set[str]:
+    names = set()
+    for node in ast.walk(body.tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Name):
+            names.add(called.id)
+        elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+            names.add(f"{called.value.id}.{called.attr}")
+    return names
+
+
+def _origins(text: str, module: str, name: str, sources: Sources) -> Iterator[tuple[str, str]]:
+    """Yield the modules and names that a name in a module may come from."""
+    package = module if sources.is_package(module) else module.rpartition(".")[0]
+    for statement in imports_of(text):
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                if alias.asname == name:
+                    above, _, last = alias.name.rpartition(".")
+                    yield above, last
+        elif isinstance(statement, ast.ImportFrom):
+            parts = package.split(".")
+            above = ".".join(parts[: len(parts) + 1 - statement.level] if statement.level else ())
+            origin = ".".join(filter(None, [above, statement.module]))
+            for alias in statement.names:
+                if alias.name == "*":
+                    yield origin, name
+                elif (alias.asname or alias.name) == name:
+                    yield origin, alias.name
+    for assigned in re.finditer(rf"^{re.escape(name)}\s*=\s*(\w+)\s*(?:#.*)?$", text, re.MULTILINE):
+        yield module, assigned[1]
+
+
+def bases_of(text: str, owner: str) -> list[str]:
+    """Return the base classes as the source names them: `module.Base`, without parameters."""
+    for line in definitions(text).get(owner, ()):
+        inner = _BASES.match(text, line.end) if line.is_class else None
+        if inner is not None:
+            names = re.sub(r"\[[^]]*\]|\w+\s*=\s*\w+", "", inner[1])
+            return [base.strip() for base in names.split(",") if base.strip()]
+    return []
+
+
+_BASES = re.compile(r"\s*\(([^)]*)\)")

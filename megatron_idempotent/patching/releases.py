@@ -1,0 +1,423 @@
+"""Tells which release of Megatron is on the path, by the contents of its files.
+
+Main calls itself by the next release months before that is out, so a version is only a claim.
+`releases.txt` has, for each release that was read, the SHA-256 of every module that patches read. A
+tree with these files is that release. Any other tree is a commit, or a release that somebody has
+changed; then version numbers tell nothing about its code, and the bodies of its functions decide.
+
+On a release it is known which patches land, so that nothing has to be parsed.
+
+Importing `packaging` takes longer than all else that `apply()` does, so Megatron's constants are
+compared as numbers, and it is imported only for other distributions.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .base import Record
+from .catalog import MEGATRON, generated
+from .import_hooks import find
+
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from typing import Protocol
+
+    class Sources(Protocol):
+        """Reads modules: those on the path, or those of a tree elsewhere."""
+
+        def text(self, module: str) -> str | None:
+            """Return the module's source, or None if there is none."""
+
+        def digest(self, module: str) -> str | None:
+            """Return `digest_of` the module's file, or None if there is none."""
+
+        def beside(self, module: str) -> list[str]:
+            """Return the modules in the module's folder, itself included."""
+
+        def is_package(self, module: str) -> bool:
+            """Tell if the module is a package."""
+
+
+# megatron-core says its version in a file of its own, which is right for a checkout on PYTHONPATH
+# too. The `+<git sha>` that newer files append belongs to whatever repository encloses them, so
+# only the four constants are read.
+_PACKAGE_INFO = {"megatron-core": "megatron.core.package_info"}
+
+
+class Installed(Record):
+    """Holds a distribution's version."""
+
+    text: str
+    """The version as the distribution writes it, such as `0.17.0rc0`."""
+    release: tuple[int, ...]
+    """The release that the version belongs to or leads to, such as (0, 17, 0)."""
+
+
+def installed(distribution: str) -> Installed | None:
+    """Return the version of what `import` would find; None if there is none, or it has none."""
+    info = _PACKAGE_INFO.get(distribution)
+    if info is None:
+        return _from_metadata(distribution)
+    path = find(info)
+    if path is None:
+        return None
+    try:
+        state = path, os.stat(path).st_mtime_ns
+        if state not in _read:
+            with open(path, encoding="utf-8") as file:
+                _read[state] = from_package_info(file)
+        return _read[state]
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+UNKNOWN = Installed(text="unknown", release=())
+"""The version of a package on the path without metadata, such as a checkout."""
+
+
+def absence(distribution: str) -> str:
+    """Say why `installed` returns None, as a clause."""
+    info = _PACKAGE_INFO.get(distribution)
+    path = None if info is None else find(info)
+    if path is None:
+        return f"{distribution} is not installed"
+    return f"no version of {distribution} can be read from {path}"
+
+
+def supported(version: Installed, since: str, before: str) -> bool:
+    """Return whether `since` <= release < `before`, both written like `0.12`.
+
+    Pre-releases count as the release they lead to: `0.17.0rc0` holds 0.17's code, and under plain
+    specifier rules it would be in neither `<0.17` nor `>=0.17`.
+    """
+    return numbers(since) <= _significant(version.release) < numbers(before)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return a release like `0.12` as numbers to compare; none for any other text."""
+    parts = text.split(".")
+    return _significant(tuple(map(int, parts))) if all(map(str.isdecimal, parts)) else ()
+
+
+def release_named(name: str) -> Installed:
+    """Return a release by its name, such as `0.19.2`."""
+    return Installed(text=name, release=tuple(map(int, name.split("."))))
+
+
+def is_plain(version: Installed) -> bool:
+    """Tell if a version is a release's: `0.19.2`, and no pre-release, development or local one."""
+    return bool(version.release) and version.text == ".".join(map(str, version.release))
+
+
+def place(name: str) -> tuple[bool, tuple[int, ...], str]:
+    """Return a key that sorts releases by number, and commits after them by name.
+
+    Example: `sorted(["main", "0.9", "0.12.3"], key=place) == ["0.9", "0.12.3", "main"]`.
+    """
+    return not numbers(name), numbers(name), name
+
+
+def _significant(release: tuple[int, ...]) -> tuple[int, ...]:
+    while release and release[-1] == 0:  # 0.12 and 0.12.0 are one release
+        release = release[:-1]
+    return release
+
+
+# The version that a file says, with the time at which it did.
+_read: dict[tuple[str, int], Installed | None] = {}
+
+
+def from_package_info(lines: Iterable[str]) -> Installed | None:
+    """Return the version that the lines of a `package_info.py` say, or None."""
+    # Line by line, because these are plain assignments and `ast` takes longer to import than the
+    # rest of this file to run.
+    constants: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition("=")
+        constants[name.rstrip()] = value.partition("#")[0].strip()
+    release = [constants.get(part, "") for part in ("MAJOR", "MINOR", "PATCH")]
+    if not all(number.isdecimal() for number in release):
+        return None
+    text = ".".join(release) + constants.get("PRE_RELEASE", "").strip("'\"")
+    return Installed(text=text, release=tuple(map(int, release)))
+
+
+def from_metadata_text(text: str, distribution: str) -> Installed | None:
+    """Return the version that a wheel's METADATA says; None for another distribution's."""
+    from email import message_from_string
+
+    from packaging.utils import canonicalize_name
+
+    said = message_from_string(text)
+    if canonicalize_name(said["Name"] or "") != canonicalize_name(distribution):
+        return None
+    return _parsed(said["Version"] or "")
+
+
+def _from_metadata(distribution: str) -> Installed | None:
+    from importlib import metadata
+
+    try:
+        return _parsed(metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def from_index(distribution: str) -> bool:
+    """Tell if a distribution came from an index: PEP 610 has others say where they are from.
+
+    Raises:
+        PackageNotFoundError: it has no metadata.
+    """
+    from importlib import metadata
+
+    return metadata.distribution(distribution).read_text("direct_url.json") is None
+
+
+def _parsed(text: str) -> Installed | None:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        version = Version(text)
+    except InvalidVersion:
+        return None
+    return Installed(text=str(version), release=version.release)
+
+
+TABLE = "releases.txt"
+_CORE = "megatron.core"
+_CLAIM = ".package_info"
+"""The end of a module that only says which version it is: two tags of releases say another one."""
+_RELEASES, _FOLDERS = "releases", "folders"
+_ABSENT = "-"
+#: Characters of a SHA-256 that the table keeps.
+DIGITS = 16
+
+LANDS, OUTSIDE, FIXED, UNKNOWN_STANDING = "+", "-", "f", "?"
+"""Marks of a patch on a release: it lands; the release is not in its range; upstream has repaired
+the hazard; or its bodies have to be read."""
+
+
+class Release(Record):
+    """Holds what the table says of one release.
+
+    Example:
+        Release(version="0.19.2", digests={"megatron.core.timers": "0123456789abcdef"},
+                folders=("megatron.core.optimizer",), standings={"gc-stays-off": "+"})
+    """
+
+    version: str
+    digests: Mapping[str, str | None]
+    """Module → `digest_of` its file; None for a module that the release lacks."""
+    folders: tuple[str, ...]
+    """Modules in whose folders patches read all modules."""
+    standings: Mapping[str, str]
+    """Patch → `LANDS`, `OUTSIDE`, `FIXED` or `UNKNOWN_STANDING`."""
+
+    def differing(self, files: Sources) -> Iterator[str]:
+        """Yield each module whose file is not this release's, or that this release does not have.
+
+        Wheels before 0.17 lack `megatron.training`, which a checkout of the release has.
+        """
+        packages: dict[str, list[str]] = {}
+        for module in self.digests:
+            packages.setdefault(".".join(module.split(".")[:2]), []).append(module)
+        for package, modules in packages.items():
+            if package == _CORE or any(files.digest(module) is not None for module in modules):
+                yield from self._differing(files, modules)
+
+    def _differing(self, files: Sources, modules: Sequence[str]) -> Iterator[str]:
+        for module in modules:
+            if files.digest(module) != self.digests[module]:
+                yield module
+        for folder in self.folders:
+            for module in files.beside(folder) if folder in modules else ():
+                if module not in self.digests and not module.endswith(_CLAIM):
+                    yield module
+
+
+def digest_of(content: bytes) -> str:
+    """Return the first `DIGITS` hexadecimal digits of a file's SHA-256, whatever ends its lines."""
+    import hashlib  # takes milliseconds, and apply() before Megatron's import has no use for it
+
+    return hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest()[:DIGITS]
+
+
+def modules_in(package: str, files: Iterable[str]) -> list[str]:
+    """Return the modules that these files of a package's folder hold."""
+    stems = sorted(name[:-3] for name in files if name.endswith(".py"))
+    return [package if stem == "__init__" else f"{package}.{stem}" for stem in stems]
+
+
+class OnPath:
+    """Reads the modules on the path, and lists a folder, each of them once; imports none."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str | None] = {}
+        self._folders: dict[str, list[str]] = {}
+        self._digests: dict[str, str | None] = {}
+
+    def text(self, module: str) -> str | None:
+        """Return the module's source, or None if there is none, or none that can be read."""
+        from .source import read_text  # with ast, which apply() on a release may do without
+
+        if module not in self._texts:
+            path = find(module)
+            try:
+                self._texts[module] = None if path is None else read_text(path)
+            except (OSError, UnicodeDecodeError):
+                self._texts[module] = None
+        return self._texts[module]
+
+    def is_package(self, module: str) -> bool:
+        """Tell if the module is a package."""
+        return (find(module) or "").endswith("__init__.py")
+
+    def digest(self, module: str) -> str | None:
+        """Return `digest_of` the module's file, or None if there is none that can be read."""
+        if module not in self._digests:
+            path = find(module)
+            self._digests[module] = None
+            try:
+                if path is not None:
+                    with open(path, "rb") as file:
+                        self._digests[module] = digest_of(file.read())
+            except OSError:
+                pass
+        return self._digests[module]
+
+    def beside(self, module: str) -> list[str]:
+        """Return the modules in the module's folder, itself included."""
+        path = find(module)
+        if path is None:
+            return []
+        package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
+        if package not in self._folders:
+            try:
+                names = os.listdir(os.path.dirname(path))
+            except OSError:  # in a zip file
+                return []
+            self._folders[package] = modules_in(package, names)
+        return self._folders[package]
+
+
+class Table:
+    """Reads lines of `releases.txt`.
+
+    Example:
+        Table(generated(TABLE)).release("0.19.2").standings["gc-stays-off"] == "+"
+    """
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self.names: list[str] = []
+        """The releases, oldest first."""
+        self._folders: tuple[str, ...] = ()
+        self._digests: dict[str, list[str]] = {}
+        self._standings: dict[str, str] = {}
+        self._order: dict[str, int] = {}
+        for line in lines:
+            name, _, rest = line.partition(" ")
+            if name == _RELEASES:
+                self.names = rest.split()
+                self._order = {name: index for index, name in enumerate(self.names)}
+            elif name == _FOLDERS:
+                self._folders = tuple(rest.split())
+            elif "." in name:
+                self._digests[name] = rest.split()
+            else:
+                self._standings[name] = rest
+
+    def release(self, name: str) -> Release | None:
+        """Return what the table says of one release; None if it is not in it."""
+        if name not in self._order:
+            return None
+        index = self._order[name]
+        digests = {module: self._of(index, runs) for module, runs in self._digests.items()}
+        return Release(
+            version=name,
+            digests={module: None if d == _ABSENT else d for module, d in digests.items()},
+            folders=self._folders,
+            standings={patch_id: marks[index] for patch_id, marks in self._standings.items()},
+        )
+
+    def matching(self, files: Sources, claimed: str) -> Release | None:
+        """Return the release whose files these are, whatever they claim; None if they are none's.
+
+        Args:
+            files: what reads the files.
+            claimed: the version that they claim, which is looked at first.
+        """
+        for name in (claimed, *reversed(self.names)):
+            release = self.release(name)
+            if release is not None and next(release.differing(files), None) is None:
+                return release
+        return None
+
+    def _of(self, index: int, runs: Sequence[str]) -> str:
+        """Return a release's digest; `runs` has, for each digest, its first release before it."""
+        digest = _ABSENT
+        for since, value in zip(runs[::2], runs[1::2], strict=True):
+            if self._order[since] > index:
+                break
+            digest = value
+        return digest
+
+
+def lines_of(releases: Iterable[Release]) -> Iterator[str]:
+    """Yield the lines of `releases.txt`; the releases come oldest first.
+
+    The line of a module has, for each digest, the first release that has it, then the digest.
+    """
+    order = list(releases)
+    yield " ".join([_RELEASES, *(release.version for release in order)])
+    yield " ".join([_FOLDERS, *sorted({name for release in order for name in release.folders})])
+    for module in sorted({name for release in order for name in release.digests}):
+        words, last = [module], _ABSENT
+        for release in order:
+            digest = release.digests.get(module) or _ABSENT
+            if digest != last:
+                words += [release.version, digest]
+                last = digest
+        yield " ".join(words)
+    for patch_id in sorted({name for release in order for name in release.standings}):
+        marks = [release.standings.get(patch_id, UNKNOWN_STANDING) for release in order]
+        yield f"{patch_id} {''.join(marks)}"
+
+
+class Comparison(Record):
+    """Says which release the files on the path are."""
+
+    claimed: Installed
+    """The version that Megatron claims."""
+    release: Release | None
+    """The release whose files these are; None for a commit or a changed release."""
+
+
+_compared: list[Comparison] = []
+
+
+def compared() -> Comparison | None:
+    """Compare the Megatron on the path with all releases, once; None without a Megatron.
+
+    `forget()` has the next call read the files again.
+    """
+    claimed = installed(MEGATRON)
+    if claimed is None:
+        return None
+    if not _compared or _compared[0].claimed is not claimed:
+        release = Table(generated(TABLE)).matching(OnPath(), claimed.text)
+        _compared[:] = [Comparison(claimed=claimed, release=release)]
+    return _compared[0]
+
+
+def forget() -> None:
+    """Forget what files were compared."""
+    _compared.clear()
+
+
+def release_on_path() -> Release | None:
+    """Return the release whose files are on the path; None for a commit, or without Megatron."""
+    comparison = compared()
+    return None if comparison is None else comparison.release
