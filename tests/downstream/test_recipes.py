@@ -109,7 +109,7 @@ RECIPES = {
     "ms-swift": Recipe(
         "MS_SWIFT_SOURCE",
         ("swift.megatron.init",),
-        ("swift-setup-reentry",),
+        ("swift-setup-reentry", "swift-logprob-gradient-lost"),
         absent=("mcore_bridge", "modelscope", "transformers", "tqdm"),
     ),
     "roll": Recipe("ROLL_SOURCE", ("roll.distributed.strategy",), ("roll-failed-window-kept",)),
