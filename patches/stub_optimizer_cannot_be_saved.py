@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, bench, shared_folder, target
 
 
 def state_dict(original: Original, self: Any) -> Any:
@@ -91,9 +91,6 @@ def _is_stub(part: Any) -> bool:
 
 def reproduce() -> None:
     """Save a model whose experts alone are trained, train on, and go back to what was saved."""
-    import tempfile
-
-    import torch
     from megatron.core import dist_checkpointing
 
     model = _experts_alone()
@@ -102,11 +99,10 @@ def reproduce() -> None:
     state, saved = _sharded(model), _state(model)
     if not _writes_files():
         return
-    folder = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
-    torch.distributed.broadcast_object_list(folder)
-    dist_checkpointing.save({"optimizer": state}, folder[0])
+    folder = shared_folder()
+    dist_checkpointing.save({"optimizer": state}, folder)
     model.train_step(1, data_seed=1)
-    loaded = dist_checkpointing.load({"optimizer": _sharded(model, is_loading=True)}, folder[0])
+    loaded = dist_checkpointing.load({"optimizer": _sharded(model, is_loading=True)}, folder)
     model.optimizer.load_state_dict(loaded["optimizer"])
     if not all(a.equal(b) for a, b in zip(saved, _state(model), strict=True)):
         raise Fault("a load has not brought back what was saved of the experts")
@@ -154,5 +150,5 @@ PATCH = Patch(
     target("chained.state_dict", state_dict, "self.chained_optimizers"),
     target("chained.sharded_state_dict", sharded_state_dict, "self.chained_optimizers"),
     target("chained.load_state_dict", load_state_dict, "self.chained_optimizers"),
-    stock_error=r"AttributeError: 'NoneType' object has no attribute 'state_dict'",
+    stock_error=r"AttributeError: 'NoneType' object has no attribute 'state",
 )
