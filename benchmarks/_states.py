@@ -73,6 +73,14 @@ checkpoint cannot be asked what it has
 file's length was found right (wrong bytes, a disk that breaks off) may still leave a part. The
 error says so: load a whole checkpoint before a step.
 
+The distributed optimizer's own `state_dict()` is no format: it has neither moments nor main
+parameters ([`state-dict-without-state`](../HAZARDS.md#state-dict-without-state)). What is loaded
+into has to be built by `sharded_state_dict(…, is_loading=True)`: otherwise, with the Adam of
+Transformer Engine or Apex, an optimizer that never stepped asks for main parameters alone, and goes
+on with moments of zero ([AReaL #1468](https://github.com/areal-project/AReaL/pull/1468)). With
+torch's Adam and the patches both are loaded. A model whose experts alone are trained can be saved
+([`stub-optimizer-cannot-be-saved`](../HAZARDS.md#stub-optimizer-cannot-be-saved)).
+
 `megatron.training.checkpointing.save_checkpoint` gathers no parameters that a step has left to the
 next forward (`overlap_param_gather`); upstream's loop does so before, and so do these adapters. A
 format that gathers nothing, `--ckpt-format torch`, writes old weights otherwise:

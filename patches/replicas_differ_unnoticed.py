@@ -1,4 +1,4 @@
-"""Nothing in Megatron notices that data-parallel ranks have come to differ: a debug mode does.
+"""Nothing in Megatron notices that ranks that should be alike differ: a debug mode does.
 
 Symptom:
     Ranks step on different gradients, or from different parameters, for any of the reasons in the
@@ -13,13 +13,17 @@ Affects:
     off nothing is wrapped. What it does: before each step of an optimizer from
     `get_megatron_optimizer` it gathers checksums over the data-parallel groups, and raises
     `ReplicaMismatchError` with the first parameter, the bucket group and the ranks. It compares
-    how often each bucket group was reduced; parameters; and, with an all-reduce, gradients. It
-    costs a pass over both and a small all-gather per group. Programs that reduce gradients past
-    Megatron's DDP must not switch it on.
+    how often each bucket group was reduced; parameters; and, with an all-reduce, gradients. Over
+    the tensor-parallel groups it compares parameters that are not marked `tensor_model_parallel`:
+    one whose gradient is not summed over them, such as a replicated factor of LoRA under sequence
+    parallelism, is named at the step after the first. So is a shard that lacks the mark, which
+    norms leave out. It costs a pass over both and a small all-gather per group. Programs that
+    reduce gradients past Megatron's DDP must not switch it on, nor those whose kernels round
+    otherwise on each call and that keep replicas over tensor-parallel ranks.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
-    `step`.
+    `step`. Found by nobody for months: https://github.com/modelscope/mcore-bridge/pull/173.
 
 Remove when:
     upstream compares gradients between replicas on request.

@@ -1,4 +1,4 @@
-"""Compares gradients and parameters between data-parallel ranks before a step, in debug mode.
+"""Compares gradients and parameters between ranks that share them before a step, in debug mode.
 
 `MEGATRON_IDEMPOTENT_CHECK=1` switches it on; see the case file `replicas-differ-unnoticed`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ _PRIME = 1_000_003
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Says that data-parallel ranks would step on different gradients or parameters."""
+    """Says that ranks would step on gradients or parameters that differ and should not."""
 
 
 class _Numbers(NamedTuple):
@@ -34,12 +35,14 @@ class _Numbers(NamedTuple):
 
 
 def check_replicas(model_chunks: Sequence[Any]) -> None:
-    """Compare bucket groups of these chunks between their data-parallel ranks.
+    """Compare what data-parallel ranks, and what tensor-parallel ranks, of these chunks share.
 
     Each bucket group must have been reduced equally often, at least once if it has gradients.
     Parameters must have the same bits, and with an all-reduce gradients too. (After a
-    reduce-scatter each rank holds another shard of them.) All ranks of each chunk's data-parallel
-    groups take part, with one small all-gather per group; one more if something differs.
+    reduce-scatter each rank holds another shard of them.) Parameters that are not marked
+    `tensor_model_parallel`, such as those of norms and routers, must have the same bits on all
+    tensor-parallel ranks as well. All ranks of each chunk's groups take part, with one small
+    all-gather per group; one more if something differs.
 
     Raises:
         ReplicaMismatchError: on all ranks of the group; names the first parameter that differs,
@@ -56,6 +59,45 @@ def check_replicas(model_chunks: Sequence[Any]) -> None:
             if problem is not None:
                 where = f"bucket group {index} of chunk {model_chunks.index(chunk)}"
                 _raise(chunk, group, where, problem, ranks, process_group)
+    for process_group, params in _replicated(model_chunks).items():
+        _compare_replicated(params, process_group)
+
+
+def _replicated(model_chunks: Sequence[Any]) -> dict[Any, list[tuple[Any, Tensor]]]:
+    """Return trained parameters that tensor-parallel ranks have whole, by their process group."""
+    from megatron.core import parallel_state
+
+    dense = parallel_state.get_tensor_model_parallel_group()
+    experts = parallel_state.get_expert_tensor_parallel_group()
+    replicated: dict[Any, list[tuple[Any, Tensor]]] = {}
+    for chunk in model_chunks:
+        groups = [group for group in bucket_groups(chunk) if _comparable(chunk, group)]
+        for param in chain.from_iterable(b.params_list for group in groups for b in group.buckets):
+            if not getattr(param, "tensor_model_parallel", False):
+                process_group = dense if getattr(param, "allreduce", True) else experts
+                replicated.setdefault(process_group, []).append((chunk, param))
+    return replicated
+
+
+def _compare_replicated(params: Sequence[tuple[Any, Tensor]], process_group: Any) -> None:
+    if torch.distributed.get_world_size(process_group) == 1:
+        return
+    sums = [checksum(param.data) for _, param in params]
+    gathered = _all_gather([_Numbers(0, 0, int(_combine(sums)))], process_group)
+    if all(rows == gathered[0] for rows in gathered):
+        return
+    numbers = torch.distributed.get_process_group_ranks(process_group)
+    gathered = _all_gather([_Numbers(0, 0, int(value)) for value in sums], process_group)
+    for (chunk, param), rows in zip(params, zip(*gathered, strict=True), strict=True):
+        differing = [rank for rank, row in zip(numbers, rows, strict=True) if row != rows[0]]
+        if differing:
+            raise ReplicaMismatchError(
+                f"parameters differ between tensor-parallel ranks before the optimizer step: "
+                f"{name_of(chunk, param)} is the first; ranks {differing} differ from rank "
+                f"{numbers[0]}. It is not marked tensor_model_parallel, so all of them should have "
+                "it whole: sum its gradient over them (param.sequence_parallel = True does, with "
+                "sequence parallelism); if it is a shard, mark it, or norms leave it out"
+            )
 
 
 def _problem(group: Any, ranks: Sequence[_Numbers]) -> str | None:

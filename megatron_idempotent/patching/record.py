@@ -464,6 +464,7 @@ _FRAMEWORKS = {
     "roll": "roll",
     "skyrl": "skyrl",
     "slime": "slime",
+    "mcore_bridge": "mcore-bridge",
     "swift": "ms-swift",
     "verl": "verl",
 }

@@ -68,7 +68,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _UNSTABLE_FIELDS = frozenset({"ctx", "kind", "type_params", "type_comment"})
 _ANNOTATIONS = frozenset({"annotation", "returns"})
 #: Decorators that watch a call and change neither its arguments nor its result.
-WATCHING = frozenset({"_otel_trace_fn", "nvtx_decorator"})
+WATCHING = frozenset({"_otel_trace_fn", "nvtx_decorator", "timer", "with_logs"})
 
 
 def locate(module: str) -> Path | None:

@@ -39,9 +39,20 @@ SLIME = "backends.megatron_utils"
 SKYRL = "skyrl.backends.skyrl_train.workers.megatron"
 RECIPES = {
     "slime": Recipe(
-        "SLIME_SOURCE", (f"slime.{SLIME}",), ("slime-train-reentry", "slime-load-hangs")
+        "SLIME_SOURCE",
+        (f"slime.{SLIME}",),
+        (
+            "slime-train-reentry",
+            "slime-load-hangs",
+            "slime-load-options-left-set",
+            "slime-reference-left-in-actor",
+        ),
     ),
-    "miles": Recipe("MILES_SOURCE", (f"miles.{SLIME}",), ("miles-train-reentry",)),
+    "miles": Recipe(
+        "MILES_SOURCE",
+        (f"miles.{SLIME}",),
+        ("miles-train-reentry", "miles-reference-left-in-actor"),
+    ),
     "verl": Recipe(
         "VERL_SOURCE",
         ("verl.workers.engine",),
@@ -98,7 +109,7 @@ RECIPES = {
     "ms-swift": Recipe(
         "MS_SWIFT_SOURCE",
         ("swift.megatron.init",),
-        ("swift-setup-reentry",),
+        ("swift-setup-reentry", "swift-logprob-gradient-lost"),
         absent=("mcore_bridge", "modelscope", "transformers", "tqdm"),
     ),
     "roll": Recipe("ROLL_SOURCE", ("roll.distributed.strategy",), ("roll-failed-window-kept",)),

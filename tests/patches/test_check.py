@@ -58,6 +58,37 @@ def test_what_differs_before_a_step_is_named(change, options, said):
             model.step()
 
 
+MOE = {"experts": 2, "ep": 2, "etp": 1}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"sequence_parallel": True}, {"sequence_parallel": False}, {"sequence_parallel": True} | MOE],
+    ids=["sequence", "no-sequence", "experts"],
+)
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+@on_ranks(2)
+def test_a_gradient_that_is_not_summed_over_tensor_parallel_ranks_is_named(
+    layout, distributed_optimizer
+):
+    """The right program goes on; then a norm's weight gets the gradient of a rank's own tokens."""
+    os.environ["MEGATRON_IDEMPOTENT_CHECK"] = "1"
+    from megatron_idempotent.proof.cpu import tiny
+
+    megatron_idempotent.apply(strict=True)
+    model = tiny.build(tp=2, distributed_optimizer=distributed_optimizer, **layout)
+    for window in range(3):
+        model.train_step(2, data_seed=window)
+    if not layout["sequence_parallel"]:
+        return
+    norm = "decoder.layers.0.input_layernorm.weight"
+    dict(model.chunks[0].module.named_parameters())[norm].sequence_parallel = False
+    model.train_step(2, data_seed=3)
+    said = rf"tensor-parallel ranks.*{norm} is the first; ranks \[1\] differ from rank 0"
+    with pytest.raises(megatron_idempotent.ReplicaMismatchError, match=said):
+        model.train_step(2, data_seed=4)
+
+
 @on_ranks(1)
 def test_the_checksum_sees_order_and_signs_of_zero():
     from megatron_idempotent.megatron.replica_check import checksum

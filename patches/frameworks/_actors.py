@@ -1,0 +1,247 @@
+"""Stands for the actor that trains in slime and in its fork miles, for reproductions.
+
+The actor's methods, and what keeps copies of its weights, are the framework's own, from the modules
+on the path. The model is one small parameter; Ray, checkpoints, engines and data are stand-ins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_idempotent.patches._case import Broken, Fault
+
+from . import _standins
+
+if TYPE_CHECKING:
+    from megatron_idempotent.patching import Original
+    from megatron_idempotent.patching.source import Body
+
+_LOAD = "load_other_checkpoint"
+ACTOR = "{}.backends.megatron_utils.actor:MegatronTrainRayActor"
+#: The modules whose functions decorate the actor's methods, here and there in the versions.
+_TIMERS = (
+    *("observability.timer", "utils.timer", "utils.context_utils"),
+    "utils.tracking_utils.structured_log",
+)
+#: What is loaded by tag; the actor's own weights are 0.
+WEIGHTS = {"actor": 0.0, "ref": 1.0, "teacher": 2.0}
+
+
+def use_actor(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a method that reads the model; put the actor's weights back first, if others are in it.
+
+    Weights that are offloaded stay where they are.
+    """
+    # slime does not say whether weights are on the device now; with this option they seldom are.
+    asleep = getattr(self, "_asleep", self.args.offload_train)
+    if (
+        self.role == "actor"
+        and not asleep
+        and getattr(self, "_active_model_tag", "actor") != "actor"
+    ):
+        self._switch_model("actor")
+    return original(self, *args, **kwargs)
+
+
+def switches_back(bodies: Mapping[str, Body]) -> bool:
+    """Return whether both an update and a save ask which weights are in the model."""
+    readers = [body for address, body in bodies.items() if not address.endswith(_LOAD)]
+    return all(
+        body.contains("self._active_model_tag") or body.contains('self._switch_model("actor")')
+        for body in readers
+    )
+
+
+def load_other(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load another checkpoint; after a load that raised, the model counts as nobody's."""
+    try:
+        return original(self, *args, **kwargs)
+    except BaseException:
+        self._active_model_tag = None
+        raise
+
+
+class Actor:
+    """Holds an actor that has its own weights, and has loaded a reference.
+
+    Args:
+        framework: `slime` or `miles`.
+        by_init: True to run slime's own `init`; without it the model has the actor's weights.
+        args: what the frameworks' parsers would say, all else being off.
+    """
+
+    def __init__(self, framework: str, *, by_init: bool = False, **args: Any) -> None:
+        import torch
+        from megatron.core import parallel_state
+
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel()
+        self.module = self._import(framework)
+        self.sent: list[float] = []
+        """The weight of each update that engines got."""
+        self.saved: list[float] = []
+        """The weight of each checkpoint that was saved."""
+        self.on_load: Callable[[], None] = lambda: None
+        """A function that is called in each load."""
+        self.weight = torch.nn.Parameter(torch.zeros(4))
+        self.args = _standins.Off(
+            compute_advantages_and_returns=True,
+            num_gpus_per_node=1,
+            update_weight_mode="full",
+            update_weight_transport="nccl",
+            distributed_timeout_minutes=1,
+            enable_weights_backuper=True,
+            load="actor",
+            ref_load="ref",
+            **args,
+        )
+        self.actor = self.module.MegatronTrainRayActor()
+        self._stand_in(framework)
+        if by_init:
+            self.actor.init(self.args, "actor", with_ref=True)
+        else:
+            self._as_after_init()
+
+    def update_weights(self) -> float:
+        """Run the actor's `update_weights`; return the weight that engines got."""
+        if self._takes_engines:
+            self.actor.update_weights(_standins.Off(rollout_engines=[None]))
+            return self.sent[-1]
+        for more in (3, 2, 0):  # what the manager returns beside engines, a lock and a number
+            self.module.ray.get = lambda _, more=more: ([None], None, 0, *[None] * more)
+            with contextlib.suppress(ValueError):  # not as many as this version unpacks
+                self.actor.update_weights()
+                break
+        return self.sent[-1]
+
+    def save_model(self) -> float:
+        """Run the actor's `save_model`; return the weight that was saved."""
+        self.actor.save_model(0)
+        return self.saved[-1]
+
+    def fail_in_reference_pass(self) -> None:
+        """Run the actor's `train_actor`, whose log-probs of the reference cannot be computed."""
+        more = {"witness_info": None, "attempt": 0} if self._takes_engines else {}
+        rollout_data = {"num_microbatches": [1], "global_batch_sizes": [1]}
+        try:
+            self.actor.train_actor(0, rollout_data, **more)
+        except Broken:
+            return
+        raise AssertionError("train_actor() swallowed the exception")
+
+    @property
+    def _takes_engines(self) -> bool:
+        """True for miles, whose methods take more."""
+        return "miles" in self.module.__name__
+
+    def _import(self, framework: str) -> Any:
+        _standins.replace("ray")
+        _standins.import_alone(f"{framework}.utils.tensor_backper")
+        for name in _TIMERS:
+            module = importlib.import_module(f"{framework}.{name}")
+            module.timer = _watching  # type: ignore[attr-defined]
+            module.inverse_timer = _watching  # type: ignore[attr-defined]
+            module.with_logs = _watching  # type: ignore[attr-defined]
+            module.with_defer = lambda _: _watching  # type: ignore[attr-defined]
+        base = importlib.import_module(f"{framework}.ray.train_actor")
+        base.TrainRayActor = _RayActor  # type: ignore[attr-defined]
+        return _standins.import_alone(
+            ACTOR.format(framework).partition(":")[0], "torch_memory_saver", "transformers"
+        )
+
+    def _stand_in(self, framework: str) -> None:
+        module = self.module
+        given: dict[str, Any] = {
+            "AutoConfig": _standins.Thing(),
+            "AutoTokenizer": _standins.Thing(),
+            "dist": _standins.Off(
+                get_rank=lambda: 0, get_world_size=lambda: 1, barrier=lambda **_: None
+            ),
+            "clear_memory": lambda **_: None,
+            "forward_only": fail,
+            "get_data_iterator": lambda *_: (None, [1]),
+            "initialize_model_and_optimizer": lambda *_, **__: ([None], None, None, 6),
+            "is_megatron_main_rank": lambda: False,
+            "load_checkpoint": self._load,
+            "named_params_and_buffers": lambda *_, **__: [("weight", self.weight)],
+            "save": lambda *_: self.saved.append(float(self.weight[0])),
+            "UpdateWeightFromDistributed": lambda *_, **__: _standins.Off(
+                update_weights=lambda: self.sent.append(float(self.weight[0])),
+                is_rollout_engines_fresh=lambda: True,
+            ),
+        }
+        for name, value in given.items():
+            setattr(module, name, value)
+        if framework == "miles":
+            module.is_multi_lora_enabled = lambda _: False
+            module.all_replay_managers = []
+
+    def _as_after_init(self) -> None:
+        actor = self.actor
+        actor.args, actor.role = self.args, "actor"
+        actor.with_ref = True
+        actor.weights_backuper = self.module.TensorBackuper.create(
+            source_getter=lambda: [("weight", self.weight)],
+            **({} if self._takes_engines else {"single_tag": None}),
+        )
+        actor._active_model_tag = "actor"
+        actor.weights_backuper.backup("actor")
+        actor.weight_updater = self.module.UpdateWeightFromDistributed()
+        actor.load_other_checkpoint("ref", "ref")
+        actor._switch_model("actor")
+
+    def _load(self, *_: Any, **__: Any) -> tuple[int, int]:
+        import torch
+
+        with torch.no_grad():
+            self.weight.fill_(WEIGHTS[self.args.load])
+        self.on_load()
+        return 0, 0
+
+
+def reproduce(framework: str, *, by_init: bool) -> None:
+    """Publish and save after a start, and after a pass of the reference that raises."""
+    for start in (True, False) if by_init else (False,):
+        actor = Actor(framework, by_init=start)
+        _expect_own(actor.update_weights(), "engines", "after the start")
+        for method, whose in (
+            (actor.update_weights, "engines"),
+            (actor.save_model, "a checkpoint"),
+        ):
+            actor.fail_in_reference_pass()
+            _expect_own(method(), whose, "after a pass of the reference that raised")
+
+
+def neighbour(framework: str) -> object:
+    """Publish and save where the actor's own weights are in the model."""
+    actor = Actor(framework)
+    found = [actor.update_weights(), actor.save_model()]
+    return [*found, float(actor.weight[0]), str(actor.actor._active_model_tag)]
+
+
+def _expect_own(weight: float, whose: str, when: str) -> None:
+    if weight != WEIGHTS["actor"]:
+        (tag,) = (tag for tag, value in WEIGHTS.items() if value == weight)
+        raise Fault(f"{whose} got the weights of `{tag}` {when}")
+
+
+class _RayActor(_standins.Off):
+    """Stands for the base class of the actor, which Ray runs."""
+
+    rollout_manager = prof = weight_updater = _heartbeat = _standins.Thing()
+
+    def init(self, args: Any, role: str, *_: Any, **__: Any) -> None:
+        self.args, self.role = args, role
+
+
+def fail(*_: Any, **__: Any) -> None:
+    """Raise, in the place of a function that reads something."""
+    raise Broken("a microbatch that cannot be read")
+
+
+def _watching(what: Any) -> Any:
+    """Return a function as it is; of a name, a block that does nothing around its code."""
+    return what if callable(what) else contextlib.nullcontext()

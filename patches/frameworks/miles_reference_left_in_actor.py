@@ -1,0 +1,56 @@
+"""After an exception miles' engines and checkpoints may get the reference's weights, silently.
+
+Symptom:
+    `train_actor` raises in the pass of the reference or of the teacher, and the program goes on:
+    the next weight update sends that model to the engines, unless they are colocated, and
+    `save_model` and `export_hf` save it as the actor. No error.
+
+Cause:
+    `train_actor` switches the one live model to the reference and back without a `finally`, and
+    what reads the model does not look at what is in it.
+
+Affects:
+    0.1.0, and main of August 2026. The patch is that for slime, `slime-reference-left-in-actor`;
+    miles' `init` puts the actor's weights back itself.
+
+Upstream:
+    https://github.com/radixark/miles/blob/v0.1.0/miles/backends/megatron_utils/actor.py,
+    `train_actor`; no thread found. https://github.com/radixark/miles/pull/756 repaired `init`.
+
+Remove when:
+    `update_weights` and `save_model` look at which weights are in the model.
+"""
+
+from __future__ import annotations
+
+from megatron_idempotent.patches._case import Patch, target
+
+from . import _actors
+
+
+def reproduce() -> None:
+    """Publish and save after a pass of the reference that raises."""
+    _actors.reproduce("miles", by_init=False)
+
+
+def neighbour() -> object:
+    """Publish and save where the actor's own weights are in the model."""
+    return _actors.neighbour("miles")
+
+
+_OF = _actors.ACTOR.format("miles")
+PATCH = Patch(
+    "after an exception miles sends or saves the reference's weights as the actor's, silently",
+    target(f"{_OF}.update_weights", _actors.use_actor, "self.weight_updater.update_weights()"),
+    target(f"{_OF}.save_model", _actors.use_actor, "self.model"),
+    target(f"{_OF}.export_hf", _actors.use_actor, "self.model"),
+    target(
+        f"{_OF}.load_other_checkpoint",
+        _actors.load_other,
+        "self._active_model_tag = model_tag",
+        "self.weights_backuper.backup(model_tag)",
+    ),
+    since="0.1",
+    fixed_when=_actors.switches_back,
+    ranks=1,
+)

@@ -1,0 +1,59 @@
+"""slime's engines get the reference's weights after a start, silently, and a checkpoint may, too.
+
+Symptom:
+    With a reference or a teacher model, without `--colocate` and `--offload-train`, the first
+    weight update after a resume sends the reference to the engines: the reward falls for some
+    rollouts, KL and gradient norm jump. After a `train_actor` that raised in the pass of the
+    reference, the next update sends the reference, and `save_model` saves it as the actor. No
+    error.
+
+Cause:
+    `init` loads the other checkpoints into the one live model and leaves the last one there, unless
+    weights are offloaded; `train_actor` switches to the reference and back without a `finally`.
+    `update_weights` and `save_model` read the model as it is.
+
+Affects:
+    0.2.1 to 0.3.1, and main of August 2026. Training itself begins with the right weights. What the
+    patch does: an update or a save puts the actor's weights back first, where those of another
+    checkpoint are in the model. They are the weights of the last step that `train_actor` finished.
+
+Upstream:
+    https://github.com/THUDM/slime/pull/2224 and https://github.com/THUDM/slime/pull/2380, both
+    open; https://github.com/modal-projects/training-gym/pull/546 is a patch over slime.
+
+Remove when:
+    `update_weights` and `save_model` look at which weights are in the model.
+"""
+
+from __future__ import annotations
+
+from megatron_idempotent.patches._case import Patch, target
+
+from . import _actors
+
+
+def reproduce() -> None:
+    """Publish and save after slime's own `init`, and after a reference pass that raises."""
+    _actors.reproduce("slime", by_init=True)
+
+
+def neighbour() -> object:
+    """Publish and save where the actor's own weights are in the model."""
+    return _actors.neighbour("slime")
+
+
+_OF = _actors.ACTOR.format("slime")
+PATCH = Patch(
+    "slime's first weight update after a start sends the reference's weights, silently",
+    target(f"{_OF}.update_weights", _actors.use_actor, "self.weight_updater.update_weights()"),
+    target(f"{_OF}.save_model", _actors.use_actor, "self.model"),
+    target(
+        f"{_OF}.load_other_checkpoint",
+        _actors.load_other,
+        "self._active_model_tag = model_tag",
+        "self.weights_backuper.backup(model_tag)",
+    ),
+    since="0.2.1",
+    fixed_when=_actors.switches_back,
+    ranks=1,
+)

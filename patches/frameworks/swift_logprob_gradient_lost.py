@@ -1,0 +1,142 @@
+"""With tensor parallelism ms-swift's GRPO and GKD train on wrong gradients of log-probs, silently.
+
+Symptom:
+    Losses and log-probs are right. With tensor parallelism the gradient of a token's log-prob
+    reaches the vocabulary shard that has the token, and no other: those get zeros. On that shard
+    the largest logit gets too much. torch says once that `c10d::allreduce_` has no autograd kernel.
+
+Cause:
+    `vocab_parallel_log_softmax` sums the exponentials of all shards by `torch.distributed`, whose
+    backward adds nothing up: each rank's gradient has what its own shard contributes. The maximum
+    is not detached, and what it subtracts no longer cancels.
+
+Affects:
+    3.12 to 4.5.2, in GRPO and GKD; DPO and KTO take Megatron's cross entropy, and are right. What
+    the patch does: values are ms-swift's own, and the backward is that of the whole vocabulary,
+    with an all-reduce over tensor-parallel ranks. Nothing changes where no gradient is asked for.
+
+Upstream:
+    https://github.com/modelscope/ms-swift/pull/9947, in 4.5.3 and 4.6;
+    https://github.com/modelscope/ms-swift/issues/9778 meets it.
+
+Remove when:
+    4.5.2 is no longer supported.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron_idempotent.patches._case import Fault, Original, Patch, no_body_has, target
+
+from . import _standins
+
+_MODULE = "swift.megatron.trainers.vocab_parallel_utils"
+_SUM = "torch.distributed.all_reduce(sum_exp, op=torch.distributed.ReduceOp.SUM, group=tp_group)"
+
+
+def vocab_parallel_log_softmax(original: Original, logits: Any) -> Any:
+    """Return ms-swift's log-probs [..., V / ranks], with the gradient of the whole vocabulary."""
+    import torch
+    from megatron.core import parallel_state
+
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    if ranks == 1 or not (torch.is_grad_enabled() and logits.requires_grad):
+        return original(logits)
+    return _log_softmax()(logits, original, parallel_state.get_tensor_model_parallel_group())
+
+
+@functools.cache
+def _log_softmax() -> Any:
+    import torch
+
+    class LogSoftmax(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Any, original: Original, group: Any) -> Any:
+            log_probs = original(logits)
+            ctx.save_for_backward(log_probs)
+            ctx.group = group
+            return log_probs
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            (log_probs,) = ctx.saved_tensors
+            total = gradient.sum(-1, keepdim=True)
+            # All tensor-parallel ranks have these log-probs, and must enter: others hang otherwise.
+            torch.distributed.all_reduce(total, group=ctx.group)
+            return gradient - log_probs.exp() * total, None, None
+
+    return LogSoftmax.apply
+
+
+def reproduce() -> None:
+    """Compare gradients of log-probs, entropy and divergence with those of the whole vocabulary."""
+    import torch
+
+    swift, logits_BTV, part = _drawn()
+    labels_BT = torch.tensor([[0, 1, 5, 7, 3, 6]])
+    teacher_BTV = logits_BTV.flip(-1).log_softmax(-1)
+
+    def shard_losses(logits: Any) -> Any:
+        logprobs, entropy = swift.compute_logps_and_entropy_from_logits(
+            logits, labels_BT, compute_entropy=True
+        )
+        divergence = swift.vocab_parallel_kl_div(
+            swift.vocab_parallel_log_softmax(logits), part(teacher_BTV)
+        )
+        return logprobs.sum(), entropy.sum(), divergence.sum()
+
+    def whole_losses(logits: Any) -> Any:
+        log_probs = logits.log_softmax(-1)
+        probs = teacher_BTV.exp()
+        return (
+            log_probs.gather(-1, labels_BT[..., None]).sum(),
+            -(log_probs.exp() * log_probs).sum(),
+            (probs * (teacher_BTV - log_probs)).sum(),
+        )
+
+    for index, name in enumerate(("log-probs", "entropy", "divergence")):
+        whole_BTV = logits_BTV.clone().requires_grad_()
+        own_BTV = part(logits_BTV).clone().requires_grad_()
+        whole_losses(whole_BTV)[index].backward()
+        shard_losses(own_BTV)[index].backward()
+        expected = part(whole_BTV.grad)
+        # Sums over a vocabulary of eight of values below one; Megatron's cross entropy, with which
+        # 4.5.3 repairs it, has them in float32.
+        if not torch.allclose(own_BTV.grad, expected, rtol=0, atol=2.0**-20):
+            largest = float((own_BTV.grad - expected).abs().max())
+            raise Fault(f"the gradient of {name} is off by {largest:.2g}")
+
+
+def neighbour() -> object:
+    """Compute log-probs and entropy as for the old policy, without gradients."""
+    import torch
+
+    swift, logits_BTV, part = _drawn()
+    with torch.no_grad():
+        values = swift.compute_logps_and_entropy_from_logits(
+            part(logits_BTV), torch.tensor([[0, 1, 5, 7, 3, 6]]), compute_entropy=True
+        )
+    return [value.numpy().tobytes() for value in values]
+
+
+def _drawn() -> Any:
+    """Return ms-swift's module, logits [1, 6, 8], and a function that takes a rank's shard."""
+    import torch
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(2)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    generator = torch.Generator().manual_seed(0)
+    logits_BTV = torch.randn(1, 6, 8, dtype=torch.float64, generator=generator)
+    return _standins.import_alone(_MODULE), logits_BTV, lambda full: full.chunk(2, -1)[rank]
+
+
+PATCH = Patch(
+    "with tensor parallelism ms-swift's GRPO trains on wrong gradients of log-probs, silently",
+    target(f"{_MODULE}:vocab_parallel_log_softmax", vocab_parallel_log_softmax, _SUM),
+    since="3.12",
+    before="4.5.3",
+    fixed_when=no_body_has(_SUM),
+)

@@ -1,0 +1,227 @@
+"""`optimizer.state_dict()` of the distributed optimizer has no moments, and loading it brings none.
+
+Symptom:
+    A program saves by `optimizer.state_dict()` and `load_state_dict()`, which was right without
+    `use_distributed_optimizer`. In place, the groups and the step count go back, while moments and
+    main parameters stay those of later steps: the next step puts the later weights back. In a new
+    process the moments are whatever was in the memory: NaN in the first step, or nothing that
+    anybody sees. No error.
+
+Cause:
+    `state_dict` leaves out all that depends on the rank, and says so in its docstring.
+    `load_state_dict` keeps the live state, or allocates it with `torch.empty` for
+    `load_parameter_state` to overwrite. Nothing asks whether that has come.
+
+Affects:
+    Every release; by design. What the patch does: a step raises after such a load, unless the state
+    was loaded or written since then, or by hand since the step before. A load at the live step
+    count, such as one that changes rates alone, is as ever. Save by `sharded_state_dict()`, or with
+    `save_parameter_state()` beside it. Not seen: a save after such a load, and Megatron-FSDP, whose
+    `state_dict` is another one.
+
+Upstream:
+    https://github.com/radixark/miles/pull/2516, open: resumed LoRA runs step into NaN, or overwrite
+    the adapter. https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/distrib_optimizer.py,
+    `state_dict`.
+
+Remove when:
+    `state_dict` has the state of this rank, or a step refuses state that was not loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_idempotent.megatron import optimizers
+from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
+
+from ._case import Fault, Original, Patch, bench, target
+
+if TYPE_CHECKING:
+    from weakref import WeakKeyDictionary, ref
+
+    _Writes = list[tuple[ref[Any], int]]
+    """Tensors of one parameter's state, and how often each was written."""
+
+
+class _Load(NamedTuple):
+    """Describes a load that brought groups alone."""
+
+    writes: _Writes
+    """The state's writes right after it."""
+    found: str
+    """The origin of moments and main parameters, as the end of a sentence."""
+
+
+_stepped: WeakKeyDictionary[Any, _Writes] = PerProcessWeakKeys(__name__, "_stepped")
+_bare: WeakKeyDictionary[Any, _Load] = PerProcessWeakKeys(__name__, "_bare")
+
+
+def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
+    """Run upstream's load; note where it has brought groups, and no state."""
+    if "param_state" in state_dict or optimizers.in_fsdp(self) or self.optimizer is None:
+        original(self, state_dict)
+        _bare.pop(self, None)
+        return
+    fresh = not self.optimizer.state
+    saved, live = _step_of(state_dict["optimizer"]["param_groups"]), _live_step(self.optimizer)
+    # Somebody may have put moments back by hand, and loads the groups after that.
+    by_hand = _writes(self) != _stepped.get(self)
+    original(self, state_dict)
+    if fresh:
+        _note(self, "memory that nobody has written")
+    elif None not in (saved, live) and saved != live and not by_hand:
+        _note(self, f"those of step {live:g}, where the groups are at step {saved:g}")
+
+
+def step_with_ready_grads(original: Original, self: Any) -> bool:
+    """Refuse to step on state that a load has left out, then run upstream's step."""
+    load = _bare.pop(self, None)
+    if load is not None and load.writes == _writes(self):
+        _bare[self] = load
+        raise RuntimeError(
+            "the distributed optimizer would step after a load_state_dict() that brought no "
+            f"moments and no main parameters: they are {load.found}. Its state_dict() does not "
+            "have them. Save sharded_state_dict(), or save_parameter_state() beside it, and load "
+            "both; to go on without, build a new optimizer"
+        )
+    updated: bool = original(self)
+    _stepped[self] = _writes(self)
+    return updated
+
+
+def _note(optimizer: Any, found: str) -> None:
+    writes = _writes(optimizer)
+    if writes:  # a rank may have no part of any parameter
+        _bare[optimizer] = _Load(writes, found)
+
+
+def _writes(optimizer: Any) -> _Writes:
+    """Count the writes to the state of the first parameter: who loads, loads all of them."""
+    import weakref
+
+    states = () if optimizer.optimizer is None else optimizer.optimizer.state.values()
+    state: dict[str, Any] = next(iter(states), {})
+    return [
+        (weakref.ref(value), value._version)
+        for name, value in state.items()
+        if name != "step" and hasattr(value, "_version")
+    ]
+
+
+def _live_step(inner: Any) -> float | None:
+    """Return an optimizer's step count: torch's Adam has one per parameter, others per group."""
+    states = (state for state in inner.state.values() if "step" in state)
+    state = next(states, None)
+    return _step_of(inner.param_groups) if state is None else float(state["step"])
+
+
+def _step_of(groups: list[dict[str, Any]]) -> float | None:
+    counts = [float(group["step"]) for group in groups if group.get("step") is not None]
+    return counts[0] if counts else None
+
+
+def reproduce() -> None:
+    """Go back by `state_dict` in place, and into an optimizer that never stepped."""
+    import copy
+
+    model = _trained()
+    state, moments = copy.deepcopy(model.optimizer.state_dict()), _moments(model)
+    model.train_step(1, data_seed=1)
+    model.optimizer.load_state_dict(copy.deepcopy(state))
+    _expect_refused(model, moments, "of the step after")
+    fresh = bench(dtype="bf16", overlap_grad_reduce=False)
+    fresh.optimizer.load_state_dict(state)
+    _expect_refused(fresh, moments, "that nobody has written")
+
+
+def _expect_refused(model: Any, moments: list[Any], which: str) -> None:
+    """Raise if a step uses other moments than those, and does not say so."""
+    if all(a.equal(b) for a, b in zip(moments, _moments(model), strict=True)):
+        return
+    try:
+        model.train_step(1, data_seed=2)
+    except RuntimeError as refusal:
+        if "brought no moments" in str(refusal):
+            return
+        raise
+    raise Fault(f"after load_state_dict() a step was taken with moments {which}")
+
+
+def neighbour() -> object:
+    """Load rates alone; groups before a state that is put back by hand, and after it."""
+    found = []
+    model = _trained()
+    state = model.optimizer.state_dict()
+    for part in state if isinstance(state, list) else [state]:
+        for group in part["optimizer"]["param_groups"]:
+            group["lr"] *= 0.5
+    model.optimizer.load_state_dict(state)
+    found += _moments(model)
+    model.train_step(1, data_seed=1)
+
+    model = _trained()
+    state, moments = model.optimizer.state_dict(), _moments(model)
+    model.train_step(1, data_seed=1)
+    fresh = bench(dtype="bf16", overlap_grad_reduce=False)
+    for other, state_comes_first in ((model, True), (fresh, False)):
+        if state_comes_first:
+            _put_back(other, moments)
+        other.optimizer.load_state_dict(state)
+        if not state_comes_first:
+            _put_back(other, moments)
+        found += _moments(other)
+        other.train_step(1, data_seed=1)
+
+    plain = _trained(distributed_optimizer=False)  # whose state dict has it all
+    state = plain.optimizer.state_dict()
+    plain.train_step(1, data_seed=1)
+    plain.optimizer.load_state_dict(state)
+    plain.train_step(1, data_seed=1)
+    # Not the bits after the steps: on stock torch's Adam has one step counter then.
+    return [plain.bits(), *(each.cpu().numpy().tobytes() for each in found)]
+
+
+def _trained(**layout: Any) -> Any:
+    model = bench(dtype="bf16", overlap_grad_reduce=False, **layout)
+    model.train_step(1, data_seed=0)
+    return model
+
+
+def _state_of(model: Any) -> list[Any]:
+    """Return what a model's optimizers step, and the moments."""
+    found = []
+    for part in optimizers.unchained(model.optimizer):
+        inner = part.optimizer
+        stepped = [each for group in inner.param_groups for each in group["params"]]
+        found += stepped
+        found += [inner.state[each][name] for each in stepped for name in ("exp_avg", "exp_avg_sq")]
+    return found
+
+
+def _moments(model: Any) -> list[Any]:
+    return [each.detach().clone() for each in _state_of(model)]
+
+
+def _put_back(model: Any, moments: list[Any]) -> None:
+    import torch
+
+    with torch.no_grad():
+        for tensor, value in zip(_state_of(model), moments, strict=True):
+            tensor.copy_(value)
+
+
+PATCH = Patch(
+    "a load of optimizer.state_dict() leaves moments and main parameters of another step",
+    target(
+        "distributed.load_state_dict",
+        load_state_dict,
+        "'param_state' in state_dict",
+        "len(self.optimizer.state) == 0",
+    ),
+    target(
+        "distributed.step_with_ready_grads",
+        step_with_ready_grads,
+        "super().step_with_ready_grads()",
+    ),
+)

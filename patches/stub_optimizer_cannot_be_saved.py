@@ -1,0 +1,154 @@
+"""A model whose experts alone are trained cannot be saved: the optimizer of the rest is a stub.
+
+Symptom:
+    With experts' adapters alone, or a frozen trunk, steps work, and no checkpoint can be written or
+    loaded: `optimizer.state_dict()` raises `AttributeError: 'NoneType' object has no attribute
+    'state_dict'`, and `sharded_state_dict()` the same of `param_groups`.
+
+Cause:
+    A distributed optimizer without parameters has no inner optimizer (`is_stub_optimizer`). Steps
+    and norms ask for that; what saves and loads does not.
+
+Affects:
+    Every release with the distributed optimizer. What the patch does: a stub saves nothing, and
+    loads nothing; the other parts keep their index in the chain, and so the names that their
+    tensors have in a checkpoint. A checkpoint of a chain without a stub is as ever. Not covered:
+    `save_parameter_state`, which `--ckpt-format torch` takes; and a pipeline stage that is frozen
+    as a whole, whose optimizer is no stub, where torch's Adam is the fallback.
+
+Upstream:
+    https://github.com/radixark/miles/pull/2516, open, which leaves stubs out of its own files.
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
+    `ChainedOptimizer`.
+
+Remove when:
+    `ChainedOptimizer` leaves stubs out of what it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from ._case import Fault, Original, Patch, bench, shared_folder, target
+
+
+def state_dict(original: Original, self: Any) -> Any:
+    """Ask the parts that have an optimizer for their state."""
+    with _nothing_in_stubs(self):
+        return original(self)
+
+
+def sharded_state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ask the parts that have an optimizer for the tensors that they save."""
+    with _nothing_in_stubs(self):
+        return original(self, *args, **kwargs)
+
+
+def load_state_dict(original: Original, self: Any, state_dict: Any) -> None:
+    """Load the parts that have an optimizer; a reader may have dropped the stubs' empty state."""
+    with _nothing_in_stubs(self) as stubs:
+        if stubs and isinstance(state_dict, dict) and len(self.chained_optimizers) > 1:
+            state_dict = {**{index: {} for index in stubs}, **state_dict}
+        original(self, state_dict)
+
+
+class _Nothing:
+    """Stands for a stub while its chain is saved or loaded."""
+
+    optimizer = SimpleNamespace(param_groups=[])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Do nothing: there is nothing to load into."""
+
+
+@contextmanager
+def _nothing_in_stubs(chain: Any) -> Iterator[list[int]]:
+    """Put empty parts in the place of a chain's stubs, and yield their indices."""
+    parts = chain.chained_optimizers
+    stubs = [index for index, part in enumerate(parts) if _is_stub(part)]
+    if not stubs:
+        yield []
+        return
+    chain.chained_optimizers = [_Nothing() if _is_stub(part) else part for part in parts]
+    try:
+        yield stubs
+    finally:
+        chain.chained_optimizers = parts
+
+
+def _is_stub(part: Any) -> bool:
+    return getattr(part, "is_stub_optimizer", False) and getattr(part, "optimizer", None) is None
+
+
+def reproduce() -> None:
+    """Save a model whose experts alone are trained, train on, and go back to what was saved."""
+    from megatron.core import dist_checkpointing
+
+    model = _experts_alone()
+    model.train_step(1, data_seed=0)
+    model.optimizer.state_dict()
+    state, saved = _sharded(model), _state(model)
+    if not _writes_files():
+        return
+    folder = shared_folder()
+    dist_checkpointing.save({"optimizer": state}, folder)
+    model.train_step(1, data_seed=1)
+    loaded = dist_checkpointing.load({"optimizer": _sharded(model, is_loading=True)}, folder)
+    model.optimizer.load_state_dict(loaded["optimizer"])
+    if not all(a.equal(b) for a, b in zip(saved, _state(model), strict=True)):
+        raise Fault("a load has not brought back what was saved of the experts")
+
+
+def _experts_alone() -> Any:
+    def freeze(module: Any) -> None:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("experts" in name)
+
+    return bench(ep=2, experts=4, dtype="bf16", overlap_grad_reduce=False, before_ddp=freeze)
+
+
+def _writes_files() -> bool:
+    """Return whether this release writes its files with the torch of today, as 0.15 and on do."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    formats = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())
+    return "fully_reshardable" in formats
+
+
+def _sharded(model: Any, *, is_loading: bool = False) -> Any:
+    sharding = {"distrib_optim_sharding_type": "fully_reshardable"}
+    return model.optimizer.sharded_state_dict(
+        model.chunks[0].module.sharded_state_dict(),
+        is_loading=is_loading,
+        **({"metadata": sharding} if _writes_files() else {}),
+    )
+
+
+def _state(model: Any) -> list[Any]:
+    """Return copies of the moments and main parameters of the part that has an optimizer."""
+    (part,) = (part for part in model.optimizer.chained_optimizers if not _is_stub(part))
+    inner = part.optimizer
+    stepped = [parameter for group in inner.param_groups for parameter in group["params"]]
+    return [
+        tensor.detach().clone()
+        for parameter in stepped
+        for tensor in (parameter, *(inner.state[parameter][k] for k in ("exp_avg", "exp_avg_sq")))
+    ]
+
+
+PATCH = Patch(
+    "a model whose experts alone are trained cannot be saved, nor loaded",
+    target("chained.state_dict", state_dict, "self.chained_optimizers"),
+    target("chained.sharded_state_dict", sharded_state_dict, "self.chained_optimizers"),
+    target("chained.load_state_dict", load_state_dict, "self.chained_optimizers"),
+    stock_error=r"AttributeError: 'NoneType' object has no attribute 'state",
+)
