@@ -51,6 +51,7 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
         )
     trees = list(trees)
     known = Reviewed(content(FOLDER, FILE))
+    _drop_unwrapped(known)
     statements = {line[:12]: line for line in content(FOLDER, ACCEPTED)}
     told: list[str] = []
     for tree in trees:
@@ -154,6 +155,16 @@ def _with(label: str, release: Installed) -> str:
         return label  # a commit's
     ends = sorted({first, last or first, release.text}, key=numbers)
     return ends[0] if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
+
+
+def _drop_unwrapped(known: Reviewed) -> None:
+    """Drop the bodies of functions that no patch wraps any more."""
+    wrapped = {target.address for patch in patches().values() for target in patch.targets}
+    for address in known.bodies.keys() - wrapped:
+        for name in known.bodies.pop(address):
+            known.readers.pop((address, name), None)
+    for address, patch_id in [key for key in known.parts if key[0] not in wrapped]:
+        del known.parts[address, patch_id]
 
 
 def _read(known: Reviewed) -> set[str]:

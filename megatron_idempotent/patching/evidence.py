@@ -8,7 +8,9 @@ the bodies, and in no function that the bodies call, however many calls away.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from .catalog import Place
@@ -37,6 +39,9 @@ class Bodies(dict[str, Body]):
 
     def lack(self, fragment: str) -> bool:
         """Tell if the fragment is nowhere in the bodies' modules and in what the bodies call."""
+        # Where the hazard is there, a body has it mostly, and no more has to be parsed.
+        if any(body.contains(fragment) for body in self.values()):
+            return False
         if any(_module_contains(text, fragment) for text in {b.module for b in self.values()}):
             return False
         return not any(
@@ -82,10 +87,26 @@ def _may_contain(text: str, fragment: str) -> bool:
 
 def _module_contains(text: str, fragment: str) -> bool:
     """Tell if a module's source has the code of a fragment anywhere."""
-    if not _may_contain(text, fragment):
-        return False
     (statement,) = ast.parse(fragment).body
     wanted = canonical(statement.value if isinstance(statement, ast.Expr) else statement)
     found: set[str] = set()
-    canonical(ast.parse(text), lambda code, in_loop: found.add(code) if code == wanted else None)
+    for part in _parts(text, lambda part: _may_contain(part, fragment)):
+        canonical(part, lambda code, in_loop: found.add(code) if code == wanted else None)
     return bool(found)
+
+
+def _parts(text: str, worth: Callable[[str], bool]) -> Iterator[ast.Module]:
+    """Yield a module's definitions and what stands between them, parsed, as far as worth it."""
+    if not worth(text):
+        return
+    starts = [0, *(each.start() for each in _DEFINITION.finditer(text)), len(text)]
+    parts = [text[start:end] for start, end in itertools.pairwise(starts)]
+    try:
+        parsed = [ast.parse(part) for part in parts if worth(part)]
+    except SyntaxError:  # what looks like a definition stands in a text over several lines
+        parsed = [ast.parse(text)]
+    yield from parsed
+
+
+#: The beginning of a definition of a module, with the decorators before it.
+_DEFINITION = re.compile(r"^(?=(?:@|def |async def |class ))", re.MULTILINE)

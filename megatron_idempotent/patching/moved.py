@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from .catalog import Place
 from .source import Body, definitions, imports_of, parse_body
@@ -58,6 +59,12 @@ def definition(
     return None
 
 
+#: What `called` has looked up: train() is asked for by a dozen patches.
+_known: WeakKeyDictionary[Sources, dict[tuple[str, str], tuple[Place, Body] | None]] = (
+    WeakKeyDictionary()
+)
+
+
 def called(
     body: Body, module: str, sources: Sources, depth: int = _DEPTH
 ) -> Iterator[tuple[str, Body]]:
@@ -67,10 +74,13 @@ def called(
     """
     seen: set[str] = set()
     waiting = [(body, module, depth)]
+    known = _known.setdefault(sources, {})
     while waiting:
         caller, home, left = waiting.pop()
-        for name in sorted(_called_names(caller)):
-            found = definition(home, name, sources) if left else None
+        for name in sorted(_called_names(caller)) if left else ():
+            if (home, name) not in known:
+                known[home, name] = definition(home, name, sources)
+            found = known[home, name]
             if found is None or found[0].address in seen:
                 continue
             place, callee = found

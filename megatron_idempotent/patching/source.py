@@ -177,7 +177,7 @@ def _read_text(path: str, state: tuple[int, int]) -> str:
 
 
 # A dozen patches stand around the same few functions, and releases share most of them.
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def parse_body(text: str, qualname: str) -> Body | None:
     """Return the body of `qualname` in a module's source, or None where that does not define it.
 
@@ -226,7 +226,7 @@ class Line(NamedTuple):
 _DEFINITION = re.compile(r"^([ \t]*)(?:async\s+def|def|(class))\s+(\w+)", re.MULTILINE)
 
 
-@lru_cache(maxsize=64)  # one pass over a module, for all names that are asked for
+@lru_cache(maxsize=256)  # one pass over a module, for all names that are asked for
 def definitions(text: str) -> dict[str, list[Line]]:
     """Return by name the lines of a module's source that may begin a definition."""
     lines: dict[str, list[Line]] = {}
@@ -448,7 +448,7 @@ def _read_kept(cached: str, seconds: int, size: int) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def imports_of(text: str) -> tuple[ast.stmt, ...]:
     """Return a module's imports outside of functions and classes, without parsing all of it."""
     found: list[ast.stmt] = []

@@ -14,7 +14,7 @@ from starts import started
 
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.patching import Patch, Target
-from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.catalog import patches, untried
 from megatron_idempotent.patching.source import locate, read_body
 
 INFO = "megatron.core.package_info"
@@ -91,13 +91,17 @@ def test_a_wheel_is_read_without_unpacking_it_and_is_the_release_that_it_says(
     wheels.mkdir()
     (info,) = tree.glob("megatron/core/package_info.py")
     info.write_text(re.sub(r"PRE_RELEASE = .*", "PRE_RELEASE = 'rc1'", info.read_text()))
+    edit(tree / f"{RANDOM.replace('.', '/')}.py", "offset = seed + 2718", "offset = seed + 2718; 1")
     with zipfile.ZipFile(wheels / "megatron_core-0-py3-none-any.whl", "w") as wheel:
         for file in tree.rglob("*.py"):
             wheel.write(file, file.relative_to(tree))
     _, from_folder = rows(capsys, tree)
     _, from_wheel = rows(capsys, wheels)
     assert [r["standing"] for r in from_wheel] == [r["standing"] for r in from_folder]
-    assert "not_affected" not in {row["standing"] for row in from_wheel}, "a pre-release is none"
+    off = {row["id"] for row in from_wheel if row["standing"] == "not_affected"}
+    assert off <= {patch.id for patch in patches().values() if patch.since == untried()}, (
+        "a pre-release is none"
+    )
 
 
 @pytest.mark.parametrize("version", ["0.99.0rc0", "0.18.0", "0.13.0"])
