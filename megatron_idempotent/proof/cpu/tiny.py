@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -564,6 +565,13 @@ def _known(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
 # The layer-wise optimizer.
 
 _MODULE = "megatron.core.optimizer.layer_wise_optimizer"
+
+
+def has_layer_wise() -> bool:
+    """Return whether this release has a layer-wise optimizer that `build` knows."""
+    if importlib.util.find_spec(_MODULE) is None:
+        return False
+    return takes(_optimizer_class().__init__, "model_chunks")
 
 
 def has_layout() -> bool:
