@@ -1,4 +1,4 @@
-"""Gradients and parameters of experts are counted once each, however experts are split."""
+"""Gradients of experts are reduced over, and counted once by, those that hold the same part."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_idempotent.patches._case import gathered
 from megatron_idempotent.patches._grouped_experts import group_experts
 from ranks import RELEASE, built, needs_release, on_ranks, tiered
 
@@ -77,7 +78,7 @@ def test_norm_and_zeros_have_each_element_of_an_expert_once(tp: int, ep: int, et
                 assert counted(model) == (elements, elements), (biases, model.optimizer, group)
 
 
-@pytest.mark.skipif(RELEASE < (0, 17), reason="no layer-wise optimizer")
+@pytest.mark.skipif(RELEASE < (0, 16), reason="no layer-wise optimizer")
 @on_ranks(2)
 def test_so_they_have_with_the_layer_wise_optimizer() -> None:
     for by_layout in {False, tiny.has_layout()}:
@@ -145,3 +146,54 @@ def test_the_norm_of_parameters_has_the_biases_of_all_experts() -> None:
     utils = importlib.import_module("megatron.training.utils")
     norm = float(utils.calc_params_l2_norm(running.chunks))
     assert round(norm**2) == EXPERTS * (WIDTH + tiny.HIDDEN)  # of one layer
+
+
+@pytest.mark.skipif(not (0, 17) <= RELEASE < (0, 19), reason="marks experts, or has no training")
+@on_ranks(2)
+def test_buffers_that_are_laid_out_before_ddp_know_experts_that_are_split_otherwise() -> None:
+    """Megatron's own set-up does so from 0.18 on, and DDP compares its buffers with the layout."""
+    import megatron_idempotent
+
+    megatron_idempotent.apply()
+    running = program.start(
+        [
+            *("--num-experts", str(EXPERTS), "--expert-tensor-parallel-size", "1"),
+            *("--sequence-parallel", "--bf16", "--disable-bias-linear"),
+            *("--moe-token-dispatcher-type", "alltoall", "--moe-router-topk", "2"),
+        ],
+        tp=2,
+    )
+    running.train(1)
+    (chunk,) = running.chunks
+    assert sum(each.numel() for each in experts_of(running)) == WEIGHTS // LAYERS
+    assert chunk.expert_parallel_bucket_groups
+
+
+@pytest.mark.skipif(RELEASE < (0, 16), reason="no layer-wise optimizer")
+@on_ranks(2)
+def test_replicas_of_experts_divide_them_in_the_layer_wise_optimizer() -> None:
+    """Without data parallelism of the other layers, too; the norm is that of another optimizer."""
+    layout = split(2, 1, 1)
+    plain = built(**layout)
+    plain.forward_backward(2, data_seed=0)
+    _, right, _ = plain.step()
+    for by_layout in {False, tiny.has_layout()}:
+        model = built(**layout, layer_wise=True, distributed_optimizer=by_layout)
+        model.forward_backward(2, data_seed=0)
+        _, norm, _ = model.step()
+        # Sums of the same squares, in another order.
+        assert float(norm) == pytest.approx(float(right), rel=1e-5)
+        groups = [
+            group
+            for part in model.optimizer.chained_optimizers
+            for group in part.param_groups
+            if group["is_expert_parallel"]
+        ]
+        held = torch.tensor(
+            [sum(each.numel() for group in groups for each in group["params"])], device="cuda"
+        )
+        torch.distributed.all_reduce(held)
+        assert int(held) == WEIGHTS
+        weights = torch.cat([each.detach().float().flatten() for each in experts_of(model)])
+        ours, others = gathered(weights)
+        assert torch.equal(ours, others)
