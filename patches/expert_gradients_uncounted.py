@@ -207,7 +207,9 @@ PATCH = Patch(
     # The layer-wise optimizer was the last one that did not know. In miles' fork it does, in other
     # words, and the distributed one's copies still do not say that they are experts'.
     fixed_by=(
-        address("layer_wise.__init__"),
-        "getattr(self.pg_collection, 'expt_tp', self.tp_group)",
+        (
+            address("layer_wise.__init__"),
+            "getattr(self.pg_collection, 'expt_tp', self.tp_group)",
+        ),
     ),
 )

@@ -56,14 +56,15 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Read a checkpoint, and let its random states be those of this rank."""
     from megatron.core import parallel_state
 
-    state = original(*args, **kwargs)
-    states: Any = (state[0] or {}).get("rng_state")
+    loaded = original(*args, **kwargs)
+    state_dict, *_ = loaded
+    states: Any = (state_dict or {}).get("rng_state")
     of_ranks = states[0].get(_OF_ALL, ()) if isinstance(states, list) else ()
     if len(of_ranks) > 1 and len(of_ranks) == parallel_state.get_expert_model_parallel_world_size():
         own = of_ranks[parallel_state.get_expert_model_parallel_rank()]
         for each in states:
             each["rng_tracker_states"][_STREAM] = own
-    return state
+    return loaded
 
 
 def reproduce() -> None:

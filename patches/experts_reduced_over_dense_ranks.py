@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, bench, gathered, target
+from ._case import Fault, Original, Patch, address, arguments, bench, gathered, target
 
 
 def layer(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -93,7 +93,9 @@ PATCH = Patch(
     target("moe.moe_layer:MoELayer.__init__", layer, "self.experts"),
     before="0.19",
     fixed_by=(
-        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",
-        "setattr(self.weight, 'allreduce', not use_expert_pgs)",
+        (
+            address("layers.ColumnParallelLinear.__init__"),
+            "setattr(self.weight, 'allreduce', not use_expert_pgs)",
+        ),
     ),
 )

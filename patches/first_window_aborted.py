@@ -38,7 +38,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import ddp
 
-from ._case import Original, Patch, abort_in_backward, bench, expect_gradients, target
+from ._case import Original, Patch, abort_in_backward, address, bench, expect_gradients, target
 
 _REDUCED = "_megatron_idempotent_first_window_reduced"
 
@@ -92,6 +92,7 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     target("group.finish_grad_sync", finish_grad_sync),
     since="0.16",
+    came_with=(address("group.__init__"), "self.is_first_batch = True"),
     groups=("overlap", "abort"),
     stock_error=r"AssertionError",
 )

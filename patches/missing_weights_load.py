@@ -76,8 +76,8 @@ def _load_not_strictly(
 def _load(chunk: Any, state_dict: dict[str, Any], strict: bool) -> None:
     import logging
 
-    from megatron.core.utils import unwrap_model
     from megatron.training import get_args
+    from megatron.training.checkpointing import unwrap_model
 
     if strict:
         type(chunk).load_state_dict(chunk, state_dict, strict=True)

@@ -76,5 +76,5 @@ PATCH = Patch(
     "an MTP loss is NaN where none of a rank's tokens counts",
     target("mtp.roll_tensor", roll),
     before="0.17",
-    fixed_by=(address("mtp.process_mtp_loss"), "num_tokens.clamp(min=1)"),
+    fixed_by=((address("mtp.process_mtp_loss"), "num_tokens.clamp(min=1)"),),
 )

@@ -78,5 +78,8 @@ PATCH = Patch(
     "with padding between a pack's sequences MTP layers predict tokens of other sequences",
     target("mtp.roll_tensor", roll),
     since="0.16",
-    fixed_by=(address("mtp._get_packed_roll_cu_seqlens"), "packed_seq_params.cu_seqlens_q_padded"),
+    fixed_by=(
+        (address("mtp._get_packed_roll_cu_seqlens"), "packed_seq_params.cu_seqlens_q_padded"),
+        (address("mtp._roll_tensor_packed_seq"), "packed_seq_params.cu_seqlens_q_padded"),
+    ),
 )

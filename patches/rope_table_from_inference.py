@@ -10,9 +10,8 @@ Cause:
     `RotaryEmbedding.forward` is cached by length, and the cache does not know of the mode.
 
 Affects:
-    Every release; covered from 0.16 on, where the table is made by a function of its own. What the
-    patch does: the table is made outside of inference mode, without gradients. With context
-    parallelism it is cut inside of `forward` again and stays uncovered.
+    Every release. What the patch does: where inference asks first, the table is made outside of
+    inference mode, without gradients. A table that is in the cache is handed out as before.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/common/embeddings/rotary_pos_embedding.py;
@@ -57,11 +56,10 @@ def reproduce() -> None:
 
 PATCH = Patch(
     "rotary tables cached under inference mode cannot be saved for a backward",
-    target("core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_emb", table),
+    target("core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward", table),
     target(
-        "core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_emb", table
+        "core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward", table
     ),
-    since="0.16",
     groups=("generation",),
     ranks=1,
     stock_error=r"RuntimeError: Inference tensors cannot be saved for backward",

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, target
+from ._case import Fault, Original, Patch, address, target
 
 
 def forward(
@@ -83,8 +83,10 @@ PATCH = Patch(
     target("moe.router:TopKRouter.forward", forward),
     since="0.16",
     fixed_by=(
-        "megatron.core.transformer.moe.moe_layer:MoELayer.forward",
-        "padding_mask.shape[1] != hidden_states.shape[0]",
+        (
+            address("moe.moe_layer:MoELayer.forward"),
+            "padding_mask.shape[1] != hidden_states.shape[0]",
+        ),
     ),
     stock_error=r"RuntimeError: The size of tensor a",
 )

@@ -32,7 +32,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import schedules
 
-from ._case import Fault, Original, Patch, schedule_targets
+from ._case import Fault, Original, Patch, address, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +79,7 @@ PATCH = Patch(
     "recomputation replays the MoE routing of an earlier window",
     *schedule_targets(schedule),
     since="0.16",
+    came_with=(address("moe.router:TopKRouter.__init__"), "self.router_replay = RouterReplay()"),
     groups=("abort",),
     ranks=1,
 )

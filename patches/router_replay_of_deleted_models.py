@@ -31,7 +31,7 @@ from typing import Any
 
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 #: The router of each RouterReplay, neither kept alive.
 _routers: PerProcessWeakKeys[Any, weakref.ref[Any]] = PerProcessWeakKeys(__name__, "_routers")
@@ -95,6 +95,7 @@ PATCH = Patch(
     target("moe.router_replay:RouterReplay.set_replay_data", set_data),
     target("moe.router_replay:RouterReplay.get_recorded_data", get_data),
     since="0.16",
+    came_with=(address("moe.router:TopKRouter.__init__"), "self.router_replay = RouterReplay()"),
     ranks=1,
     stock_error=r"ValueError: The number of replay tensors \(\d+\) does not match instances",
 )

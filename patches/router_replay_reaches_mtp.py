@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, target
+from ._case import Fault, Original, Patch, address, target
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,6 +77,7 @@ PATCH = Patch(
     "under router replay an MTP layer takes the routing of the decoder's first layer",
     target("mtp.MultiTokenPredictionLayer.__init__", build),
     since="0.16",
+    came_with=(address("moe.router:TopKRouter.__init__"), "self.router_replay = RouterReplay()"),
     given=("mtp-without-transformer-engine",),
     ranks=1,
     stock_error="Fault: |AttributeError: 'NoneType' object has no attribute 'to'",

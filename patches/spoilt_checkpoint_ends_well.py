@@ -77,13 +77,14 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
 
     from megatron_idempotent.window import agreement
 
-    found = original(*args, **kwargs)
+    loaded = original(*args, **kwargs)
+    _, checkpoint_name, release, ckpt_type = loaded
     call = arguments(original, args, kwargs)
-    if found[3] is checkpointing.CheckpointType.LEGACY and not call["rank0"]:
+    if ckpt_type is checkpointing.CheckpointType.LEGACY and not call["rank0"]:
         with agreement.attempt(UNCHANGED):
-            if not found[2]:  # a release has no state of an optimizer
-                _look_at_optimizer(call["args"], found[1])
-    return found
+            if not release:  # it has no state of an optimizer
+                _look_at_optimizer(call["args"], checkpoint_name)
+    return loaded
 
 
 def _look_at_optimizer(options: Any, name: str) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Original, Patch, bench, target
+from ._case import Original, Patch, address, bench, target
 
 
 def reset(original: Original, self: Any) -> None:
@@ -56,6 +56,7 @@ PATCH = Patch(
     "zero_grad_buffer() while the gradient buffers are offloaded is a segmentation fault",
     target("buffer.reset", reset),
     since="0.16",
+    came_with=(address("ddp.offload_grad_buffers"), ""),
     groups=("offload",),
     stock_error=r"died with signal SIGSEGV|CUDA error: an illegal memory access",
 )

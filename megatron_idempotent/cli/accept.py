@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from megatron_idempotent.patching.catalog import MEGATRON, patches
+from megatron_idempotent.patching.catalog import MEGATRON, OPEN, patches
 from megatron_idempotent.patching.contract import unmet
 from megatron_idempotent.patching.decide import check_range, part_of, review
 from megatron_idempotent.patching.record import FILE, Patch, Reviewed, Target
-from megatron_idempotent.patching.releases import Installed, numbers
+from megatron_idempotent.patching.releases import Installed, numbers, supported
 from megatron_idempotent.patching.source import Body
 from megatron_idempotent.patching.statements import ACCEPTED, accepted_lines
 from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
@@ -129,10 +129,16 @@ def _called(distribution: str, label: str | None, tree: SourceTree) -> str:
 def _extend(
     known: Reviewed, patch: Patch, target: Target, body: Body | None, release: Installed
 ) -> None:
-    """Extend the label of a reviewed body, and of a reviewed part, to a release that has it too."""
+    """Extend the label of a known body, and of a reviewed part, to a release that has it too.
+
+    A body of a release from before the hazard is noted, though nobody has read it: on a commit it
+    tells that the hazard is not there yet.
+    """
     if body is None:
         return
-    labels = known.bodies.get(target.address, {})
+    labels = known.bodies.setdefault(target.address, {})
+    if not supported(release, patch.since, OPEN):
+        labels.setdefault(body.hash, release.text)
     if body.hash in labels:
         labels[body.hash] = _with(labels[body.hash], release)
     parts = known.parts.get((target.address, patch.id), {})

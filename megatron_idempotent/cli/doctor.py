@@ -14,6 +14,7 @@ from megatron_idempotent.lazy import untried_torch
 from megatron_idempotent.patching import api, import_hooks
 from megatron_idempotent.patching.api import apply
 from megatron_idempotent.patching.catalog import generated, lost, without_case_file
+from megatron_idempotent.patching.decide import is_older_than_all
 from megatron_idempotent.patching.overview import overview
 from megatron_idempotent.patching.releases import TABLE, OnPath, Table, compared
 from megatron_idempotent.patching.report import Row
@@ -42,8 +43,8 @@ def doctor(*, as_json: bool, beside: str | None = None) -> int:
             Patches are applied before that, and the rows say who stands at their functions.
 
     Returns:
-        The exit code: 1 if a patch failed, drifted or is in conflict, so that a person has to look;
-        else 0.
+        The exit code: 1 if a patch failed, drifted or is in conflict, or if a Megatron is here that
+        gets no patch, so that a person has to look; else 0.
 
     Raises:
         ValueError: there is no such module or function, or importing it fails.
@@ -63,8 +64,9 @@ def doctor(*, as_json: bool, beside: str | None = None) -> int:
     if as_json:
         print(json.dumps([row.as_dict() | {"files": _files(row)} for row in report], indent=2))
     else:
-        print(overview(report, terminal_width(), dry_run=beside is None, notes=notes()))
-    return 1 if report.problems else 0
+        lines = [*filter(None, [api.nothing_lands(report)]), *notes()]
+        print(overview(report, terminal_width(), dry_run=beside is None, notes=lines))
+    return 1 if report.problems or api.nothing_lands(report) else 0
 
 
 def notes() -> Iterator[str]:
@@ -86,6 +88,9 @@ def _commit() -> Iterator[str]:
     if comparison.release is not None:
         if comparison.release.version != claimed:
             yield f"Megatron says {claimed}, and has the files of {comparison.release.version}"
+        return
+    if is_older_than_all(comparison.claimed):
+        yield f"Megatron says {claimed}, which is older than every release that we have read"
         return
     release = table.release(claimed)
     if release is None:

@@ -23,8 +23,10 @@ HEADS: Mapping[str, str] = {
 """,
     READS: f"""\
 # What the wrappers of each patch read, call or set of upstream, and what has to bind it: a
-# module, or a class in it. `.name`: it is set on objects of another class. keeps: the
-# wrappers keep state of ours on upstream's objects.
+# module, or a class in it. `.name`: it is set on objects of another class. `name!`: wrappers
+# set it. `name(keyword)`: they pass that. `name[hash]`: they take its result apart, which these
+# statements make. `name?`: commits do without it that a person has read. keeps: the wrappers
+# keep state of ours on upstream's objects.
 # Written by {_CASEBOOK} and {_ACCEPT}; do not edit.
 """,
     TABLE: f"""\

@@ -1,7 +1,9 @@
 """Derives from the code of wrappers which names of upstream's objects they read, call or set.
 
 A wrapper is followed into every function of this package that it uses. A name counts wherever it
-stands: as an attribute, in `getattr(object, "name")`, in `from megatron… import name`.
+stands: as an attribute, in `getattr(object, "name")`, in `from megatron… import name`, in a table
+of names that are asked for. So does what is done with it: an attribute that is set must be one that
+can be, a keyword that is passed a parameter, and a result that is taken apart the same as before.
 
 What upstream has to bind, and from which release on, is what the trees say that the patch was
 decided for: a name that none of them has is ours, Python's or torch's; one that all have is needed,
@@ -33,6 +35,8 @@ from megatron_idempotent.patching.surroundings import (
     bound_of,
     class_text,
     key_of,
+    parameters,
+    returned,
 )
 from megatron_idempotent.patching.trees import INFO, SourceTree
 
@@ -63,6 +67,9 @@ class Read(Record):
     """True for an attribute of the object whose method is wrapped."""
     guarded: bool = False
     """True if the wrapper copes with its absence, so far as one can see."""
+    use: str = ""
+    """A use beside reading it: `!` if it is set, `(keyword)` if it is called with that, `[]` if its
+    result is taken apart."""
 
 
 class _Module:
@@ -130,7 +137,7 @@ def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[
         of_class: True if it stands around a method, so that its `self` is upstream's object.
     """
     found: set[Read] = set()
-    waiting = [(wrapper.__module__, wrapper.__name__, of_class)]
+    waiting = [(wrapper.__module__, wrapper.__name__, of_class, "")]
     done = set()
     own: set[str] = set()
     keeps = False
@@ -139,27 +146,35 @@ def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[
         if place in done:
             continue
         done.add(place)
-        module, name, owns = place
+        module, name, owns, asked = place
         if not f"{module}.".startswith(_FOLLOWED):
             continue
         source = _source(module)
         if name in source.definitions:
-            each = _Definition(source, source.definitions[name], owns)
+            each = _Definition(source, source.definitions[name], owns, asked)
             found |= each.found
             keeps |= each.keeps
             own |= each.own | source.protocols
-            waiting += [(m, n, False) for m, n in each.uses]
+            waiting += [(m, n, False, each.asks_for(m, n)) for m, n in each.uses]
         elif name in source.imported:
             above, inner = source.imported[name]
             if above.startswith(_PACKAGE) and inner:
-                waiting.append((above, inner, False))
+                waiting.append((above, inner, False, asked))
     return frozenset(each for each in found if each.module or each.name not in own), keeps
 
 
 class _Definition:
-    """Reads one function, class or constant."""
+    """Reads one function, class or constant.
 
-    def __init__(self, source: _Module, root: ast.AST, of_class: bool) -> None:
+    Args:
+        source: the module that has it.
+        root: its code.
+        of_class: True if `self` is upstream's object.
+        asked: what asks a table for names: `get` or `set` if attributes are then read or set by
+            these; empty if nobody does.
+    """
+
+    def __init__(self, source: _Module, root: ast.AST, of_class: bool, asked: str = "") -> None:
         self._source, self._of_class = source, of_class
         self.found: set[Read] = set()
         self.uses: set[tuple[str, str]] = set()
@@ -182,8 +197,12 @@ class _Definition:
         self._local |= {
             n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
         }
-        # Names of attributes are somewhere, if a call asks for one by a variable.
-        dynamic = any(self._asks(node) == "" for node in nodes)
+        # Names of attributes are somewhere, if a call asks for one by a variable: here, or in a
+        # table of the module.
+        by_variable = [node for node in nodes if self._asks(node) == ""]
+        sets = any(ast.unparse(node.func) == "setattr" for node in by_variable)  # type: ignore[attr-defined]
+        self._asked = asked or ("set" if sets else "get" if by_variable else "")
+        above = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
         # Of `a.b.c`, the whole counts; annotations, and defaults of a function, tell nothing.
         chains = (n.value for n in nodes if isinstance(n, ast.Attribute))
         passed_by = {id(each) for each in chains if isinstance(each, ast.Attribute)}
@@ -197,6 +216,8 @@ class _Definition:
             if id(node) in passed_by:
                 continue
             guarded = id(node) in coped
+            if isinstance(node, ast.Call):
+                self._call(node, guarded, _takes_apart(node, above, nodes))
             if isinstance(node, ast.Attribute):
                 self._attribute(node, guarded)
             elif isinstance(node, ast.ImportFrom):
@@ -205,15 +226,40 @@ class _Definition:
                         self.found.add(Read(name=name, module=module, guarded=guarded))
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 self._name(node.id)
-            elif isinstance(node, ast.Call) and (asked := self._asks(node)):
+            elif isinstance(node, ast.Call) and (attribute := self._asks(node)):
                 # A `getattr` with a default, `hasattr` and `vars` cope with its absence.
                 called = node.func.id if isinstance(node.func, ast.Name) else ""
                 strict = called in ("setattr", "delattr") or (
                     called == "getattr" and len(node.args) == 2
                 )
-                self._add(asked, guarded or not strict, node.args[0])
-            elif dynamic and (text := self._constant(node)).isidentifier():
+                self._add(attribute, guarded or not strict, node.args[0])
+                if called in ("setattr", "delattr"):
+                    self._add(attribute, guarded, node.args[0], "!")
+            elif isinstance(node, ast.Tuple) and (pair := self._pair(node)):
+                self.found.add(Read(name=pair[1], module=pair[0], guarded=True))
+                passed_by |= _under(node.elts[:2])
+            elif self._asked and (text := self._constant(node)).isidentifier():
                 self._add(text, True, None)
+                if self._asked == "set":
+                    self._add(text, True, None, "!")
+
+    def asks_for(self, module: str, name: str) -> str:
+        """Return how names in a table of this module are asked for here; empty if it is none."""
+        table = self._source.definitions.get(name) if module == self._source.module else None
+        is_table = isinstance(table, (ast.Tuple, ast.List, ast.Set, ast.Dict))
+        return self._asked if is_table else ""
+
+    def _call(self, node: ast.Call, guarded: bool, is_taken_apart: bool) -> None:
+        """Note the keywords of a call of upstream's, and that its result is taken apart."""
+        keywords = sorted(each.arg for each in node.keywords if each.arg is not None)
+        uses = [*([f"({','.join(keywords)})"] if keywords else ()), *["[]"][:is_taken_apart]]
+        for use in uses:
+            if isinstance(node.func, ast.Attribute):
+                self._attribute(node.func, guarded, use)
+            elif isinstance(node.func, ast.Name) and node.func.id not in self._local:
+                module, name = self._imported.get(node.func.id, ("", ""))
+                if module.startswith("megatron.") and name:
+                    self.found.add(Read(name=name, module=module, guarded=guarded, use=use))
 
     def _asks(self, node: ast.AST) -> str | None:
         """Return the attribute that a call asks for by its name; "" if it is a variable."""
@@ -236,9 +282,22 @@ class _Definition:
                 _source(module).definitions.get(name) if ours else None
             )
             return str(node.value) if isinstance(node, ast.Constant) else ""
+        if isinstance(node, ast.JoinedStr):
+            parts = [n.value if isinstance(n, ast.FormattedValue) else n for n in node.values]
+            texts = [self._constant(part) for part in parts]
+            return "".join(texts) if all(texts) else ""
         return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
-    def _attribute(self, node: ast.Attribute, guarded: bool) -> None:
+    def _pair(self, node: ast.Tuple) -> tuple[str, str] | None:
+        """Return a module of upstream's and a name in it, if a tuple begins with these."""
+        texts = [self._constant(each) for each in node.elts[:2]]
+        if len(texts) == 2 and texts[0].startswith("megatron.") and texts[1].isidentifier():
+            return texts[0], texts[1]
+        return None
+
+    def _attribute(self, node: ast.Attribute, guarded: bool, use: str = "") -> None:
+        """Note the attributes of a chain; with a use, the last of them alone for that."""
+        use = use or ("" if isinstance(node.ctx, ast.Load) else "!")
         names = [node.attr]
         root: ast.expr = node.value
         while isinstance(root, ast.Attribute):
@@ -255,11 +314,17 @@ class _Definition:
             elif module.startswith(_PACKAGE) and _is_module(whole):
                 self.uses.add((whole, names.pop(0)))
             elif module.startswith("megatron."):
-                self.found.add(Read(name=names.pop(0), module=whole, guarded=guarded))
+                name = names.pop(0)
+                self.found.add(Read(name=name, module=whole, guarded=guarded))
+                # A name of a module can be set in any case.
+                if not names and use not in ("", "!"):
+                    self.found.add(Read(name=name, module=whole, guarded=guarded, use=use))
             elif not module.startswith(_PACKAGE):
                 return
         for name in names:
             self._add(name, guarded, of)
+            if use and name is names[-1]:
+                self._add(name, guarded, of, use)
             of = None
 
     def _name(self, name: str) -> None:
@@ -275,12 +340,49 @@ class _Definition:
             if module.startswith(_PACKAGE) and inner and not _is_module(f"{module}.{inner}"):
                 self.uses.add((module, inner))
 
-    def _add(self, name: str, guarded: bool, of: ast.expr | None) -> None:
+    def _add(self, name: str, guarded: bool, of: ast.expr | None, use: str = "") -> None:
         is_self = isinstance(of, ast.Name) and of.id == "self"
         self.keeps = self.keeps or _PACKAGE in name
         if _PACKAGE in name or name.startswith("__") or (is_self and name in self.own):
             return
-        self.found.add(Read(name=name, of_self=is_self and self._of_class, guarded=guarded))
+        is_own = is_self and self._of_class
+        self.found.add(Read(name=name, of_self=is_own, guarded=guarded, use=use))
+
+
+#: Functions that go through what they are given.
+_WALKS = {
+    *("all", "any", "dict", "enumerate", "iter", "len", "list", "map", "max", "min", "next"),
+    *("reversed", "set", "sorted", "sum", "tuple", "zip"),
+}
+#: Methods of a dictionary.
+_OF_TABLES = frozenset({"get", "items", "keys", "pop", "setdefault", "update", "values"})
+
+
+def _takes_apart(node: ast.expr, above: Mapping[int, ast.AST], nodes: Sequence[ast.AST]) -> bool:
+    """Tell if a value is unpacked, indexed or gone through, where it stands or by its name."""
+    user = above.get(id(node))
+    if isinstance(user, ast.Assign) and user.value is node:
+        (target, *_) = user.targets
+        if isinstance(target, ast.Name) and isinstance(node, ast.Call):
+            return any(
+                isinstance(each, ast.Name)
+                and each.id == target.id
+                and isinstance(each.ctx, ast.Load)
+                and _takes_apart(each, above, ())
+                for each in nodes
+            )
+        return isinstance(target, (ast.Tuple, ast.List))
+    if isinstance(user, ast.Call):
+        called = user.func
+        walks = isinstance(called, ast.Name) and called.id in _WALKS
+        return walks and (node in user.args)
+    return (
+        (isinstance(user, (ast.For, ast.comprehension)) and user.iter is node)
+        or (isinstance(user, ast.Subscript) and user.value is node)
+        or (isinstance(user, ast.Dict) and node in user.values and None in user.keys)
+        or (isinstance(user, ast.Attribute) and user.attr in _OF_TABLES)
+        or isinstance(user, (ast.Starred, ast.YieldFrom))
+    )
 
 
 def _under(nodes: Iterable[ast.AST]) -> set[int]:
@@ -331,7 +433,7 @@ def renewed(
     for patch in patches().values():
         if patch.distribution == MEGATRON and (ids is None or patch.id in ids):
             fitting = [tree for tree in order if _fits(patch, tree, read=ids is not None)]
-            found[patch.id] = needs_of(patch, fitting, known.get(patch.id))
+            found[patch.id] = needs_of(patch, fitting, known.get(patch.id), accepts=ids is not None)
     return found
 
 
@@ -346,33 +448,115 @@ def _fits(patch: Patch, tree: SourceTree, *, read: bool) -> bool:
     return judge(patch, bodies, None, release_of(tree), named=read).status is None
 
 
-def needs_of(patch: Patch, trees: Sequence[SourceTree], known: Needs | None) -> Needs:
-    """Return what a patch needs of upstream; `trees` are those that it fits, the oldest first."""
+def needs_of(
+    patch: Patch, trees: Sequence[SourceTree], known: Needs | None, *, accepts: bool = False
+) -> Needs:
+    """Return what a patch needs of upstream.
+
+    Args:
+        patch: the patch.
+        trees: those that it fits, the oldest first.
+        known: what it needed before.
+        accepts: True if a person has read these trees for the patch, and so accepts what they do
+            to a use of a name.
+    """
     reads, keeps = derived(patch)
-    before: dict[str, list[Need]] = {}
+    before: dict[tuple[str, str], list[Need]] = {}
     for need in known.names if known is not None else ():
         bare = need.name.lstrip(".") or need.modules[0].rpartition(".")[2]
-        before.setdefault(bare, []).append(need)
+        before.setdefault((bare, _kind(need.use)), []).append(need)
     # First, because `known` may have names that nobody knew then to be of others.
     reads = frozenset(
         (read, of) for read, of in reads if read.module or of or read.name not in elsewhere()
     )
-    found: set[Need | None] = set()
-    for name in sorted({read.name for read, _ in reads}):
-        if name in before:
-            found = found.union(*(_merged(need, trees) for need in before[name]))
+    needs: set[Need | None] = set()
+    for name, use in sorted({(read.name, read.use) for read, _ in reads}):
+        if (name, _kind(use)) in before:
+            for need in before[name, _kind(use)]:
+                needs |= _merged(need, trees) if accepts or not need.use else {need}
             continue
         for read, of in sorted(reads, key=str):
-            if read.name == name:
-                found |= {
-                    _bounded(place, trees, known is not None and read.guarded)
-                    for place in _places_of(read, of, patch, trees)
-                }
-    needs = sorted(filter(None, found), key=str)
-    bound = {need.modules for need in needs if need.name}
+            if (read.name, read.use) == (name, use):
+                needs |= set(_needs(read, of, patch, trees, known is not None and read.guarded))
+    ordered = sorted(filter(None, needs), key=str)
+    bound = {need.modules for need in ordered if need.name}
     # A module is there if what it binds is.
-    names = [need for need in needs if need.name or need.modules not in bound]
+    names = [need for need in ordered if need.name or need.modules not in bound]
     return Needs(names=tuple(names), keeps=keeps)
+
+
+def _kind(use: str) -> str:
+    """Return a use without its hashes, by which `reads.txt` knows it again."""
+    return "[]" if use.startswith("[") else use
+
+
+def _needs(
+    read: Read, of: str, patch: Patch, trees: Sequence[SourceTree], only_here: bool
+) -> Iterator[Need | None]:
+    """Yield the needs of a read that is new, with the releases that have them."""
+    if not read.use:
+        for place in _places_of(read, of, patch, trees):
+            yield _bounded(place, trees, only_here)
+        return
+    for module, owner in _definitions(read, of, patch, trees):
+        use = read.use
+        if use == "[]":
+            made = (returned(tree.text(module) or "", owner, read.name) for tree in trees)
+            hashes = sorted(set(filter(None, made)))
+            if not hashes:
+                continue
+            use = f"[{'|'.join(hashes)}]"
+        need = Need(modules=(module,), owner=owner, name=read.name, use=use)
+        # What a release does not allow, for which the patch is right, the wrapper copes without.
+        answers = {need.is_allowed(tree) for tree in trees}
+        if False not in answers:
+            yield need if True in answers else None
+        elif True in answers:
+            allowing = [key_of(t.versions[MEGATRON]) for t in trees if need.is_allowed(t)]
+            lacking = [key_of(t.versions[MEGATRON]) for t in trees if need.is_allowed(t) is False]
+            later = [key for key in allowing if key > max(lacking)]
+            if later:
+                yield Need(**{**vars(need), "since": bound_of(min(later))})
+
+
+def _definitions(
+    read: Read, of: str, patch: Patch, trees: Sequence[SourceTree]
+) -> list[tuple[str, str]]:
+    """Return the modules and classes that define what a read sets or calls: the nearest ones.
+
+    First of all the wrapped classes count, with their bases, then all classes in their modules,
+    then all others. Where many define the name, nobody knows which of them is meant.
+    """
+    if read.module:
+        modules, owner, _ = _imported(read, trees)
+        return [(modules[0], owner)]
+    module, _, wrapped = of.partition(":")
+    owners = {(t.module, t.qualname.rpartition(".")[0]) for t in patch.targets}
+    owners = {(module, wrapped)} if of else {each for each in owners if each[1]}
+    near = sorted(owners | {base for each in owners for base in _bases(*each, trees)})
+    homes = sorted({t.module for t in patch.targets})
+    everywhere = {m: None for tree in trees for m in tree.modules if m.startswith(_UPSTREAM)}
+    beside = ((m, c) for m in homes for c in _classes_anywhere(m, read.name, trees))
+    anywhere = ((m, c) for m in everywhere for c in _classes_anywhere(m, read.name, trees))
+    for candidates in (near, beside, anywhere):
+        defining = [
+            (m, c) for m, c in candidates if any(_defines(t.text(m), c, read) for t in trees)
+        ]
+        if defining:
+            # A name in a table may be one that is only read.
+            return defining if len(defining) <= (_FEW if read.guarded else 2 * _MANY) else []
+    return []
+
+
+def _classes_anywhere(module: str, name: str, trees: Sequence[SourceTree]) -> list[str]:
+    texts = {text for tree in trees if name in (text := tree.text(module) or "")}
+    return list(dict.fromkeys(c for text in texts for c in _classes_that_bind(text, name)))
+
+
+def _defines(text: str | None, owner: str, read: Read) -> bool:
+    if not text or not binds(text, owner, read.name):
+        return False
+    return read.use == "!" or parameters(text, owner, read.name) is not None
 
 
 def _places_of(read: Read, of: str, patch: Patch, trees: Sequence[SourceTree]) -> list[_Place]:
@@ -398,7 +582,8 @@ def _bases(module: str, owner: str, trees: Sequence[SourceTree]) -> list[tuple[s
     """Return the base classes of a class that its folder has, by module and name."""
     found: dict[tuple[str, str], None] = {}
     for tree in trees[-1:] if owner else ():
-        for base in bases_of(tree.text(module) or "", owner):
+        for name in bases_of(tree.text(module) or "", owner):
+            base = name.rpartition(".")[2]
             for home in tree.beside(module):
                 if class_text(tree.text(home) or "", base) and (home, base) not in found:
                     found |= dict.fromkeys([(home, base), *_bases(home, base, trees)])
@@ -477,12 +662,12 @@ def _classes_that_bind(text: str, name: str) -> list[str]:
 _Key = tuple[tuple[int, ...], bool]
 
 
-def _keys(place: _Place, trees: Sequence[SourceTree]) -> tuple[set[_Key], set[_Key]]:
-    """Return the versions that bind the name there, and those that do not."""
+def _keys(need: Need, trees: Sequence[SourceTree]) -> tuple[set[_Key], set[_Key]]:
+    """Return the versions that bind the name there or allow its use, and those that do not."""
     has: set[_Key] = set()
     lacks: set[_Key] = set()
     for tree in trees:
-        (has if _binds(place, tree) else lacks).add(key_of(tree.versions[MEGATRON]))
+        (has if need.is_met(tree) else lacks).add(key_of(tree.versions[MEGATRON]))
     return has, lacks
 
 
@@ -495,7 +680,7 @@ def _bounded(place: _Place, trees: Sequence[SourceTree], only_here: bool) -> Nee
         only_here: True if nothing may be asked of releases before these.
     """
     modules, owner, name = place
-    has, lacks = _keys(place, trees)
+    has, lacks = _keys(Need(modules=modules, owner=owner, name=name), trees)
     if not has:
         return None
     since = before = ""
@@ -513,12 +698,17 @@ def _bounded(place: _Place, trees: Sequence[SourceTree], only_here: bool) -> Nee
 
 
 def _merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
-    """Return a known need, no longer asked of releases that lack the name.
+    """Return a known need, no longer asked of releases and commits that lack the name.
 
     There are two where it is gone in between: before, and after if what is installed has it again.
     """
-    place = need.modules, need.owner, need.name
-    has, lacks = _keys(place, trees)
+    if need.use.startswith("["):
+        made = (returned(t.text(need.modules[0]) or "", need.owner, need.name) for t in trees)
+        hashes = sorted({*need.use[1:-1].split("|"), *filter(None, made)})
+        return {Need(**{**vars(need), "use": f"[{'|'.join(hashes)}]"})}
+    if any(release_of(tree) is None and not need.is_met(tree) for tree in trees):
+        need = Need(**{**vars(need), "excused": True})
+    has, lacks = _keys(need, [tree for tree in trees if release_of(tree) is not None])
     lacks = {key for key in lacks if need.covers(key)}
     if not lacks:
         return {need}
@@ -528,14 +718,11 @@ def _merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
         spans = {(bound_of(min(later)), need.before)}
     else:
         spans = {(need.since, below)} if need.since != below else set()
-        now, _ = _keys(place, installed_trees())
+        now, _ = _keys(need, installed_trees())
         if any(key > max(lacks) and need.covers(key) for key in now):
             after = (*release[:-1], release[-1] + released), not released
             spans.add((bound_of(after), need.before))
-    return {
-        Need(modules=need.modules, owner=need.owner, name=need.name, since=since, before=before)
-        for since, before in spans
-    }
+    return {Need(**{**vars(need), "since": since, "before": before}) for since, before in spans}
 
 
 @lru_cache(maxsize=1)

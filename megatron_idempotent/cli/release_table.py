@@ -87,8 +87,9 @@ def _modules(
     named: set[str] = set()
     for patch in ours:
         named |= {target.module for target in patch.targets}
-        if patch.fixed_by is not None:
-            named.add(Place(address=patch.fixed_by[0]).module)
+        named |= {Place(address=address).module for address, _ in patch.fixed_by}
+        if patch.came_with is not None:
+            named.add(Place(address=patch.came_with[0]).module)
         for need in needs.get(patch.id, Needs()).names:
             named |= set(need.modules)
     for tree in trees:

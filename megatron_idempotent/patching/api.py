@@ -7,7 +7,7 @@ import sys
 
 from . import decide, import_hooks, install, releases, settings
 from .base import Conflict, PatchError
-from .catalog import load, outlines
+from .catalog import MEGATRON, load, outlines
 from .install import state
 from .report import COVERED, PROBLEMS, Report, Row
 
@@ -44,7 +44,8 @@ def apply(
         UnknownPatchError: `only`, `exclude` or the environment names no known patch.
         ValueError: a variable of the environment has no meaning, or, in strict mode, one that
             begins with `MEGATRON_IDEMPOTENT` is none of those that are read.
-        PatchError: a patch in `only` cannot be applied, or any in strict mode; nothing is changed.
+        PatchError: a patch in `only` cannot be applied, or, in strict mode, one cannot, or there is
+            a Megatron that gets none; nothing is changed.
 
     Example:
         import megatron_idempotent
@@ -58,6 +59,7 @@ def apply(
         rows = [_plan(patch, selection, full=dry_run) for patch in outlines().values()]
         _raise_for(rows, selection)
         if dry_run:
+            install.forget_sources()
             return Report(rows)
         earlier, settled, named = dict(state.wanted), state.selection, state.named
         added = {row.id for row in rows if row.status == "pending_import"} - set(earlier)
@@ -73,6 +75,7 @@ def apply(
             lost = {name: state.rows[name] for name in set(earlier) - set(state.wanted)}
             state.selection, state.named, state.rows = settled, named, before | lost
             raise
+        install.forget_sources()
         changed = _changed(before)
         write_report()
         waiting = {m for patch in state.wanted.values() for m in install.missing(patch)}
@@ -101,8 +104,8 @@ def revert() -> Report:
 def report() -> Report:
     """Return what is in place now: a row per known patch, `disabled` before the first `apply()`.
 
-    The reason of an applied patch names live code that goes past it: a class that overrides the
-    patched method and does not call it, a table that holds upstream's function.
+    The reason of an applied patch names live code that goes past it (`patching/detours.py`): a
+    class that overrides the patched method and does not call it, a place that holds upstream's.
 
     Raises:
         PatchError: in strict mode, if a patch that landed late has a problem.
@@ -190,10 +193,17 @@ def _on_import() -> None:
         import_hooks.forget()
         before = dict(state.rows)
         install.settle()
+        importing = install.forget_sources()
         changed = _changed(before)
         if changed:
             write_report()
     _log(changed)
+    import_hooks.when_complete(importing[:1], _forget_sources)  # the outermost
+
+
+def _forget_sources() -> None:
+    with install.lock:
+        install.forget_sources()
 
 
 def _changed(before: dict[str, Row]) -> list[Row]:
@@ -203,15 +213,17 @@ def _changed(before: dict[str, Row]) -> list[Row]:
 def _log(changed: list[Row]) -> None:
     problems = [r for r in changed if r.status in PROBLEMS or install.LEFT in r.reason]
     applied = [row.id for row in changed if row.status == "applied"]
+    nothing = nothing_lands(state.rows.values())
     # Where nobody has imported logging, nobody has asked for messages that are no warnings.
-    if not problems and not (applied and "logging" in sys.modules):
+    if not problems and nothing is None and not (applied and "logging" in sys.modules):
         return
     import logging
 
     logger = logging.getLogger("megatron_idempotent")
     for row in problems:
         logger.warning("%s: %s on %s (%s)", row.id, row.status, row.version, row.reason)
-    for sentence in Report(state.rows.values()).incomplete if problems else ():
+    sentences = Report(state.rows.values()).incomplete if problems else ()
+    for sentence in (*sentences, *filter(None, [nothing])):
         if sentence not in _said:
             logger.warning("%s", sentence)
             _said.add(sentence)
@@ -249,8 +261,22 @@ def write_report() -> None:
             )
 
 
+def nothing_lands(rows: Iterable[Row]) -> str | None:
+    """Say that a Megatron is on the path and gets none of the patches that are on; else None."""
+    path = import_hooks.find("megatron.core.package_info") or import_hooks.find("megatron.core")
+    rows = [row for row in rows if outlines()[row.id].distribution == MEGATRON]
+    rows = [row for row in rows if row.status != "disabled"]
+    if path is None or not rows or any(row.status in PROBLEMS | COVERED for row in rows):
+        return None
+    return f"not one patch is for the Megatron at {path} ({rows[0].reason}): it stays as it is"
+
+
 def _raise_for(rows: Iterable[Row], selection: decide.Selection) -> None:
     bad = []
+    rows = list(rows)
+    nothing = nothing_lands(rows)
+    if nothing is not None and selection.strict:
+        raise PatchError(nothing)
     for row in rows:
         named = selection.named(row.id) and row.status not in COVERED
         if named and row.status == "disabled":

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from .base import Record
-from .source import Body, canonical, computed, digest, watches
+from .source import Body, canonical, computed, digest, parse_body, watches
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -37,6 +37,8 @@ class Contract(Record):
     """Parameters that the wrapper looks up among the bound arguments."""
     leading: tuple[str, ...]
     """The wrapper's own parameters after `original`, which it passes on by position."""
+    keywords: tuple[str, ...]
+    """Parameters that the wrapper passes by keyword."""
     takes_all: bool
     """True if the wrapper passes on any other arguments too, as `*args, **kwargs`."""
     items: tuple[str, ...] | None
@@ -53,7 +55,7 @@ def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
         contract = contract_of(wrapper)
     except (OSError, TypeError, ValueError) as error:
         return f"cannot be compared with what its wrapper needs: {error}"
-    return next(_unmet(contract, body.tree), None)
+    return next(_unmet(contract, body.tree, body.module), None)
 
 
 @lru_cache(maxsize=256)
@@ -73,6 +75,7 @@ def contract_of(wrapper: Callable[..., Any]) -> Contract:
     return Contract(
         reads=tuple(sorted(set(_reads(tree, parents)))),
         leading=tuple(argument.arg for argument in arguments.args[1:]),
+        keywords=tuple(sorted(set(_keywords(tree)))),
         takes_all=arguments.vararg is not None and arguments.kwarg is not None,
         items=items,
         or_more=or_more,
@@ -130,6 +133,13 @@ def _calls_original(node: ast.Call) -> bool:
     return any(isinstance(callee, ast.Name) and callee.id == "original" for callee in callees)
 
 
+def _keywords(tree: ast.FunctionDef) -> Iterator[str]:
+    """Yield the keywords of calls of the function that the wrapper stands around."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _called(node) == "original":
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg is not None)
+
+
 def _called(node: ast.AST) -> str:
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
@@ -142,7 +152,9 @@ def _last_name(target: ast.expr) -> str:
     raise ValueError(f"the result is unpacked into {ast.unparse(target)}, which has no name")
 
 
-def _unmet(contract: Contract, tree: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+def _unmet(
+    contract: Contract, tree: ast.FunctionDef | ast.AsyncFunctionDef, module: str
+) -> Iterator[str]:
     if isinstance(tree, ast.AsyncFunctionDef):
         yield "is async, and its wrapper calls a plain function"
     own = list(_own_nodes(tree))
@@ -159,33 +171,72 @@ def _unmet(contract: Contract, tree: ast.FunctionDef | ast.AsyncFunctionDef) -> 
     for name in contract.reads:
         if name not in named:
             yield f"has no parameter `{name}`, which its wrapper reads"
+    for name in contract.keywords:
+        if name not in named and arguments.kwarg is None:
+            yield f"has no parameter `{name}`, which its wrapper passes"
     for index, name in enumerate(contract.leading):
         if index >= len(positional) or positional[index] != name:
             yield f"does not take `{name}` as its parameter {index + 1}, as its wrapper passes it"
     if not contract.takes_all and (len(named) > len(contract.leading) or arguments.vararg):
         yield "has parameters that its wrapper does not know"
     if contract.items is not None:
-        yield from _unmet_items(contract.items, contract.or_more, tree, own)
+        yield from _unmet_items(contract.items, contract.or_more, _returning(tree, module))
+
+
+def _returning(
+    tree: ast.FunctionDef | ast.AsyncFunctionDef, module: str
+) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Return the function, and those of its module whose results it returns as they are."""
+    functions = [tree]
+    for function in functions:  # it grows while it is read
+        for node in _own_nodes(function):
+            name = _called(node.value) if isinstance(node, ast.Return) and node.value else ""
+            body = parse_body(module, name) if name else None
+            if body is not None and body.tree.name not in [known.name for known in functions]:
+                functions.append(body.tree)
+    return functions
 
 
 def _unmet_items(
     items: tuple[str, ...],
     or_more: bool,
-    tree: ast.FunctionDef | ast.AsyncFunctionDef,
-    own: list[ast.AST],
+    functions: list[ast.FunctionDef | ast.AsyncFunctionDef],
 ) -> Iterator[str]:
+    """Say where the result is not what the wrapper unpacks.
+
+    A name has to stand in its place at least once, and no other name there: `None`, a call or
+    another value may stand for it, as where nothing is to be returned.
+    """
     wanted = f"`{', '.join(items)}{', ...' if or_more else ''}`"
-    if not isinstance(tree.body[-1], ast.Return):
-        yield f"does not end with a return of {wanted}, which its wrapper takes from it"
-    for node in own:
-        if not isinstance(node, ast.Return):
-            continue
-        given = node.value.elts if isinstance(node.value, ast.Tuple) else []
-        fits = len(given) >= len(items) if or_more else len(given) == len(items)
-        names = [each.id if isinstance(each, ast.Name) else None for each in given]
-        if not fits or any(w not in ("_", n) for w, n in zip(items, names, strict=False)):
-            said = ast.unparse(node)
-            yield f"has `{said[:80]}`, where its wrapper takes {wanted} from it"
+    known = {function.name for function in functions}
+    named: set[str] = {"_"}
+    for function in functions:
+        if not _leaves(function.body):
+            yield f"does not end with a return of {wanted}, which its wrapper takes from it"
+        for node in _own_nodes(function):
+            if not isinstance(node, ast.Return) or (node.value and _called(node.value) in known):
+                continue
+            given = node.value.elts if isinstance(node.value, ast.Tuple) else []
+            fits = len(given) >= len(items) if or_more else len(given) == len(items)
+            names = [each.id if isinstance(each, ast.Name) else None for each in given]
+            named.update(filter(None, names))
+            both = zip(items, names, strict=False)
+            if not fits or any(name not in (None, item) for item, name in both if item != "_"):
+                said = ast.unparse(node)
+                yield f"has `{said[:80]}`, where its wrapper takes {wanted} from it"
+    for item in items:
+        if item not in named:
+            yield f"returns no `{item}`, which its wrapper takes from it"
+
+
+def _leaves(block: Sequence[ast.stmt]) -> bool:
+    """Tell if no call runs to the end of a block without a return."""
+    last = block[-1]
+    if isinstance(last, ast.If):
+        return bool(last.orelse) and _leaves(last.body) and _leaves(last.orelse)
+    if isinstance(last, ast.With):
+        return _leaves(last.body)
+    return isinstance(last, (ast.Return, ast.Raise))
 
 
 def _yields(own: Iterable[ast.AST]) -> bool:

@@ -257,19 +257,22 @@ def judge(
                 homes[target.address] = place.address
                 moved.append(f"{target.address} has moved to {place.address}")
         bodies[target.address] = body
+    of_commit = False
     if release is None:
-        for target in patch.targets:
-            label = target.label(bodies[target.address].hash)
-            if _older(label, patch.since):
-                reason = (
-                    f"{target.qualname} is that of {label}, and the hazard came with {patch.since}"
-                )
-                return Verdict(status="unsupported_version", reason=reason)
+        labels = {t.qualname: t.label(bodies[t.address].hash) for t in patch.targets}
+        of_commit = not all(numbers(label.partition(" ")[0]) for label in labels.values())
+        if all(_older(label, patch.since) for label in labels.values()):
+            said = ", ".join(f"{qualname} is that of {label}" for qualname, label in labels.items())
+            reason = f"{said}, and the hazard came with {patch.since}"
+            return Verdict(status="unsupported_version", reason=reason)
+        came = _lacks_origin(patch, sources)
+        if came is not None:
+            return Verdict(status="unsupported_version", reason=came)
     mended = patch.fixed_when is not None and patch.fixed_when(bodies)
     if mended or (sources is not None and _mended_beside(patch, sources)):
         return Verdict(status="fixed_upstream", reason=_FIXED)
     reviews = [review(target, bodies[target.address]) for target in patch.targets]
-    why = None if sources is None else unmet(patch, release, sources)
+    why = None if sources is None else unmet(patch, release, sources, of_commit=of_commit)
     if why is not None:
         reviews.append((False, f"{why}: name the patch in only= to accept it"))
     drifted = not all(known for known, _ in reviews)
@@ -301,15 +304,34 @@ def _moved(target: Target, sources: Sources) -> tuple[Place, Body] | None:
 
 
 def _mended_beside(patch: Patch, sources: Sources) -> bool:
-    """Tell if another function than the targets repairs the hazard in these sources."""
+    """Tell if a function beside the targets repairs the hazard in these sources."""
     from .moved import definition
 
-    if patch.fixed_by is None:
-        return False
-    address, fragment = patch.fixed_by
+    for address, fragment in patch.fixed_by:
+        place = Place(address=address)
+        found = definition(place.module, place.qualname, sources)
+        if found is not None and found[1].contains(fragment):
+            return True
+    return False
+
+
+def _lacks_origin(patch: Patch, sources: Sources | None) -> str | None:
+    """Say which code is not in these sources that brought the hazard; None if it is there."""
+    from .moved import definition
+
+    if patch.came_with is None or sources is None:
+        return None
+    address, fragment = patch.came_with
     place = Place(address=address)
+    if not place.qualname:
+        is_there = sources.text(place.module) is not None
+        return None if is_there else f"the hazard came with {place.module}, which is not there"
     found = definition(place.module, place.qualname, sources)
-    return found is not None and found[1].contains(fragment)
+    if found is None:
+        return f"the hazard came with {address}, which is not there"
+    if fragment and not found[1].contains(fragment):
+        return f"the hazard came with `{fragment}` in {address}, which lacks it"
+    return None
 
 
 def _older(label: str, since: str) -> bool:

@@ -131,6 +131,16 @@ def is_complete(name: str) -> bool:
     return not _is_initializing(module) or _complete.get(name) is module
 
 
+def under_way(names: Iterable[str]) -> list[str]:
+    """Return which of these modules, and of the packages above them, are being imported now."""
+    above = {
+        ".".join(parts[:count])
+        for parts in (name.split(".") for name in names)
+        for count in range(1, len(parts) + 1)
+    }
+    return sorted(name for name in above if name in sys.modules and not is_complete(name))
+
+
 def when_complete(names: Iterable[str], action: _Action) -> None:
     """Call `action` each time one of the modules has been imported. It must not raise.
 

@@ -7,6 +7,7 @@ target's module is imported, the bodies were judged, and every wrapper is in.
 from __future__ import annotations
 
 import os
+import sys
 from _thread import RLock
 
 from . import decide, import_hooks
@@ -102,6 +103,23 @@ def settle() -> None:
             state.rows[patch_id] = _accepted(state.wanted[patch_id], reason)
 
 
+def forget_sources() -> list[str]:
+    """Let go of upstream's texts, trees and code, megabytes that are read again if need be.
+
+    Returns:
+        Modules and packages that are being imported, of which the next needs the same: then
+        nothing is let go.
+    """
+    names = {target.module for patch in state.wanted.values() for target in patch.targets}
+    waiting = import_hooks.under_way(names)
+    package = __name__.rpartition(".")[0]
+    for name in () if waiting else ("source", "surroundings"):
+        module = sys.modules.get(f"{package}.{name}")
+        if module is not None:
+            module.forget()
+    return waiting
+
+
 def _land(
     outline: Outline, sources: Sources, names: StaleReferences, accepted: dict[str, str]
 ) -> Row | None:
@@ -110,12 +128,13 @@ def _land(
     if verdict.status is not None:
         return row(outline, verdict.status, verdict.reason)
     patch = load(outline.id)
+    for target in patch.targets:  # a module that is loaded again may define what it once imported
+        state.homes[target.address] = verdict.homes.get(target.address, target.address)
     try:
         prepared = prepare(patch, verdict)
     except Conflict as conflict:
         return row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
     # Everything is validated; from here on only plain assignments happen.
-    state.homes.update(verdict.homes)
     for target, site in prepared:
         if not site.in_place or not site.is_installed:
             state.sites[site.target.address] = site
@@ -169,19 +188,30 @@ def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPo
         AttributeError: nothing stands there, although the source defines it.
     """
     prepared = []
+    opened: list[PatchPoint] = []
     from .patch_points import open_patch_point
 
-    for target in patch.targets:
-        here, site = target.at(verdict.homes), site_of(target)
-        if not import_hooks.is_complete(here.module):
-            continue
-        if site is None or not site.in_place:
-            fresh = open_patch_point(here, verdict.bodies.get(target.address))
-            if site is None or not site.same_place(fresh):
-                # Names that were bound early still lead to the function of the old site.
-                fresh.previous = site
-                site = fresh
-        prepared.append((target, site))
+    try:
+        for target in patch.targets:
+            here, site = target.at(verdict.homes), site_of(target)
+            if not import_hooks.is_complete(here.module):
+                continue
+            if site is None or not site.in_place:
+                fresh = open_patch_point(here, verdict.bodies.get(target.address))
+                opened.append(fresh)
+                if site is None or not site.same_place(fresh):
+                    # Names that were bound early still lead to the function of the old site.
+                    fresh.previous = site
+                    site = fresh
+            prepared.append((target, site))
+    except (Conflict, AttributeError):
+        prepared.clear()
+        raise
+    finally:
+        kept = {id(site) for _, site in prepared}
+        for site in opened:
+            if id(site) not in kept:
+                site.discard()
     return prepared
 
 
@@ -229,7 +259,7 @@ def detours() -> dict[str, list[str]]:
     """Return by address of a patched function what live code reaches past our function."""
     if not state.sites:
         return {}
-    from .patch_points import detours
+    from .detours import detours
 
     return detours(state.sites.values())
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .catalog import Place
-from .source import Body, imports_of, parse_body
+from .source import Body, definitions, imports_of, parse_body
 
 if TYPE_CHECKING:
     from .releases import Sources
@@ -113,7 +113,13 @@ def _origins(text: str, module: str, name: str, sources: Sources) -> Iterator[tu
 
 
 def bases_of(text: str, owner: str) -> list[str]:
-    """Return the names of the base classes, as the source has them, without parameters."""
-    found = re.search(rf"^[ \t]*class {owner}\b\s*\(([^)]*)\)", text, re.MULTILINE)
-    inner = re.sub(r"\[[^]]*\]|\w+\s*=\s*\w+", "", found[1]) if found else ""
-    return [base.strip().rpartition(".")[2] for base in inner.split(",") if base.strip()]
+    """Return the base classes as the source names them: `module.Base`, without parameters."""
+    for line in definitions(text).get(owner, ()):
+        inner = _BASES.match(text, line.end) if line.is_class else None
+        if inner is not None:
+            names = re.sub(r"\[[^]]*\]|\w+\s*=\s*\w+", "", inner[1])
+            return [base.strip() for base in names.split(",") if base.strip()]
+    return []
+
+
+_BASES = re.compile(r"\s*\(([^)]*)\)")

@@ -21,6 +21,7 @@ _MOST = 256
 _LARGE = 64
 _OWNERS = (type, types.ModuleType)
 _SHELLS = (staticmethod, classmethod, types.MethodType)
+_OURS = package_of(__name__)
 #: Part of a module's name → what its users call it.
 _KNOWN_AS = {"torch._dynamo": "torch.compile"}
 
@@ -122,7 +123,9 @@ def _package(layer: Any) -> str:
     # Not `__module__`, which `functools.wraps` takes over from the function below.
     kind = type(layer)
     if issubclass(kind, functools.partial):
-        return _package(layer.func)
+        package = _package(layer.func)
+        # Around our function it is somebody else's, and says no more than that.
+        return "functools" if package == _OURS else package
     function = layer._self_wrapper if hasattr(kind, "_self_wrapper") else layer  # wrapt's
     of_it = type(function) is types.FunctionType
     module = str(function.__globals__.get("__name__") if of_it else type(function).__module__)

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 from .base import Conflict
 from .decide import package_of
 from .import_hooks import namespace
-from .neighbours import layers, mentioned, who
+from .neighbours import layers, who
 from .record import Target
 
 if TYPE_CHECKING:
+    from .holders import Holder
     from .source import Body
 
 
@@ -58,7 +59,7 @@ class StaleReferences:
             site.left = []
         prefixes = tuple({prefix for site in sites for prefix in site.prefixes})
         owners = {site.target.module for site in sites}
-        ours = list(_modules(lambda name: name in owners or name.startswith(prefixes)))
+        ours = list(modules(lambda name: name in owners or name.startswith(prefixes)))
         found = dict.fromkeys(sites, 0)
         for site, place in _held(sites, ours, names={site.name for site in sites}):
             site.lead(*place)
@@ -70,7 +71,7 @@ class StaleReferences:
             site.lead(*place)
         known = {name for name, _ in ours}
         installed = [site for site in hidden if site.is_installed]
-        for site, place in _held(installed, _modules(lambda name: name not in known)):
+        for site, place in _held(installed, modules(lambda name: name not in known)):
             site.lead(*place)
 
 
@@ -88,13 +89,19 @@ def _references(holder: dict[str, Any], name: str) -> int:
 _ALONE = _references({"value": object()}, "value")
 
 
-def _modules(
-    wanted: Callable[[str], bool] = lambda name: True,
+def modules(
+    wanted: Callable[[str], bool] = lambda name: True, *, everywhere: bool = False
 ) -> Iterator[tuple[str, types.ModuleType]]:
+    """Yield the modules that may have names of Megatron's functions, by name; wake no lazy one.
+
+    Args:
+        wanted: tells of a module's name whether it is yielded.
+        everywhere: True for torch's modules and Python's own, too, which do not import Megatron.
+    """
     for name in list(sys.modules):
         # By the name first: to look at a module copies its page of memory in a forked process.
-        top = name.partition(".")[0]
-        module = sys.modules.get(name) if top not in _NEVER and wanted(name) else None
+        known = everywhere or name.partition(".")[0] not in _NEVER
+        module = sys.modules.get(name) if known and wanted(name) else None
         # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
         if module is not None and issubclass(type(module), types.ModuleType):
             yield name, module
@@ -123,89 +130,6 @@ def _held(
                 yield site, (module_name, module, name)
 
 
-def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
-    """Return by address of a site what live code reaches past our function, each as a clause.
-
-    That is a subclass with a method of its own that calls none of that name, a second name in a
-    class, or what holds upstream's function: a table of a module or class, or what `torch.compile`
-    or another wrapper has made of it.
-    """
-    known = {site.target.address: site for site in sites if site.is_installed}
-    ours = {id(each) for site in known.values() for each in (site.installed, site.function)}
-    found: dict[str, list[str]] = {address: [] for address in known}
-    for address, site in known.items():
-        for heir in _heirs(site.owner):
-            raw = namespace(heir).get(site.name)
-            own = _unbound(raw)
-            if heir is site.owner or raw is None or id(own) in ours or own is site.original:
-                continue
-            if not _mentions(own, site.name):
-                found[address].append(f"{_path(heir)} overrides it")
-    by_id = {id(site.original): address for address, site in known.items()}
-    for where, name, holder in _holders(known.values()):
-        for item in () if id(_unbound(holder)) in ours else _items(holder):
-            if (place := by_id.get(id(_unbound(item)))) is not None:
-                found[place].append(f"{where}.{name} holds upstream's")
-    return {address: said for address, said in found.items() if said}
-
-
-def _heirs(owner: Any) -> Iterator[type]:
-    if isinstance(owner, type):
-        yield owner
-        below: list[type] = type.__subclasses__(owner)
-        for each in below:
-            yield from _heirs(each)
-
-
-def _path(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _mentions(function: Any, name: str) -> bool:
-    """Tell if a function, or one below its decorators, asks some object for that name."""
-    for _ in range(64):
-        code = getattr(function, "__code__", None)
-        if isinstance(code, types.CodeType) and name in mentioned(code):
-            return True
-        function = getattr(function, "__wrapped__", None)
-        if function is None:
-            break
-    return False
-
-
-def _holders(sites: Iterable[PatchPoint]) -> Iterator[tuple[str, str, Any]]:
-    """Yield what may hold a function beside a name of a module: path of its owner, name, value."""
-    for module_name, module in {id(module): (name, module) for name, module in _modules()}.values():
-        for name, value in list(namespace(module).items()):
-            if issubclass(type(value), _TABLES) or _decorates(value):
-                yield module_name, name, value
-    classes: set[type] = {heir for site in sites for heir in _heirs(site.owner)}
-    for each in classes:
-        for name, value in list(namespace(each).items()):
-            yield _path(each), name, value
-
-
-def _decorates(value: Any) -> bool:
-    # Its __dict__ is not asked for, which Python makes at that moment.
-    return type(value) is types.FunctionType and hasattr(value, "__wrapped__")
-
-
-_TABLES = (dict, list, tuple, set, frozenset, functools.partial)
-#: A larger one is data.
-_LARGE = 1_000
-
-
-def _items(holder: Any) -> Iterable[Any]:
-    kind = type(holder)
-    if issubclass(kind, functools.partial):
-        return (holder.func,)
-    if not issubclass(kind, _TABLES):
-        return (holder, holder.__wrapped__) if _decorates(holder) else (holder,)
-    if len(holder) > _LARGE:
-        return ()
-    return list(dict.values(holder)) if issubclass(kind, dict) else list(holder)
-
-
 ABSENT: Any = object()
 """Stands for the raw value where a class has inherited the function."""
 
@@ -224,7 +148,8 @@ class PatchPoint:
         inherited: what a base class has in its `__dict__`, if raw is `ABSENT`.
         held_elsewhere: references to raw besides the owner's; None where nobody counted.
         inside: other people's layers in raw, around upstream's function, outermost first.
-        upstream: a site of upstream's own function below these, for names that still hold that.
+        innermost: upstream's own function below these.
+        upstream: a site of that function, for names that still hold it.
     """
 
     def __init__(
@@ -235,13 +160,15 @@ class PatchPoint:
         inherited: Any = None,
         held_elsewhere: int | None = None,
         inside: Sequence[Any] = (),
+        innermost: Any = None,
         upstream: PatchPoint | None = None,
     ) -> None:
         self.target, self.owner, self.raw = target, owner, raw
         self.inside = who(inside) if inside else []
+        self.innermost = innermost
         self._upstream = upstream
         stands = inherited if raw is ABSENT else raw
-        self.original: Callable[..., Any] = _unbound(stands)
+        self.original: Callable[..., Any] = unbound(stands)
         self.body = ""
         """Hash of upstream's body when the first patch landed."""
         self.layers: dict[str, Callable[..., Any]] = {}
@@ -252,6 +179,8 @@ class PatchPoint:
         self.prefixes: frozenset[str] = frozenset()
         """Packages whose early-bound names are rebound."""
         self.is_installed = False
+        self.holders: dict[str, list[Holder]] = {}
+        """The places that held upstream's function when `detours` looked, by attribute here."""
         self._held_elsewhere = held_elsewhere
         self._cover: object = None
         """The object that stood in the place of our function when that was taken away."""
@@ -297,7 +226,7 @@ class PatchPoint:
     def replaced_by(self) -> str:
         """The package whose object stands in the place of our function, or a word for nothing."""
         value = self.standing
-        return "nothing" if value is None else who([_unbound(value)])[0]
+        return "nothing" if value is None else who([unbound(value)])[0]
 
     @property
     def bound_before(self) -> list[str]:
@@ -312,6 +241,49 @@ class PatchPoint:
             return None  # it was there before our function
         reached = layers(value, lambda each: each is self.installed or each is self.function)
         return None if reached is None else reached[0]
+
+    def family(self) -> Iterator[PatchPoint]:
+        """Yield this site, and those that hold functions on its behalf."""
+        yield self
+        for site in self._below():
+            yield from site.family()
+
+    def held(self) -> list[Any]:
+        """Return what the site refers to and may be upstream's, once for each reference."""
+        items = [*vars(self).values(), unbound(self.raw) if self.raw is not self.original else None]
+        for layer in self._chain():
+            kept = vars(layer).values()
+            items += [*kept, *(getattr(value, "__self__", None) for value in _methods(kept))]
+            items += layer.args if type(layer) is functools.partial else ()
+        return items
+
+    def containers(self) -> Iterator[Any]:
+        """Yield the objects of ours that may refer to upstream's function."""
+        yield from (vars(self), self.raw)
+        for layer in self._chain():
+            kept = vars(layer)
+            yield from (kept, *_methods(kept.values()))
+            yield from (layer.args,) if type(layer) is functools.partial else ()
+
+    def _below(self) -> Iterator[PatchPoint]:
+        return filter(None, (self.previous, self._upstream))
+
+    def _chain(self) -> Iterator[Any]:
+        layer: Any = self._call
+        while layer is not self.original:
+            yield layer
+            layer = layer.args[0]
+        yield self.function
+
+    def discard(self) -> None:
+        """Let go of upstream's function: a site refers to itself, and would until it is collected.
+
+        Only for a site that was never installed.
+        """
+        vars(self.function).clear()
+        self._call = self.original = self.raw = self.innermost = self.installed = None  # type: ignore[assignment]
+        for site in self._below():
+            site.discard()
 
     def same_place(self, other: PatchPoint) -> bool:
         """Return whether `other` is a site of the same live function."""
@@ -328,7 +300,7 @@ class PatchPoint:
         """Take a patch's wrapper off. The function stays until the last one is gone."""
         if self.layers.pop(patch_id, None) is not None:
             self._compose()
-        for site in filter(None, (self.previous, self._upstream)):
+        for site in self._below():
             site.remove(patch_id)
 
     def _compose(self) -> None:
@@ -386,7 +358,7 @@ class PatchPoint:
 
         In that case ours stays below theirs as an inert layer that only passes calls on.
         """
-        for site in filter(None, (self.previous, self._upstream)):
+        for site in self._below():
             site.uninstall(names)
         self.previous = None
         was_installed, self.is_installed = self.is_installed, False
@@ -421,6 +393,11 @@ class PatchPoint:
         )
 
 
+def _methods(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the methods of objects of C, such as `cache_clear` of a function with a cache."""
+    return (value for value in list(values) if type(value) is types.BuiltinMethodType)
+
+
 def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
     """Return a site for the live function, with nothing installed yet.
 
@@ -432,7 +409,7 @@ def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
         Conflict: the live function was not compiled from that source.
         AttributeError: nothing stands there.
     """
-    inside, upstream = check_patch_point(target, body)
+    inside, innermost = check_patch_point(target, body)
     owner = find_owner(sys.modules[target.module], target.qualname)
     name = target.qualname.rpartition(".")[2]
     held_elsewhere = references(namespace(owner), name)  # as long as nothing here holds it
@@ -443,9 +420,14 @@ def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
     # A class is asked for its method at each call; a module's function may have been bound before
     # they wrapped it.
     early = inside and isinstance(owner, types.ModuleType)
-    below = PatchPoint(target, owner, upstream) if early else None
     return PatchPoint(
-        target, owner, raw, held_elsewhere=held_elsewhere, inside=inside, upstream=below
+        target,
+        owner,
+        raw,
+        held_elsewhere=held_elsewhere,
+        inside=inside,
+        innermost=innermost if inside else None,
+        upstream=PatchPoint(target, owner, innermost) if early else None,
     )
 
 
@@ -473,7 +455,7 @@ def check_patch_point(target: Target, body: Body | None) -> tuple[list[Any], Any
         return [], None
     from .source import as_compiled, read_body  # apply() before Megatron may do without
 
-    if as_compiled(_unbound(raw), module, target.qualname):
+    if as_compiled(unbound(raw), module, target.qualname):
         return [], None
     body = body or read_body(str(module.__file__), target.qualname)
     if body is None:
@@ -483,7 +465,7 @@ def check_patch_point(target: Target, body: Body | None) -> tuple[list[Any], Any
         return [], None
     reached = layers(raw, lambda each: _is_upstream(each, module, body, target.qualname))
     if reached is None:
-        (by,) = who([_unbound(raw)])
+        (by,) = who([unbound(raw)])
         known = by in ("builtins", package_of(module.__name__))
         raise Conflict(f"{target.address} is {foreign}{'' if known else f', of {by}'}")
     above, upstream = reached
@@ -513,14 +495,15 @@ def find_owner(module: types.ModuleType, qualname: str) -> Any:
     return owner
 
 
-def _unbound(raw: Any) -> Any:
+def unbound(raw: Any) -> Any:
+    """Return the function in a `staticmethod` or `classmethod`, and anything else as it is."""
     return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
 
 
 def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
     # A function keeps the globals of the module that compiled it, whatever functools.wraps copied
     # onto it. Only as many layers are looked through as upstream itself put there.
-    function = _unbound(raw)
+    function = unbound(raw)
     decorators = len(body.tree.decorator_list)
     if function is not raw:
         decorators -= 1  # that one is no layer around the function

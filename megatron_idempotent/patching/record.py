@@ -353,8 +353,13 @@ class Patch(Hazard):
     fixed_when: Callable[[Bodies], bool] | None = None
     """A function of the bodies by target address: True if upstream no longer needs the patch."""
 
-    fixed_by: tuple[str, str] | None = None
-    """Address of a function beside the targets, and the fragment of it that repairs the hazard."""
+    came_with: tuple[str, str] | None = None
+    """Address of a function, or a module and a colon, without which there is no hazard, and a
+    fragment of that function, which may be empty. It says of commits what `since` says of
+    releases."""
+
+    fixed_by: tuple[tuple[str, str], ...] = ()
+    """Addresses of functions beside the targets, each with a fragment that repairs the hazard."""
 
     default: bool = True
     """False for a patch that costs, or was never run, for want of hardware: on only if named."""

@@ -325,7 +325,7 @@ class Table:
             elif name == _FOLDERS:
                 self._folders = tuple(rest.split())
             elif "." in name:
-                self._digests[name] = rest.split(" ")
+                self._digests[name] = rest.split()
             else:
                 self._standings[name] = rest
 

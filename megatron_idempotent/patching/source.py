@@ -27,10 +27,10 @@ import struct
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .import_hooks import find, namespace
 
@@ -63,6 +63,7 @@ class computed(Generic[_T]):
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # ctx repeats the position of a node; kind and type_params come and go with the Python version.
 _UNSTABLE_FIELDS = frozenset({"ctx", "kind", "type_params", "type_comment"})
 _ANNOTATIONS = frozenset({"annotation", "returns"})
@@ -212,15 +213,36 @@ def _parse_method(text: str, owner: str, name: str) -> _Definition | None:
     return _definition(tree.body[0].body, name) if tree else None  # type: ignore[attr-defined]
 
 
-def _starts(text: str, name: str, begin: int = 0, end: int = sys.maxsize) -> list[re.Match[str]]:
-    """Return the lines that may begin a definition of that name."""
-    line = re.compile(rf"^([ \t]*)(?:async\s+def|def|class)\s+{re.escape(name)}\b", re.MULTILINE)
-    return list(line.finditer(text, begin, end))
+class Line(NamedTuple):
+    """Holds the place of a line that may begin a definition: it may stand in a string, too."""
+
+    start: int
+    end: int
+    """The end of the name in it."""
+    indent: str
+    is_class: bool
+
+
+_DEFINITION = re.compile(r"^([ \t]*)(?:async\s+def|def|(class))\s+(\w+)", re.MULTILINE)
+
+
+@lru_cache(maxsize=64)  # one pass over a module, for all names that are asked for
+def definitions(text: str) -> dict[str, list[Line]]:
+    """Return by name the lines of a module's source that may begin a definition."""
+    lines: dict[str, list[Line]] = {}
+    for match in _DEFINITION.finditer(text):
+        line = Line(match.start(), match.end(), match[1], match[2] is not None)
+        lines.setdefault(match[3], []).append(line)
+    return lines
+
+
+def _starts(text: str, name: str, begin: int = 0, end: int = sys.maxsize) -> list[Line]:
+    return [line for line in definitions(text).get(name, ()) if begin <= line.start < end]
 
 
 def _span(
     text: str,
-    starts: Sequence[re.Match[str]],
+    starts: Sequence[Line],
     begin: int = 0,
     end: int = sys.maxsize,
     indent: str = "",
@@ -231,9 +253,9 @@ def _span(
     the cut wrong takes the long way: a second definition, anywhere; one that is conditional, or in
     a string.
     """
-    if len(starts) != 1 or starts[0][1] != indent:
+    if len(starts) != 1 or starts[0].indent != indent:
         return None
-    start = starts[0].start()
+    start = starts[0].start
     above = re.compile(rf"^{indent}(?:(@)|(?:async def|def|class)\b)", re.MULTILINE)
     lines = list(above.finditer(text, begin, start))
     while lines and lines[-1][1]:  # a decorator, with what is between it and the definition
@@ -241,7 +263,7 @@ def _span(
     if any(text.count(quotes, begin, start) % 2 for quotes in ('"""', "'''")):
         return None
     after = re.compile(rf"^ {{0,{len(indent)}}}[\w@]", re.MULTILINE)
-    found = after.search(text, starts[0].end(), end)
+    found = after.search(text, starts[0].end, end)
     return start, found.start() if found else min(end, len(text))
 
 
@@ -280,29 +302,37 @@ def canonical(
     Args:
         note: told the text of every node in the tree, and whether that is, or is in, a loop.
     """
-    if isinstance(node, ast.AST):
-        if isinstance(node, ast.AnnAssign) and node.value is not None:
-            node = ast.Assign(targets=[node.target], value=node.value)
-        kind = type(node)
-        in_loop = in_loop or kind in _LOOPS
-        fields = []
-        for name in kind._fields:
-            value = getattr(node, name, None)
-            if name in _UNSTABLE_FIELDS or name in _ANNOTATIONS or value is None or value == []:
-                continue
-            if name == "body" and isinstance(node, _Definition):
-                value = without_docstring(value)
-            if kind is ast.JoinedStr:
-                # Python 3.12 puts an empty text after some nested format specifications.
-                value = [v for v in value if not (isinstance(v, ast.Constant) and v.value == "")]
-            fields.append(f"{name}={canonical(value, note, in_loop)}")
-        text = f"{kind.__name__}({','.join(fields)})"
-        if note is not None:
-            note(text, in_loop)
-        return text
-    if type(node) is list:
-        return f"[{','.join([canonical(item, note, in_loop) for item in node])}]"
-    return repr(node)
+    kind = type(node)
+    if kind is list:
+        return f"[{','.join([canonical(item, note, in_loop) for item in node])}]"  # type: ignore[attr-defined]
+    if not issubclass(kind, ast.AST):
+        return repr(node)
+    if kind is ast.AnnAssign and node.value is not None:  # type: ignore[attr-defined]
+        node = ast.Assign(targets=[node.target], value=node.value)  # type: ignore[attr-defined]
+        kind = ast.Assign
+    in_loop = in_loop or kind in _LOOPS
+    fields = []
+    for name in _fields(kind):  # type: ignore[arg-type]
+        value = getattr(node, name, None)
+        if value is None or value == []:
+            continue
+        if name == "body" and kind in _DEFINITIONS:
+            value = without_docstring(value)
+        if kind is ast.JoinedStr:
+            # Python 3.12 puts an empty text after some nested format specifications.
+            value = [v for v in value if not (isinstance(v, ast.Constant) and v.value == "")]
+        fields.append(f"{name}={canonical(value, note, in_loop)}")
+    text = f"{kind.__name__}({','.join(fields)})"
+    if note is not None:
+        note(text, in_loop)
+    return text
+
+
+@cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    return tuple(
+        name for name in kind._fields if name not in _UNSTABLE_FIELDS and name not in _ANNOTATIONS
+    )
 
 
 def without_docstring(statements: list[ast.stmt]) -> list[ast.stmt]:
@@ -448,3 +478,12 @@ def _same(one: CodeType, other: CodeType) -> bool:
         else type(mine) is type(theirs) and (mine == theirs or repr(mine) == repr(theirs))
         for mine, theirs in zip(one.co_consts, other.co_consts, strict=True)
     )
+
+
+def forget() -> None:
+    """Let go of all texts, trees and code: they are read again when they are needed."""
+    for cached in (
+        *(_read_text, parse_body, _parse_definition, definitions, difference, _read_kept),
+        imports_of,
+    ):
+        cached.cache_clear()

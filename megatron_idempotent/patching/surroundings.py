@@ -7,21 +7,28 @@ where one of them is missing, where a class that has to carry our state has `__s
 code in the sources goes round the patched function: a subclass that has one of its own, a second
 name, a table that holds it.
 
+Some of them have to allow more than to be read. A wrapper sets an attribute, which a property
+without a setter, a frozen dataclass or `__slots__` refuse: `name!` in `reads.txt`. It passes
+keywords, which have to be parameters: `name(keyword)`. And it takes a result apart, which has to be
+made by statements that a person has read: `name[hash]`.
+
 All of it is one search for text per name. Nothing is parsed unless a search has found something.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .base import Record
 from .catalog import generated
 from .moved import bases_of
+from .source import canonical, definitions, digest, parse_body
 
 if TYPE_CHECKING:
     from .record import Patch, Target
@@ -50,6 +57,11 @@ class Need(Record):
     """The first release that binds it, such as `0.16.0`; `0.16.0rc` with those that lead to it."""
     before: str = ""
     """The first release that no longer does."""
+    use: str = ""
+    """A use of the name beside reading it, which places that define it have to allow: `!` if it is
+    set, `(keyword)` if it is called with it, `[hash]` if its result is taken apart."""
+    excused: bool = False
+    """True if commits do without it that a person has read: `name?`."""
 
     def covers(self, key: tuple[tuple[int, ...], bool]) -> bool:
         """Tell if a tree with this version's key has to bind the name."""
@@ -58,15 +70,30 @@ class Need(Record):
         )
 
     def is_met(self, sources: Sources) -> bool:
-        """Tell if the sources bind the name."""
+        """Tell if the sources bind the name, or allow its use where they do."""
         texts = (sources.text(module) for module in self.modules)
-        return any(text is not None and binds(text, self.owner, self.name) for text in texts)
+        if not self.use:
+            return any(text is not None and binds(text, self.owner, self.name) for text in texts)
+        return self.is_allowed(sources) is not False
+
+    def is_allowed(self, sources: Sources) -> bool | None:
+        """Tell if the sources allow the use of the name; None if they do not define it."""
+        texts = (sources.text(module) for module in self.modules)
+        answers = [fits(text, self.owner, self.name, self.use) for text in texts if text]
+        known = [answer for answer in answers if answer is not None]
+        return all(known) if known else None
 
     def __str__(self) -> str:
         where = " or ".join(self.modules)
         if not self.name:
             return f"{where} is not there, and its wrapper imports it"
         of = f"{where}:{self.owner}" if self.owner else where
+        if self.use == "!":
+            return f"{of} lets nobody set `{self.name}`, which its wrapper does"
+        if self.use.startswith("("):
+            return f"{of}.{self.name} takes no `{self.use[1:-1]}`, which its wrapper passes"
+        if self.use:
+            return f"{of}.{self.name} returns something else, which its wrapper takes apart"
         verb = "sets" if self.name.startswith(".") else "defines"
         return f"{of} {verb} no `{self.name.lstrip('.')}`, which its wrapper reads"
 
@@ -118,8 +145,8 @@ def parsed(lines: list[str]) -> dict[str, Needs]:
         place, *names = line.split()
         modules, _, owner = place.partition(":")
         for each in names or [""]:
-            name, since, before = re.fullmatch(
-                r"(\.?\w*)(?:>=([\w.]+))?(?:<([\w.]+))?", each
+            name, use, since, before, excused = re.fullmatch(
+                r"(\.?\w*)(!|\([\w,]+\)|\[[\w|]+\])?(?:>=([\w.]+))?(?:<([\w.]+))?(\??)", each
             ).groups("")  # type: ignore[union-attr]
             found[patch_id].append(
                 Need(
@@ -128,6 +155,8 @@ def parsed(lines: list[str]) -> dict[str, Needs]:
                     name=name,
                     since=since,
                     before=before,
+                    use=use,
+                    excused=bool(excused),
                 )
             )
     return {name: Needs(names=tuple(needs), keeps=name in keeps) for name, needs in found.items()}
@@ -142,12 +171,15 @@ def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
             place = "|".join(each.modules) + (f":{each.owner}" if each.owner else "")
             since = f">={each.since}" if each.since else ""
             before = f"<{each.before}" if each.before else ""
-            places.setdefault(place, []).append(f"{each.name}{since}{before}")
+            excused = "?" if each.excused else ""
+            places.setdefault(place, []).append(f"{each.name}{each.use}{since}{before}{excused}")
         for place in sorted(places):
             yield " ".join([" ", place, *sorted(filter(None, places[place]))])[1:]
 
 
-def unmet(patch: Patch, release: Installed | None, sources: Sources) -> str | None:
+def unmet(
+    patch: Patch, release: Installed | None, sources: Sources, *, of_commit: bool = False
+) -> str | None:
     """Say what the patch needs of upstream and the sources lack, or what goes round it; or None.
 
     Args:
@@ -155,12 +187,13 @@ def unmet(patch: Patch, release: Installed | None, sources: Sources) -> str | No
         release: the release that the sources are. None for a commit, which has to bind what some
             release does: wrappers cope with each of them.
         sources: the modules.
+        of_commit: True if a wrapped body is no release's, so that excused needs are left out.
     """
     needs = table().get(patch.id, Needs())
-    keys = _borders(needs.names) if release is None else [key_of(release)]
+    names = [need for need in needs.names if not (of_commit and need.excused)]
+    keys = _borders(patch, names) if release is None else [key_of(release)]
     lacking = [
-        next((n for n in needs.names if n.covers(key) and not n.is_met(sources)), None)
-        for key in keys
+        next((n for n in names if n.covers(key) and not n.is_met(sources)), None) for key in keys
     ]
     if None not in lacking:
         return str(lacking[0])
@@ -171,13 +204,17 @@ def unmet(patch: Patch, release: Installed | None, sources: Sources) -> str | No
                 return (
                     f"{module}:{owner} has __slots__, so that its wrappers can keep nothing on it"
                 )
+            is_own = owner in {t.qualname.rpartition(".")[0] for t in patch.targets}
+            if text is not None and is_own and is_frozen(text, owner):
+                return f"{module}:{owner} is frozen, so that its wrappers can keep nothing on it"
     return next((said for target in patch.targets for said in _round(target, patch, sources)), None)
 
 
-def _borders(needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
-    """Return a version on each side of each bound in these needs, the newest first."""
+def _borders(patch: Patch, needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
+    """Return a version for each set of needs of a release in the patch's range, newest first."""
+    first, end = _key(patch.since or "0"), _key(patch.before)
     bounds = {_key(bound) for need in needs for bound in (need.since, need.before) if bound}
-    return [*sorted(bounds, reverse=True), ((0,), False)]
+    return [*sorted((key for key in bounds if first < key < end), reverse=True), first]
 
 
 def _classes(patch: Patch, needs: Needs) -> set[tuple[str, str]]:
@@ -197,10 +234,22 @@ def binds(text: str, owner: str, name: str) -> bool:
         return True
     bare = name.lstrip(".")
     text = class_text(text, owner) if owner else text
-    return bare in text and any(
-        _binds(text, *found.span(), of_any=bare != name)
-        for found in re.finditer(rf"\b{bare}\b", text)
-    )
+    return any(_binds(text, *span, of_any=bare != name) for span in words(text, bare))
+
+
+def words(text: str, name: str) -> Iterator[tuple[int, int]]:
+    """Yield where a name stands as a word of its own; no pattern is compiled for it."""
+    start = text.find(name)
+    while start >= 0:
+        end = start + len(name)
+        around = text[start - 1 : start] + text[end : end + 1]
+        if not any(_is_part(letter) for letter in around):
+            yield start, end
+        start = text.find(name, end)
+
+
+def _is_part(letter: str) -> bool:
+    return letter.isalnum() or letter == "_"
 
 
 _ASSIGNS = re.compile(r"(?P<left>[^=\n#]*?)\s*[|+]?=(?!=)")
@@ -264,26 +313,129 @@ def _heads(text: str) -> list[int]:
 @lru_cache(maxsize=256)
 def class_text(text: str, owner: str) -> str:
     """Return the lines of a class, or of all classes with this name; decorators included."""
-    found = []
-    for head in re.finditer(rf"^(?:@.*\n)*[ \t]*class {owner}\b", text, re.MULTILINE):
-        end = re.compile(r"^[A-Za-z_@]", re.MULTILINE).search(text, head.end())
-        found.append(text[head.start() : end.start() if end else len(text)])
-    return "\n".join(found)
+    parts = []
+    for line in definitions(text).get(owner, ()):
+        if line.is_class:
+            heads = _heads(text)
+            after = bisect_right(heads, line.end)
+            end = heads[after] if after < len(heads) else len(text)
+            parts.append(text[_above(text, line.start) : end])
+    return "\n".join(parts)
+
+
+def _above(text: str, start: int) -> int:
+    """Return where the decorators above a line begin, of which each has a line of its own."""
+    before = text.rfind("\n", 0, max(0, start - 1)) + 1
+    while start and text.startswith("@", before):
+        start, before = before, text.rfind("\n", 0, max(0, before - 1)) + 1
+    return start
 
 
 @lru_cache(maxsize=1024)
 def has_slots(text: str, owner: str) -> bool:
     """Tell if objects of a class take no attribute but those that it names."""
     own = class_text(text, owner)
+    if "slots" not in own:
+        return False
     said = re.search(r"^\s+__slots__\b.*?=\s*([^\n]*(?:\n(?!\s+\w+ *[=:(]|\s+def ).*)*)", own, re.M)
     made = re.search(r"^@.*\bslots\s*=\s*True", own, re.MULTILINE)
     if (said is None and made is None) or (said is not None and "__dict__" in said[1]):
         return False
     # A base class without slots gives its objects a __dict__ all the same.
+    bases = (base.rpartition(".")[2] for base in bases_of(text, owner))
     return all(
-        base in ("object", "ABC", "Generic", "Protocol") or has_slots(text, base)
-        for base in bases_of(text, owner)
+        base in ("object", "ABC", "Generic", "Protocol") or has_slots(text, base) for base in bases
     )
+
+
+def fits(text: str, owner: str, name: str, use: str) -> bool | None:
+    """Tell if a module, or a class in it, allows a use of a name; None if it does not define it.
+
+    Args:
+        text: the module's source.
+        owner: the class; empty for the module.
+        name: the name.
+        use: `!`, or `(…)` with keywords, or `[…]` with hashes.
+    """
+    if use == "!":
+        return _may_be_set(text, owner, name)
+    if use.startswith("("):
+        taken = parameters(text, owner, name)
+        return None if taken is None else taken >= set(use[1:-1].split(",")) or "**" in taken
+    made = returned(text, owner, name)
+    return None if made is None else made in use[1:-1].split("|")
+
+
+@lru_cache(maxsize=1024)
+def _may_be_set(text: str, owner: str, name: str) -> bool | None:
+    own = class_text(text, owner)
+    if not any(words(own, name)):
+        return None
+    if is_frozen(text, owner):
+        return False
+    if has_slots(text, owner) and not re.search(rf"__slots__[^)\]]*[\"']{name}[\"']", own):
+        # A dataclass makes them of its fields.
+        return "slots=True" in own and bool(re.search(rf"^\s+{name}\s*:", own, re.MULTILINE))
+    if "property" not in own:
+        return True
+    above = r"^[ \t]*@(?:\w+\.)*(?:abstract)?property\s*\n(?:[ \t]*[@#].*\n)*"
+    reads = re.search(rf"{above}[ \t]*def {name}\b", own, re.MULTILINE)
+    writes = re.search(rf"^[ \t]*@{name}\.setter\b", own, re.MULTILINE)
+    made = re.search(rf"^[ \t]+{name}\s*(?::[^=\n]*)?=\s*property\([^,\n]*\)", own, re.MULTILINE)
+    return not (made or (reads and not writes))
+
+
+@lru_cache(maxsize=1024)
+def is_frozen(text: str, owner: str) -> bool:
+    """Tell if objects of a class take no attribute at all: it is a frozen dataclass, or a tuple."""
+    own = class_text(text, owner)
+    if "frozen" not in own and "NamedTuple" not in own:
+        return False
+    decorators = own[: own.find(f"class {owner}")]
+    frozen = re.search(r"^[ \t]*@[\w.]*dataclass\([^\n]*\bfrozen\s*=\s*True", decorators, re.M)
+    return bool(frozen) or "NamedTuple" in bases_of(text, owner)
+
+
+@lru_cache(maxsize=1024)
+def parameters(text: str, owner: str, name: str) -> frozenset[str] | None:
+    """Return the parameters of a function or of a class's constructor, `**` for any other.
+
+    None means that the module does not define it.
+    """
+    body = parse_body(text, f"{owner}.{name}" if owner else name)
+    if body is None and not owner and (own := class_text(text, name)):
+        body = parse_body(text, f"{name}.__init__")
+        if body is None:
+            # Fields of a dataclass; a base class may have others.
+            fields = re.findall(r"^(?:[ ]{4}|\t)(\w+)[ ]*:", own, re.MULTILINE)
+            return frozenset([*fields, *(["**"] if bases_of(text, name) else [])])
+    if body is None:
+        return None
+    arguments = body.tree.args
+    named = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    return frozenset([*(a.arg for a in named), *(["**"] if arguments.kwarg else [])])
+
+
+@lru_cache(maxsize=256)
+def returned(text: str, owner: str, name: str) -> str | None:
+    """Return a hash of the statements that make a function's result; None if it is not there."""
+    body = parse_body(text, f"{owner}.{name}" if owner else name)
+    if body is None:
+        return None
+    from .contract import BodyPart
+
+    results = list(_results(body.tree))
+    part = BodyPart(body, map(ast.unparse, results), ())
+    return digest("\n".join([part.hash, *map(canonical, results)]))
+
+
+def _results(tree: Any) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(child, (ast.Return, ast.Yield, ast.YieldFrom)):
+            yield child
+        yield from _results(child)
 
 
 def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
@@ -302,21 +454,28 @@ def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
 @lru_cache(maxsize=1024)
 def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
     """Return the subclasses in a module that have a method of this name that calls no other one."""
-    if owner not in text:
-        return ()
-    found = []
+    return tuple(
+        heir
+        for heir, bases in _classes_below(text)
+        if owner in bases and any(words(bases, owner)) and _overrides(class_text(text, heir), name)
+    )
+
+
+@lru_cache(maxsize=128)
+def _classes_below(text: str) -> tuple[tuple[str, str], ...]:
+    """Return the classes of a module that have base classes, with the text of these."""
     # An indented one may be an example in a docstring.
-    for heir in re.findall(rf"^class (\w+)\([^)]*\b{owner}\b[^)]*\)", text, re.MULTILINE):
-        own = class_text(text, heir)
-        method = re.search(
-            rf"^([ ]{{4}}|\t)(?:async )?def {name}\b.*?(?=^\1(?:def|async|@|\w)|\Z)",
-            own,
-            re.M | re.S,
-        )
-        assigned = re.search(rf"^(?:[ ]{{4}}|\t){name}\s*(?::[^=\n]*)?=(?!=)", own, re.MULTILINE)
-        if assigned or (method and not re.search(rf"\.{name}\s*\(", method[0])):
-            found.append(heir)
-    return tuple(found)
+    return tuple(re.findall(r"^class (\w+)\(([^)]*)\)", text, re.MULTILINE))
+
+
+def _overrides(own: str, name: str) -> bool:
+    if not any(words(own, name)):
+        return False
+    method = re.search(
+        rf"^([ ]{{4}}|\t)(?:async )?def {name}\b.*?(?=^\1(?:def|async|@|\w)|\Z)", own, re.M | re.S
+    )
+    assigned = re.search(rf"^(?:[ ]{{4}}|\t){name}\s*(?::[^=\n]*)?=(?!=)", own, re.MULTILINE)
+    return bool(assigned or (method and not re.search(rf"\.{name}\s*\(", method[0])))
 
 
 _DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
@@ -326,10 +485,17 @@ _DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
 def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
     """Return the statements that hold a function beside its own name: of its module or class."""
     own = class_text(text, owner) if owner else text
-    mention = re.compile(rf"(?<![\w.\"']){name}\b(?!\s*\()")
-    if name not in own or not any(map(mention.search, _open_statements(own, bool(owner)))):
+    if not any(_mentions(part, name) for part in _open_statements(own, bool(owner))):
         return ()
     return _held_by_statements(text, owner, name)
+
+
+def _mentions(text: str, name: str) -> bool:
+    """Tell if a name stands there by itself, and is not called."""
+    return any(
+        text[start - 1 : start] not in (".", '"', "'") and text[end : end + 2].lstrip()[:1] != "("
+        for start, end in words(text, name)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -348,8 +514,6 @@ def _open_statements(own: str, is_class: bool) -> tuple[str, ...]:
 
 
 def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:
-    import ast
-
     try:
         block: list[ast.stmt] = ast.parse(text).body
     except SyntaxError:
@@ -369,3 +533,12 @@ def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:
         ):
             found.append(ast.unparse(statement).splitlines()[0][:80])
     return tuple(found)
+
+
+def forget() -> None:
+    """Let go of what was read off the sources."""
+    for cached in (
+        *(binds, _heads, class_text, has_slots, _heirs, _classes_below, _held, _open_statements),
+        *(_may_be_set, is_frozen, parameters, returned),
+    ):
+        cached.cache_clear()

@@ -59,5 +59,5 @@ PATCH = Patch(
         "[self.model]",
     ),
     since="0.1",
-    fixed_by=(f"{_nemo_rl.POLICY}.sync_params_before_refit", "self.model.start_param_sync"),
+    fixed_by=((f"{_nemo_rl.POLICY}.sync_params_before_refit", "self.model.start_param_sync"),),
 )

@@ -10,7 +10,7 @@ import pytest
 from toys import ask, shout
 
 from megatron_idempotent import PatchError, apply, patched, report, revert, verify
-from megatron_idempotent.patching import install
+from megatron_idempotent.patching import install, source
 from megatron_idempotent.patching.catalog import patches
 
 GREET = """
@@ -262,3 +262,33 @@ def test_a_patch_that_is_off_by_default_is_applied_where_it_is_named(toys, greet
     revert()
     monkeypatch.setenv("MEGATRON_IDEMPOTENT_ONLY", "toy-rare")
     assert toys.apply("toy-rare")["toy-rare"].status == "applied"
+
+
+def texts_kept() -> int:
+    """Return how many texts of upstream's modules are kept."""
+    return source._read_text.cache_info().currsize
+
+
+def test_what_was_read_is_let_go_when_all_has_landed(toys):
+    toys.greet()
+    toys.apply(dry_run=True)
+    assert texts_kept() == 0
+    importlib.import_module("toy_up.greet")
+    assert toys.apply()["toy-a"].status == "applied"
+    assert texts_kept() == 0
+
+
+def test_what_was_read_is_kept_while_a_package_is_being_imported_and_let_go_after_it(toys):
+    toys.greet()
+    toys.patch("toy-b", "toy_up.other:wave")
+    toys.write("toy_up.other", "def wave(name):\n    return name\n")
+    toys.write("toy_up.user", "kept = None")
+    texts = "sys.modules['megatron_idempotent.patching.source']._read_text.cache_info().currsize"
+    (toys.folder / "toy_up" / "__init__.py").write_text(
+        f"import sys\nfrom . import greet\nKEPT = {texts}\nfrom . import other\n"
+    )
+    toys.apply()
+    module = importlib.import_module("toy_up")
+    assert toys.status("toy-b") == "applied"
+    assert module.KEPT > 0
+    assert texts_kept() == 0

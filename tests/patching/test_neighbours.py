@@ -160,6 +160,14 @@ def test_what_has_wrapped_upstream_s_before_us_under_a_name_of_its_own_is_told(t
     assert "calls go past it: greet: neighbour.fast holds upstream's" in report()["toy-a"].reason
 
 
+def test_a_partial_around_ours_is_not_told_as_ours(toys, module):
+    toys.apply()
+    module.greet = functools.partial(module.greet)
+    assert module.greet("x") == "hello x!"
+    assert "wrapped by functools: runs outside of ours" in report()["toy-a"].reason
+    assert "functools wrapped " in revert()["toy-a"].reason
+
+
 def test_a_replacement_that_wears_the_mark_of_a_wrapper_is_none(toys, module):
     def replace(below):
         exec("def theirs(name): return 'hi ' + name", vars(sys.modules["neighbour"]))

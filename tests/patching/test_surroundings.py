@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 from starts import COMMAND, started
 from toys import Toys
 
 from megatron_idempotent import VerificationError, report, verify
+from megatron_idempotent.patching import surroundings
 from megatron_idempotent.patching.surroundings import Need, binds, has_slots
 
 BUFFER = "megatron/core/distributed/param_and_grad_buffer.py"
@@ -189,3 +191,20 @@ def test_a_detour_in_the_sources_is_refused_before_it_is_imported(toys: Toys, mo
     row = toys.apply(dry_run=True)["toy-a"]
     assert row.status == ("drifted" if said else "pending_import"), row.reason
     assert said in row.reason
+
+
+def test_no_pattern_is_compiled_for_each_name_that_is_looked_for(monkeypatch):
+    names = [f"name_{number}" for number in range(50)]
+    text = "".join(f"class {name}(Base):\n    {name} = 1\n\n\n" for name in names)
+    patterns = set()
+    stock = re._compile  # type: ignore[attr-defined]
+    monkeypatch.setattr(re, "_compile", lambda p, flags: patterns.add(p) or stock(p, flags))
+    surroundings.forget()
+    for name in names:
+        assert binds(text, name, name)
+        assert not binds(text, name, "absent")
+        assert surroundings.bases_of(text, name) == ["Base"]
+        assert not has_slots(text, name)
+        assert surroundings._heirs(text, name, name) == ()
+        assert surroundings._held(text, name, name) == ()
+    assert len(patterns) < 10

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_idempotent.patching import Patch, Target, arguments, statements
 from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.contract import contract_of
+from megatron_idempotent.patching.contract import contract_of, unmet
 from megatron_idempotent.patching.decide import judge, part_of, review
-from megatron_idempotent.patching.source import Body, parse_body
+from megatron_idempotent.patching.source import Body, locate, parse_body, read_body
 from megatron_idempotent.patching.statements import Change, change
 from megatron_idempotent.patching.statements import statements as statements_of
 
@@ -46,6 +46,10 @@ def own_wrapper(original, steps, config):
     result = original(steps, config)
     _, timers, *_ = result
     return timers
+
+
+def keyword_wrapper(original, steps, *args, **kwargs):
+    return original(steps, *args, quiet=True, **kwargs)
 
 
 def yielding(original, *args, **kwargs):
@@ -112,6 +116,12 @@ def test_a_wrapper_that_cannot_be_followed_is_no_wrapper_for_a_new_body():
         (wrapper, "    return count, timers", "    pass", "does not end with a return"),
         (first_wrapper, "run(steps, config", "run(config, steps", "not take `steps` as its param"),
         (first_wrapper, "run(steps, config, *,", "run(*, steps, config,", "not take `steps`"),
+        (
+            keyword_wrapper,
+            "quiet=False",
+            "silent=False",
+            "no parameter `quiet`, which its wrapper p",
+        ),
         (own_wrapper, "quiet=False", "quiet=True", "parameters that its wrapper does not know"),
     ],
 )
@@ -122,6 +132,65 @@ def test_a_body_that_does_not_give_what_the_wrapper_takes_has_drifted(wraps, old
     assert not known
     assert says in why
     assert "name the patch in only= to accept it" in why
+
+
+DELEGATING = """
+def run(steps, config, *, quiet=False):
+    config.hook = None
+    if quiet:
+        return _quietly(steps)
+    elif not steps:
+        return None, get_timers()
+    else:
+        with timing():
+            return count, timers
+
+def _quietly(steps):
+    if not steps:
+        raise ValueError
+    return 0, timers
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("", "", ""),
+        ("return 0, timers", "return timers, 0", "has `return (timers, 0)`"),
+        ("return 0, timers", "return 0", "has `return 0`"),
+        ("return 0, timers", "return other(steps)", "has `return other(steps)`"),
+        ("raise ValueError\n    return 0, timers", "return 3, timers", "does not end with a"),
+        (
+            "    else:\n        with timing",
+            "    elif config:\n        with timing",
+            "not end with a",
+        ),
+        ("return count, timers", "return 1, timers", "returns no `count`, which its wrapper takes"),
+    ],
+)
+def test_a_result_is_followed_into_the_functions_that_make_it(old, new, says):
+    text = DELEGATING.replace(old, new)
+    assert bool(old) == (text != DELEGATING)
+    known, why = review(Target("up.stream:run", wrapper, "config.hook = None"), body_of(text))
+    assert says in why
+    assert known is not bool(says)
+
+
+def test_the_wrappers_of_a_checkpoint_s_reader_fit_bodies_that_nobody_read(megatron):
+    for patch_id in ("expert-random-states-shared", "spoilt-checkpoint-ends-well"):
+        (target,) = (t for t in patches()[patch_id].targets if "_load_base" in t.qualname)
+        path = locate(target.module)
+        if path is None:
+            pytest.skip("no megatron.training is installed")
+        body = read_body(path, target.qualname)
+        assert body is not None
+        assert unmet(target.wrapper, body) is None
+        renamed = body.module.replace(
+            "return state_dict, checkpoint_name,", "return checkpoint_name, state_dict,"
+        )
+        changed = parse_body(renamed, target.qualname)
+        assert changed is not None
+        assert "where its wrapper takes `" in str(unmet(target.wrapper, changed))
 
 
 def test_what_only_watches_a_call_is_no_decorator_to_mind():

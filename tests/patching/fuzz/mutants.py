@@ -12,6 +12,7 @@ import functools
 import random
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -866,6 +867,164 @@ def slots(text_of: _Texts, targets: Sequence[Target]) -> Iterator[Around]:
                 return True if mine and keeps else None
 
             yield Around("slots", f"{home}:{owner}", change, concerns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tree(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of texts in upstream's modules
+        return ast.parse(text)
+
+
+def keywords(
+    text_of: _Texts, modules: Iterable[str], passed: frozenset[tuple[str, str]]
+) -> Iterator[Around]:
+    """Every keyword that a wrapper passes: renamed in each function of that name.
+
+    Args:
+        text_of: returns a module's source.
+        modules: the modules that are looked through.
+        passed: names of functions, each with a keyword.
+    """
+    texts = [text for home in modules if (text := text_of(home))]
+    for name, keyword in sorted(passed):
+
+        def change(module: str, text: str, name: str = name, word: str = keyword) -> str:
+            return _with_parameter_renamed(text, name, word)
+
+        if any(change("", text) != text for text in texts if f"def {name}(" in text):
+            pair = name, keyword
+            yield Around("keyword", f"{name}({keyword})", change, _using(pair))
+
+
+def _with_parameter_renamed(text: str, name: str, word: str) -> str:
+    """Rename a parameter in all functions of a name, and the keyword in calls of these."""
+    if not re.search(rf"\b{name}\(", text) or word not in text:
+        return text
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(_tree(text)):
+        defines = isinstance(node, ast.FunctionDef) and node.name == name
+        if defines or (isinstance(node, ast.Call) and _last_name(node.func) == name):
+            for number in range(node.lineno - 1, node.end_lineno):  # type: ignore[attr-defined]
+                lines[number] = re.sub(rf"\b{word}\b", f"{word}_now", lines[number])
+    return "".join(lines)
+
+
+def _last_name(node: ast.expr) -> str:
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
+def _using(what: object) -> Callable[[Patch, frozenset[Any]], bool | None]:
+    return lambda patch, used: True if what in used else None
+
+
+def properties(text_of: _Texts, modules: Iterable[str], names: frozenset[str]) -> Iterator[Around]:
+    """Every attribute that a wrapper sets and one class has: made a property without a setter.
+
+    Args:
+        text_of: returns a module's source.
+        modules: the modules that are looked through.
+        names: of attributes.
+    """
+    any_of = "|".join(sorted(names))
+    sets = re.compile(rf"\bself\.(?:{any_of})\b[^\n]*=|^    (?:{any_of})\s*[:=]", re.MULTILINE)
+    homes: dict[str, list[tuple[str, ast.ClassDef]]] = {}
+    for home in modules:
+        text = text_of(home) or ""
+        for node in _tree(text).body if sets.search(text) else ():
+            if isinstance(node, ast.ClassDef):
+                for name in {attribute for each in ast.walk(node) for attribute in _defined(each)}:
+                    if name in names:
+                        homes.setdefault(name, []).append((home, node))
+    for name, classes in sorted(homes.items()):
+        for home, cls in classes if len(classes) == 1 else ():
+            for kind, text in PROPERTIES.items():
+
+                def change(
+                    module: str, before: str, name: str = name, home: str = home,
+                    cls: ast.ClassDef = cls, text: str = text,
+                ) -> str:  # fmt: skip
+                    if module != home:
+                        return before
+                    lines = before.splitlines(keepends=True)
+                    own = slice(cls.lineno - 1, cls.end_lineno)
+                    inner = "".join(lines[own])
+                    inner = re.sub(rf"\bself\.{name}\b", f"self._{name}_now", inner)
+                    inner = re.sub(
+                        rf"^(    ){name}\b(?=\s*[:=])", rf"\1_{name}_now", inner, flags=re.M
+                    )
+                    lines[own] = [inner.rstrip("\n") + text.format(name=name)]
+                    return "".join(lines)
+
+                yield Around(kind, f"{home}:{cls.name}.{name}", change, _using(name))
+
+
+PROPERTIES = {
+    "property": """
+
+    @property
+    def {name}(self):
+        return self._{name}_now
+
+""",
+    "property by a call": """
+
+    {name} = property(lambda self: self._{name}_now)
+
+""",
+    "decorated property": """
+
+    @functools.wraps(len)
+    @property
+    def {name}(self):
+        return self._{name}_now
+
+""",
+}
+
+
+def shapes(text_of: _Texts, modules: Iterable[str], names: frozenset[str]) -> Iterator[Around]:
+    """Every function whose result a wrapper takes apart: it returns something else.
+
+    Args:
+        text_of: returns a module's source.
+        modules: the modules that are looked through.
+        names: of functions.
+    """
+    homes: dict[str, list[tuple[str, ast.FunctionDef]]] = {}
+    for home in modules:
+        text = text_of(home) or ""
+        for node in ast.walk(_tree(text)) if any(f"def {n}(" in text for n in names) else ():
+            if isinstance(node, ast.FunctionDef) and node.name in names and _results(node):
+                homes.setdefault(node.name, []).append((home, node))
+    for name, functions in sorted(homes.items()):
+        for kind, form in SHAPES.items() if len(functions) <= 3 else ():
+
+            def change(
+                module: str, before: str, functions: Any = tuple(functions), form: str = form
+            ) -> str:
+                lines = before.splitlines(keepends=True)
+                for node in [node for home, node in functions if home == module][::-1]:
+                    last = _results(node)[-1]
+                    said = form.format(ast.unparse(last.value))  # type: ignore[arg-type]
+                    lines[last.lineno - 1 : last.end_lineno] = [
+                        f"{' ' * last.col_offset}return {said}\n"
+                    ]
+                return "".join(lines)
+
+            yield Around(kind, name, change, _using(name))
+
+
+def _results(function: ast.FunctionDef) -> list[ast.Return]:
+    return [n for n in _own(function) if isinstance(n, ast.Return) and n.value is not None]
+
+
+SHAPES = {
+    "items": "list({}.items())",
+    "in a tuple": "({},)",
+    "a list": "[*{}]",
+    "by a name": "{{'result': {}}}",
+}
 
 
 def detours(targets: Sequence[Target]) -> Iterator[Around]:

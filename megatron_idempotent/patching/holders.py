@@ -1,0 +1,344 @@
+"""Looks who refers to a function: at a place with a name, and from the function up to such names.
+
+The garbage collector lists what an object refers to, and who refers to it. A place is a name of a
+module or class, or an object that no name leads to. Between it and the function lie containers, of
+which each is one reference for each time that it holds the function; so references are counted by
+container, and one that two places share is counted once.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from typing import Any, NamedTuple
+
+from .import_hooks import namespace
+from .patch_points import find_owner, modules, unbound
+
+_OURS = __name__.partition(".")[0]
+#: Steps from a function up to a name: a table in a table of an object of a module takes five.
+_DEPTH = 8
+#: So many containers are opened below one place.
+MOST = 2_000
+#: So many items has a table that is no data.
+_LARGE = 1_000
+#: So many objects are asked for at once who refers to them.
+_WIDE = 100
+
+_OWNERS = (type, types.ModuleType)
+_RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+#: These hold a function on behalf of what holds them.
+_CONTAINERS = (
+    *(dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType),
+    *(types.CellType, types.FunctionType, types.MethodType, types.BuiltinMethodType, property),
+    *(functools.partial, functools.partialmethod, type(functools.lru_cache(len))),
+    *(staticmethod, classmethod, *_RUNNING),
+)
+_TABLES = (dict, list, tuple, set, frozenset)
+#: Most of what containers refer to, and not looked into.
+_PLAIN = frozenset({str, int, float, bool, bytes, type, type(None), types.CodeType})
+
+#: Where `functools.wraps` notes a function.
+WORN = "__wrapped__"
+
+References = dict[tuple[int, str], int]
+"""The number of references by the id of the object that has them, and a name: that in a module or
+class, `__wrapped__`, or nothing."""
+
+
+class Holder(NamedTuple):
+    """Names a place that held a function of upstream's when somebody last looked.
+
+    Example:
+        Holder("my.tool.TABLE", lambda: sys.modules["my.tool"], "TABLE")
+    """
+
+    label: str
+    """The place, for people."""
+    owner: Callable[[], Any]
+    """A function that returns the module, class or object now; None if it is gone."""
+    name: str = ""
+    """The name in the module or class; empty if the object itself refers to the function."""
+    lasts: bool = True
+    """False if `owner` keeps the object alive, so that the place must not be remembered."""
+
+    def is_at(self, other: Holder) -> bool:
+        """Tell if both are the same place."""
+        return (self.label, self.name) == (other.label, other.name) and (
+            self.owner() is other.owner()
+        )
+
+
+def path_of(cls: type) -> str:
+    """Return the module and name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def of_module(module: str, name: str) -> Holder:
+    """Return the place that is a name of a module."""
+    return Holder(f"{module}.{name}", lambda: sys.modules.get(module), name)
+
+
+def of_class(cls: type, name: str) -> Holder:
+    """Return the place that is a name of a class, which it does not keep alive."""
+    return Holder(f"{path_of(cls)}.{name}", weakref.ref(cls), name)
+
+
+def references(
+    holder: Holder,
+    wanted: Set[int],
+    within: Collection[int] | None = None,
+    most: int = MOST,
+) -> dict[int, References]:
+    """Return by id of a function the references to it at a place, and in what that holds.
+
+    Args:
+        holder: the place.
+        wanted: the ids of the functions.
+        within: ids of the objects that may lie in between; None for all.
+        most: the number of containers that are opened.
+    """
+    owner = holder.owner()
+    value = namespace(owner).get(holder.name) if holder.name else owner
+    if id(value) in wanted:
+        # By the module's namespace, because a module may have two names.
+        of = namespace(owner) if issubclass(type(owner), types.ModuleType) else owner
+        return {id(value): {(id(of), holder.name): 1}}
+    counts: dict[int, References] = {}
+    opened = {id(value)}
+    waiting = [value] if _may_hold(value) else []
+    if within is not None and not issubclass(type(value), _CONTAINERS):
+        within = {*within, id(namespace(value))}  # which Python may have made since
+    for container in waiting:  # it grows while it is read
+        items = _contents(container)
+        for key in () if wanted.isdisjoint(map(id, items)) else wanted:
+            for name, count in _kinds(container, [i for i in items if id(i) == key]):
+                counts.setdefault(key, {})[id(container), name] = count
+        for item in items if len(opened) < most else ():
+            if type(item) not in _PLAIN and issubclass(type(item), _CONTAINERS):
+                key = id(item)
+                opens = key not in opened and (within is None or key in within)
+                if opens and not (_is_namespace(item) or _is_ours(item)):
+                    opened.add(key)
+                    waiting.append(item)
+    return counts
+
+
+def _kinds(container: Any, functions: Sequence[Any]) -> Iterator[tuple[str, int]]:
+    """Yield the number of references of a container to one function, by a word for their kind.
+
+    Args:
+        container: any object.
+        functions: the function, once for each reference.
+    """
+    code = _code_of(container)
+    if not functions or (code is not None and getattr(functions[0], "__code__", None) is code):
+        return  # a generator of that very function
+    worn = issubclass(type(container), dict) and dict.get(container, WORN) is functions[0]
+    if worn:
+        yield WORN, 1
+    if len(functions) > worn:
+        yield "", len(functions) - worn
+
+
+def _code_of(generator: Any) -> types.CodeType | None:
+    names = ("gi_code", "cr_code", "ag_code") if issubclass(type(generator), _RUNNING) else ()
+    return next((getattr(generator, name) for name in names if hasattr(generator, name)), None)
+
+
+def _may_hold(value: Any) -> bool:
+    return gc.is_tracked(value) and not issubclass(type(value), _OWNERS) and not _is_ours(value)
+
+
+def _is_namespace(container: Any) -> bool:
+    """Tell if a dictionary is that of a module or class, whose names are places of their own."""
+    if not issubclass(type(container), dict):
+        return False
+    has = functools.partial(dict.__contains__, container)
+    # A function's own has the last name, too.
+    return has("__spec__") or (has("__module__") and not has("__qualname__"))
+
+
+def _contents(container: Any) -> list[Any]:
+    """Return what a container refers to; of a function, without the names of its module."""
+    items = gc.get_referents(container)
+    if type(container) is types.FunctionType:
+        known = {id(container.__globals__), id(container.__builtins__)}  # type: ignore[attr-defined]
+        items = [item for item in items if id(item) not in known]
+    return items
+
+
+def _is_ours(value: Any) -> bool:
+    """Tell if a function's code, or an object's class, is of this package."""
+    kind = type(value)
+    if issubclass(kind, functools.partial):
+        return _is_ours(value.func)
+    if kind is types.FunctionType:
+        module = value.__globals__.get("__name__")
+    elif issubclass(kind, _RUNNING):
+        frames = (getattr(value, name, None) for name in ("gi_frame", "cr_frame", "ag_frame"))
+        frame = next(filter(None, frames), None)
+        module = None if frame is None else frame.f_globals.get("__name__")
+    else:
+        module = kind.__module__
+    return type(module) is str and module.partition(".")[0] == _OURS
+
+
+class Climb:
+    """Asks the garbage collector who refers to some objects, and who to these, up to names.
+
+    Args:
+        values: the objects.
+        ours: ids of objects that are left out.
+    """
+
+    def __init__(self, values: Sequence[Any], ours: set[int]) -> None:
+        self._modules = {id(namespace(module)): name for name, module in modules(everywhere=True)}
+        self._functions: dict[str, Holder] = {}
+        self._owners: dict[int, tuple[Any, str]] = {}
+        """Classes, and namespaces of modules, by id, with the name of the module."""
+        self._between: dict[int, Any] = {}
+        self._ours = ours
+        self._ends = set(map(id, values))
+        objects: list[Any] = list(values)
+        for _ in range(_DEPTH):
+            # Each is compared with every reference in the process.
+            objects = self._above(objects, values)[:_WIDE]
+            if not objects:
+                break
+        self.passed = frozenset(self._between)
+        """The ids of all containers between the objects and the names."""
+
+    def _above(self, objects: list[Any], values: Sequence[Any]) -> list[Any]:
+        referrers = gc.get_referrers(*objects)
+        lists = {id(objects), id(values), id(self._between), id(referrers)}
+        known = self._ours | self._between.keys() | self._ends | lists
+        climbs = {id(value) for value in objects if issubclass(type(value), _CONTAINERS)}
+        above: list[Any] = []
+        for holder in referrers:
+            key, kind = id(holder), type(holder)
+            if key in self._modules or issubclass(kind, type):
+                self._owners[key] = holder, self._modules.get(key, "")
+                continue
+            leads = key not in known and kind is not types.FrameType and _may_hold(holder)
+            # What holds an object that is no container holds much besides.
+            if leads and not climbs.isdisjoint(map(id, _contents(holder))):
+                self._between[key] = holder
+                if not self._has_name(holder):
+                    above.append(holder)
+        return above
+
+    def _has_name(self, function: Any) -> bool:
+        """Tell if a function stands where its code says, and note that place."""
+        if type(function) is not types.FunctionType:
+            return False
+        module = str(function.__globals__.get("__name__"))
+        qualname = getattr(function.__code__, "co_qualname", function.__qualname__)
+        name = qualname.rpartition(".")[2]
+        holder = Holder(f"{module}.{qualname}", lambda: _owner_of(module, qualname), name)
+        if unbound(namespace(holder.owner()).get(name)) is not function:
+            return False
+        self._functions[holder.label] = holder
+        return True
+
+    def places(self) -> Iterator[Holder]:
+        """Yield names of modules and classes that lead to one of the objects."""
+        yield from self._functions.values()
+        ends = self._ends | self._between.keys()
+        for owner, module in self._owners.values():
+            values = owner if module else namespace(owner)
+            for name in [name for name, value in list(values.items()) if id(value) in ends]:
+                yield of_module(module, name) if module else of_class(owner, name)
+
+    def nameless(self) -> Iterator[Holder]:
+        """Yield functions and objects in between that no module or class has a name for."""
+        for value in self._between.values():
+            kind = type(value)
+            if issubclass(kind, (types.FunctionType, *_RUNNING)):
+                yield _of_object(value, _name_of(value))
+            elif not issubclass(kind, _CONTAINERS):
+                yield _of_object(value, f"an object of {path_of(kind)}")
+
+
+def with_attribute(holder: Holder, wanted: int) -> Holder:
+    """Return a place that is an object with the attribute in its label that leads to a function.
+
+    Args:
+        holder: any place; others are returned as they are.
+        wanted: the function's id.
+    """
+    owner = holder.owner()
+    if holder.name or issubclass(type(owner), _CONTAINERS):
+        return holder
+    for name, value in list(namespace(owner).items()):
+        if id(value) == wanted or wanted in references(Holder("", _constant(value)), {wanted}):
+            return holder._replace(label=f"attribute `{name}` of {holder.label}")
+    return holder
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _owner_of(module: str, qualname: str) -> Any:
+    """Return the module or class that has the last part of a name; None if it is not there."""
+    try:
+        return find_owner(sys.modules[module], qualname)
+    except (AttributeError, KeyError):
+        return None
+
+
+def _name_of(value: Any) -> str:
+    """Return the name that a function or generator has in its code, with that of its module."""
+    code: Any = value.__code__ if type(value) is types.FunctionType else _code_of(value)
+    name = getattr(code, "co_qualname", value.__qualname__)
+    module = (
+        value.__globals__.get("__name__") if hasattr(value, "__globals__") else code.co_filename
+    )
+    return f"{module}.{name}"
+
+
+def _of_object(value: Any, label: str) -> Holder:
+    try:
+        return Holder(label, weakref.ref(value))
+    except TypeError:  # it has slots, and to remember it would keep it alive
+        return Holder(label, lambda: value, lasts=False)
+
+
+def everywhere(wanted: Set[int]) -> Iterator[Holder]:
+    """Yield names of modules and classes that may lead to a function; of one object one name.
+
+    Args:
+        wanted: ids of functions, of which all names are yielded.
+    """
+    known: set[int] = set()
+    for module, held in modules():
+        owners: list[tuple[Any, str]] = [] if id(namespace(held)) in known else [(held, module)]
+        known.add(id(namespace(held)))
+        for owner, of in owners:  # it grows while it is read
+            for name, value in list(namespace(owner).items()):
+                key = id(value)
+                if key not in wanted and (key in known or not _may_lead_on(value)):
+                    continue
+                known.add(key)
+                if issubclass(type(value), type):
+                    owners.append((value, ""))
+                else:
+                    yield of_module(of, name) if of else of_class(owner, name)
+
+
+def _may_lead_on(value: Any) -> bool:
+    """Tell if a value is a class, a table, or a function with more than its code."""
+    kind, function = type(value), unbound(value)
+    if type(function) is types.FunctionType:
+        held = function.__closure__ or function.__defaults__ or function.__kwdefaults__
+        return bool(held) or hasattr(function, "__wrapped__")
+    for table in _TABLES:
+        if issubclass(kind, table):
+            return bool(table.__len__(value) <= _LARGE)
+    return issubclass(kind, (type, *_CONTAINERS)) and not issubclass(kind, types.BuiltinMethodType)
