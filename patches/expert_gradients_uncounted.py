@@ -133,7 +133,7 @@ def reproduce() -> None:
     """Count experts of grouped layers, and experts' biases by each optimizer that there is."""
     from megatron_idempotent.proof.cpu import tiny
 
-    from ._grouped_experts import group_experts
+    from ._engine_layers import group_experts
 
     _expect_counted(bench(**_LAYOUT, before_ddp=group_experts), "experts.")
     layout = {**_LAYOUT, "config_overrides": {"add_bias_linear": True}}

@@ -25,7 +25,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Original, Patch, a_body_has, arguments, bench, expect_agreement, target
+from ._case import (
+    Original,
+    Patch,
+    a_body_has,
+    address,
+    arguments,
+    bench,
+    expect_agreement,
+    target,
+)
 
 _SETTING = "num_distributed_optimizer_instances"
 
@@ -82,6 +91,7 @@ PATCH = Patch(
     target("layer_wise.__init__", init, "self.shard_params"),
     since="0.18",
     before="0.19",
+    came_with=(address("layer_wise.compute_full_param_layout"), ""),
     ranks=4,
     fixed_when=a_body_has("get_pg_size(intra_dp_cp) == get_pg_size(self.dp_cp)"),
 )

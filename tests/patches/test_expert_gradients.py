@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_idempotent.patches._case import gathered
-from megatron_idempotent.patches._grouped_experts import group_experts
+from megatron_idempotent.patches._engine_layers import group_experts
 from ranks import RELEASE, built, needs_release, on_ranks, tiered
 
 from megatron_idempotent.proof.cpu import program, tiny

@@ -1,10 +1,11 @@
-"""The gradient norm and the number of zeros have each part of a weight that ranks split."""
+"""The gradient norm and the number of zeros have each element of a weight once."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from megatron_idempotent.patches._engine_layers import duplicated
 from ranks import RELEASE, built, needs_release, on_ranks
 
 needs_release((0, 12), "the tests need a Megatron")
@@ -98,3 +99,16 @@ def test_a_vocabulary_is_counted_once_without_initialization(distributed_optimiz
     )
     elements = model.vocabulary * model.config.hidden_size
     assert counted(model, "word_embeddings") == (elements, elements)
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+@on_ranks(2)
+def test_a_weight_that_each_rank_has_whole_is_counted_once(distributed_optimizer: bool) -> None:
+    """Megatron takes the mark itself from 0.17 on; before, the patch does."""
+
+    def add(module: Any) -> None:
+        module.down_projection = duplicated(module.config, 16)
+
+    model = built(**plain(distributed_optimizer=distributed_optimizer), before_ddp=add)
+    elements = 16 * model.config.hidden_size
+    assert counted(model, "down_projection") == (elements, elements)

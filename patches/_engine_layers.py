@@ -1,8 +1,8 @@
-"""Builds experts of Megatron's own grouped layers where Transformer Engine is not installed.
+"""Builds Megatron's own layers over Transformer Engine's where that is not installed.
 
-Megatron's `TEColumnParallelGroupedLinear` and `TERowParallelGroupedLinear` are the release's own
-code, over a stand-in for the class of Transformer Engine that they extend. It makes parameters and
-leaves them without marks, as Transformer Engine does since 2.13, and computes nothing.
+Megatron's `TEColumnParallelGroupedLinear`, `TERowParallelGroupedLinear` and `TELinear` are the
+release's own code, over stand-ins for the classes of Transformer Engine that they extend. These
+make parameters, mark them as Transformer Engine does since 2.13, and compute nothing.
 """
 
 from __future__ import annotations
@@ -39,26 +39,43 @@ def group_experts(module: Any) -> None:
         }
         layer.experts = nn.Module()
         with _version("2.16.1"):
-            column, row = _layers()
+            column, row, _ = _layers()
             layer.experts.linear_fc1 = column(count, config.hidden_size, width, **options)
             layer.experts.linear_fc2 = row(count, width, config.hidden_size, **options)
         layer.experts.cuda()
 
 
+def duplicated(config: Any, width: int) -> Any:
+    """Return a layer [H, width] that each tensor-parallel rank has as a whole, as MLA has some."""
+    with _version("2.16.1"):
+        _, _, linear = _layers()
+        return linear(
+            config.hidden_size,
+            width,
+            parallel_mode="duplicated",
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            skip_weight_param_allocation=False,
+        ).cuda()
+
+
 @functools.cache
-def _layers() -> tuple[Any, Any]:
-    """Return Megatron's classes of grouped layers, column-parallel and row-parallel.
+def _layers() -> tuple[Any, Any, Any]:
+    """Return Megatron's grouped layers, column-parallel and row-parallel, and its `TELinear`.
 
     They are from a second copy of the module, so that the rest of Megatron goes on without
     Transformer Engine.
     """
     with _standins.replaced(_ENGINE):
         pytorch: Any = importlib.import_module(f"{_ENGINE}.pytorch")
-        pytorch.GroupedLinear = _grouped_linear()
+        pytorch.GroupedLinear, pytorch.Linear = _grouped_linear(), _linear()
         spec: Any = importlib.util.find_spec(_LAYERS)
         layers = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(layers)
-    return layers.TEColumnParallelGroupedLinear, layers.TERowParallelGroupedLinear
+    grouped = (layers.TEColumnParallelGroupedLinear, layers.TERowParallelGroupedLinear)
+    return *grouped, layers.TELinear
 
 
 @contextlib.contextmanager
@@ -107,3 +124,32 @@ def _grouped_linear() -> Any:
                     self.register_parameter(f"bias{index}", nn.Parameter(zeros))
 
     return GroupedLinear
+
+
+def _linear() -> Any:
+    import torch
+    from torch import nn
+
+    class Linear(nn.Module):
+        """Makes and marks the weight of Transformer Engine's layer of this name."""
+
+        def __init__(
+            self,
+            in_features: int,
+            out_features: int,
+            *,
+            parallel_mode: str | None,
+            tp_size: int,
+            params_dtype: Any,
+            **_: Any,
+        ) -> None:
+            super().__init__()
+            self.parallel_mode, self.tp_size = parallel_mode, tp_size
+            weight = torch.zeros(out_features, in_features, dtype=params_dtype)
+            self.weight = nn.Parameter(weight)
+            marked: Any = self.weight
+            marked.tensor_model_parallel = True
+            marked.partition_dim = 1 if parallel_mode == "row" else 0
+            marked.partition_stride = 1
+
+    return Linear
