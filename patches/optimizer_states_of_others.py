@@ -31,13 +31,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_idempotent.megatron import optimizers
+
 from ._case import Fault, Original, Patch, a_body_has, address, bench, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Build an optimizer whose parameters have the numbers of their place in the groups."""
     original(self, *args, **kwargs)
-    if getattr(self, "is_stub_optimizer", False):
+    # A stub has no parameters, and under Megatron-FSDP it numbers none.
+    if getattr(self, "is_stub_optimizer", False) or optimizers.in_fsdp(self):
         return
     kinds = zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
     for index, (in_32_bits, in_16_bits) in enumerate(kinds):
