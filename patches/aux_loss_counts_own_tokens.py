@@ -13,7 +13,8 @@ Cause:
 Affects:
     0.12 to 0.18. What the patch does: with `calculate_per_token_loss` the losses are also
     multiplied by the number of ranks that share a sequence, as 0.19 does. What is logged does not
-    change.
+    change. Where a router gets a padding mask (from 0.16 on), its load balancing losses count the
+    tokens of all these ranks already, for `aux-loss-counts-others-tokens`, and stay as they are.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/5047 mends it in 0.19.
@@ -34,8 +35,10 @@ from ._case import Original, Patch, a_body_has, expect_weight_per_token, target
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Routes with a load balancing loss of all tokens; upstream logs it ÷ its coefficient."""
-    with moe.multiplied(self.config, "moe_aux_loss_coeff", _ranks(self)):
+    """Route with a load balancing loss of all tokens; upstream logs it ÷ its coefficient."""
+    mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
+    factor = _ranks(self) if mask is None else 1
+    with moe.multiplied(self.config, "moe_aux_loss_coeff", factor):
         return original(self, *args, **kwargs)
 
 
@@ -52,6 +55,19 @@ def _ranks(router: Any) -> int:
 def reproduce() -> None:
     """Compare gradients of summed losses to the same of means; a power of two changes no bit."""
     expect_weight_per_token(tp=2, moe_z_loss_coeff=0.125)
+
+
+def neighbour() -> list[float]:
+    """Return the norm of a router's gradient with a padding mask, which stock weighs rightly."""
+    import torch
+
+    from ._routers import ROWS, SEQUENCES, gradient, router, takes_padding
+
+    if not takes_padding():
+        return []
+    mask = torch.zeros(ROWS, SEQUENCES, dtype=torch.bool, device="cuda")
+    mask[ROWS // 2 :] = True
+    return [float(gradient(router("aux_loss"), mask).norm())]
 
 
 PATCH = Patch(

@@ -12,9 +12,10 @@ Cause:
     those. With another split these are not the ranks that hold the same part of an expert.
 
 Affects:
-    0.12 to 0.18; 0.19 looks at both sizes. What the patch does: DDP finds the weights of experts
-    marked where the two sizes differ and expert parallelism is off. Nothing else changes. On 0.12
-    experts of 1 over 2 raise in the forward: `expert-layers-in-dense-collectives` repairs that.
+    0.12 to 0.18; 0.19 looks at both sizes. What the patch does: MoE layers mark the weights of
+    their experts where the two sizes differ and expert parallelism is off, and DDP marks those of
+    adapters in them. Nothing else changes. On 0.12 experts of 1 over 2 raise in the forward:
+    `expert-layers-in-dense-collectives` repairs that.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/core/tensor_parallel/layers.py,
@@ -33,27 +34,45 @@ from typing import Any
 from ._case import Fault, Original, Patch, address, arguments, bench, gathered, target
 
 
+def layer(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Make an MoE layer, and mark the weights of its experts where they are split otherwise.
+
+    From 0.18 on the buffers may be laid out before DDP wraps the model.
+    """
+    original(self, config, *args, **kwargs)
+    if _split_otherwise(config):
+        _mark(self)
+
+
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a module in which experts' weights are marked, where they are split otherwise."""
-    given = arguments(original, (self, *args), kwargs)
-    config = given["config"]
-    split = getattr(config, "expert_tensor_parallel_size", None)
-    if (
-        split not in (None, config.tensor_model_parallel_size)
-        and config.expert_model_parallel_size == 1
-    ):
-        _mark_experts(given["module"])
+    """Wrap a module in which the same is true of weights that experts got later, in adapters."""
+    call = arguments(original, (self, *args), kwargs)
+    if _split_otherwise(call["config"]):
+        _mark_experts(call["module"])
     original(self, *args, **kwargs)
 
 
+def _split_otherwise(config: Any) -> bool:
+    """Return whether other ranks hold the same part of an expert than of a dense layer."""
+    split = getattr(config, "expert_tensor_parallel_size", None)
+    return (
+        split not in (None, config.tensor_model_parallel_size)
+        and config.expert_model_parallel_size == 1
+    )
+
+
 def _mark_experts(model: Any) -> None:
-    """Set on experts' weights what Megatron sets with more than one expert-parallel rank."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    for layer in model.modules():
-        if isinstance(layer, MoELayer):
-            for parameter in layer.experts.parameters():
-                parameter.allreduce = False
+    for part in model.modules():
+        if isinstance(part, MoELayer):
+            _mark(part)
+
+
+def _mark(moe_layer: Any) -> None:
+    """Set on experts' weights what Megatron sets with more than one expert-parallel rank."""
+    for parameter in moe_layer.experts.parameters():
+        parameter.allreduce = False
 
 
 def reproduce() -> None:
@@ -70,7 +89,8 @@ def reproduce() -> None:
 
 PATCH = Patch(
     "with EP 1 and another ETP than TP, experts get the gradients of other ranks' parts",
-    target("ddp.__init__", init, "getattr(param, 'allreduce', True)"),
+    target("ddp.__init__", init, "super().__init__(config=config, module=module)"),
+    target("moe.moe_layer:MoELayer.__init__", layer, "self.experts"),
     before="0.19",
     fixed_by=(
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,22 @@ def ranks_of_a_sequence() -> int:
 
     group = parallel_state.get_tensor_and_context_parallel_group()
     return int(group.size())
+
+
+@functools.cache
+def losses_count_all_ranks() -> bool:
+    """Return whether routers multiply losses per token by the tokens of all ranks of a sequence.
+
+    They do from 0.19 on; before they multiply by what they are told is a rank's own number.
+    """
+    import inspect
+
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    attach = inspect.unwrap(TopKRouter.attach_and_log_load_balancing_loss)
+    code = attach.__code__
+    # The branch dev sums the number over the ranks, others multiply by their number.
+    return "aux_loss_scale_num_tokens" in code.co_varnames or "tp_cp_group" in code.co_names
 
 
 @contextmanager

@@ -713,7 +713,6 @@ def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     for chunk in chunks:
         config = get_model_config(chunk)
-        shards = getattr(config, "gtp_weight_remat_size", None) or 1
         averages = not config.calculate_per_token_loss and ranks & (ranks - 1)
         for wrong, told in (
             (
@@ -721,10 +720,13 @@ def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
                 "overlap_moe_expert_parallel_comm=True, whose schedule runs two microbatches in "
                 "one and cannot be taken apart: set it to False",
             ),
-            (
-                shards > 1,
-                f"gtp_weight_remat_size={shards}, whose ranks share weights and not batches, so "
-                "that they are neither one replica nor several: set it to 1",
+            *(
+                (
+                    (getattr(config, name, None) or 1) > 1,
+                    f"{name}={getattr(config, name, None)}, whose ranks share weights and not "
+                    "batches, so that they are neither one replica nor several: set it to 1",
+                )
+                for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
             ),
             (
                 getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False),

@@ -124,7 +124,8 @@ def across_replicas(config: Any) -> str | None:
     """Return the setting for which data-parallel replicas meet inside of a layer; else None."""
     if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
         return "moe_router_load_balancing_type=global_aux_loss"
-    for name in ("expert_model_parallel_size", "gtp_weight_remat_size"):
+    shards = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+    for name in ("expert_model_parallel_size", *shards):
         if _size(config, name) > 1:
             return f"{name}={_size(config, name)}"
     experts = _expert_tensor_size(config)

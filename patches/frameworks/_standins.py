@@ -7,8 +7,10 @@ that lack a framework's requirements, CUDA among them. Nothing here is used by `
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
+from collections.abc import Iterator
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -55,6 +57,22 @@ def replace(*packages: str) -> None:
     for name in list(sys.modules):
         if any(_is_in(name, package) for package in packages):
             del sys.modules[name]
+
+
+@contextlib.contextmanager
+def replaced(*packages: str) -> Iterator[None]:
+    """Stand in for these packages inside of a block, installed or not."""
+    loaded, known = dict(sys.modules), set(_finder.packages)
+    replace(*packages)
+    try:
+        yield
+    finally:
+        _finder.packages = known
+        for name in list(sys.modules):
+            if any(_is_in(name, package) for package in packages):
+                del sys.modules[name]
+        for name, module in loaded.items():
+            sys.modules.setdefault(name, module)
 
 
 class _Finder(MetaPathFinder):

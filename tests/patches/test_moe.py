@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 
 import pytest
-from ranks import built, fails, on_microbatch, on_ranks, same
+from megatron_idempotent.patches._case import gathered
+from megatron_idempotent.patches._routers import ROWS, SEQUENCES, gradient, router
+from ranks import RELEASE, built, fails, on_microbatch, on_ranks, same
 
 import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny
@@ -75,3 +77,31 @@ def test_a_window_that_raises_puts_the_weight_back():
     ):
         model.forward_backward(4, data_seed=0)
     assert float(MoEAuxLossAutoScaler.main_loss_backward_scale) == 1.0
+
+
+@pytest.mark.skipif(RELEASE < (0, 16), reason="the router takes no padding mask")
+@pytest.mark.parametrize("padded", [0, ROWS // 2, ROWS])
+@on_ranks(2)
+def test_ranks_of_a_sequence_weigh_alike_wherever_its_padding_is(padded: int):
+    """The second rank has it all. The right loss is that of all tokens, times their number."""
+    import torch
+
+    megatron_idempotent.apply()
+    part = router("aux_loss")
+    mask = torch.zeros(ROWS, SEQUENCES, dtype=torch.bool, device="cuda")
+    if torch.distributed.get_rank() == 1:
+        mask[ROWS - padded :] = True
+    computed = gradient(part, mask)
+
+    generator = torch.Generator().manual_seed(7 + torch.distributed.get_rank())
+    hidden = torch.randn(ROWS, SEQUENCES, part.config.hidden_size, generator=generator).cuda()
+    hidden = hidden.double().requires_grad_()
+    logits = (hidden @ part.weight.detach().double().T)[~mask]
+    experts, topk = part.config.num_moe_experts, part.topk
+    chosen = torch.zeros_like(logits).scatter(1, logits.topk(topk, dim=1).indices, 1.0)
+    counts = sum(gathered(chosen.sum(0)))
+    tokens = counts.sum() / topk
+    coefficient = part.config.moe_aux_loss_coeff * experts / (topk * tokens * tokens)
+    (coefficient * (logits.softmax(-1).sum(0) * counts).sum() * tokens).backward()
+    # The router computes in float32.
+    assert torch.allclose(computed.double(), hidden.grad, rtol=1e-4, atol=1e-9)

@@ -524,6 +524,7 @@ def test_a_model_that_a_step_cannot_have_is_refused() -> None:
     for owner, name, value in (
         (bench.model.config, "overlap_moe_expert_parallel_comm", True),
         (bench.model.config, "gtp_weight_remat_size", 2),
+        (bench.model.config, "expert_gtp_weight_remat_size", 2),
         (chunks[0].ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", True),
     ):
         before = getattr(owner, name, None)

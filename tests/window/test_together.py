@@ -84,6 +84,7 @@ MET = [
     {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
     {"expert_tensor_parallel_size": 2, "num_moe_experts": 4},
     {"expert_tensor_parallel_size": 4, "tensor_model_parallel_size": 2, "num_moe_experts": 4},
+    {"expert_gtp_weight_remat_size": 2, "num_moe_experts": 4},
 ]
 NOT_MET = [
     {},

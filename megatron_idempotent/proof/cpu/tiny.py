@@ -4,7 +4,7 @@ It runs on megatron-core 0.12 to 0.19. Legend: B batch, T tokens.
 
 `LayerWiseDistributedOptimizer` gives each rank whole parameters to update. From 0.18 it gathers
 them out of DDP's buffers, which are laid out for it (`has_layout`), or through lists of parameters
-per rank. 0.17 has such lists only, and models with experts fall back to them.
+per rank. 0.16 and 0.17 have such lists only, and models with experts fall back to them.
 
 gloo lacks one thing that Megatron-FSDP uses, the reduction that scales as it sums (`PREMUL_SUM`),
 and upstream has an option for that: gradients are divided first. There are two versions of the
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -338,7 +339,7 @@ def build(
     iteration can capture (from 0.14, on a GPU).
 
     `layer_wise` takes the optimizer that gives each rank whole parameters, and needs dtype="bf16"
-    and megatron-core 0.17. It gathers out of DDP's buffers (from 0.18), or with
+    and megatron-core 0.16. It gathers out of DDP's buffers (from 0.18), or with
     distributed_optimizer=False through lists of parameters. `fsdp` puts the model into
     Megatron-FSDP instead of DDP (from 0.15), with that sharding strategy; "v2" takes its second
     version, of Megatron main.
@@ -566,6 +567,11 @@ def _known(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
 _MODULE = "megatron.core.optimizer.layer_wise_optimizer"
 
 
+def has_layer_wise() -> bool:
+    """Return whether this release has the layer-wise optimizer."""
+    return importlib.util.find_spec(_MODULE) is not None
+
+
 def has_layout() -> bool:
     """Return whether this release lays DDP's buffers out for the optimizer."""
     return hasattr(_optimizer_class(), "compute_full_param_layout")
@@ -646,18 +652,18 @@ def _around_adam(config: Any, chunks: list[Any]) -> Any:
     optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
     layer_wise = _optimizer_class()
     # 0.17 and commits between it and 0.18 have an argument for it, later ones read the config.
-    overlap = {
-        name: config.overlap_param_gather
-        for name in ("async_allgather", "overlap_param_gather")
-        if takes(layer_wise.__init__, name)
+    offered = {
+        "async_allgather": config.overlap_param_gather,
+        "overlap_param_gather": config.overlap_param_gather,
+        "model_chunks": chunks,  # 0.16 has none, and always gathers
     }
+    known = {name: offered[name] for name in offered if takes(layer_wise.__init__, name)}
     return layer_wise(
         [optimizer],
         config,
         ProcessGroupCollection.use_mpu_process_groups(),
         init_state_fn_list=None,
-        model_chunks=chunks,
-        **overlap,
+        **known,
     )
 
 

@@ -1,0 +1,57 @@
+"""Runs a router alone, with a padding mask or without: what its auxiliary losses weigh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._case import bench
+
+#: The rows of a tensor-parallel rank's part of the sequence, and the sequences.
+ROWS, SEQUENCES = 16, 2
+
+
+def takes_padding() -> bool:
+    """Return whether this release's router can be told where padding is."""
+    import inspect
+
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return "padding_mask" in inspect.signature(TopKRouter.forward).parameters
+
+
+def router(kind: str, **layout: Any) -> Any:
+    """Build a model with this load balancing loss per token, and return its first router."""
+    model = bench(
+        tp=2,
+        ep=2,
+        etp=1,
+        experts=4,
+        sequence_parallel=True,
+        overlap_grad_reduce=False,
+        with_optimizer=False,
+        wire=False,
+        config_overrides={
+            "calculate_per_token_loss": True,
+            "moe_aux_loss_coeff": 0.125,
+            "moe_router_load_balancing_type": kind,
+        },
+        **layout,
+    )
+    return model.chunks[0].module.decoder.layers[0].mlp.router
+
+
+def gradient(router: Any, mask: Any = None) -> Any:
+    """Return the gradient of inputs [ROWS, SEQUENCES, H] of auxiliary losses alone.
+
+    Args:
+        router: the router.
+        mask: where padding is, as [ROWS, SEQUENCES].
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(7 + torch.distributed.get_rank())
+    hidden = torch.randn(ROWS, SEQUENCES, router.config.hidden_size, generator=generator).cuda()
+    hidden.requires_grad_()
+    probs, _ = router(hidden, **({} if mask is None else {"padding_mask": mask}))
+    (probs * 0).sum().backward()
+    return hidden.grad

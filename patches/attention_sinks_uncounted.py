@@ -1,0 +1,79 @@
+"""The gradient norm leaves out attention sinks of other than the first tensor-parallel rank.
+
+Symptom:
+    With learnable attention sinks (`softmax_type="learnable"`, GPT-OSS) and tensor parallelism, the
+    gradient norm, clipping and the number of zeros have the sinks of the first rank's heads only.
+    No error.
+
+Cause:
+    The attention registers `softmax_offset`, with a value for each of this rank's heads, and does
+    not mark it `tensor_model_parallel`. What is not marked is taken for a copy of the first rank's.
+
+Affects:
+    0.15 on, which brought sinks. What the patch does: DDP finds the sinks marked as a part, in
+    Megatron's attention and in Transformer Engine's. No collective is added. `apply()` has to come
+    before DDP. Megatron-FSDP is left as it is.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 8;
+    https://github.com/NVIDIA/Megatron-LM/pull/7530 marks them in both attentions.
+
+Remove when:
+    both attentions mark their sinks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._case import Fault, Original, Patch, address, arguments, bench, target
+
+
+def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap a module whose sinks are marked as a part of those of all heads."""
+    call = arguments(original, (self, *args), kwargs)
+    if call["config"].tensor_model_parallel_size > 1:
+        for sinks in _sinks(call["module"]):
+            if not getattr(sinks, "tensor_model_parallel", False):
+                sinks.tensor_model_parallel = True
+                sinks.partition_dim = 0
+                sinks.partition_stride = 1
+    original(self, *args, **kwargs)
+
+
+def _sinks(model: Any) -> list[Any]:
+    """Return the learnable sinks of a model's attentions."""
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[2] == "softmax_offset"
+    ]
+
+
+def reproduce() -> None:
+    """Give the sinks of two ranks gradients of ones, and count them."""
+    model = bench(
+        tp=2,
+        dtype="bf16",
+        overlap_grad_reduce=False,
+        config_overrides={"softmax_type": "learnable"},
+    )
+    (chunk,) = model.chunks
+    chunk.zero_grad_buffer()
+    for sinks in _sinks(chunk):
+        sinks.main_grad.fill_(1.0)
+    model.optimizer.prepare_grads()
+    counted = round(float(model.optimizer.get_grad_norm()) ** 2)
+    elements = 2 * sum(sinks.numel() for sinks in _sinks(chunk))
+    if counted != elements:
+        raise Fault(f"the norm has {counted} of {elements} sinks")
+
+
+_ATTENTION = "core.transformer.dot_product_attention:DotProductAttention.__init__"
+
+PATCH = Patch(
+    "the gradient norm leaves out attention sinks of other than the first tensor-parallel rank",
+    target("ddp.__init__", init, "super().__init__(config=config, module=module)"),
+    since="0.15",
+    came_with=(address(_ATTENTION), "self.config.softmax_type"),
+)

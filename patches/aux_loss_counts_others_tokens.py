@@ -1,0 +1,80 @@
+"""Per token, MoE auxiliary losses with a padding mask weigh as if each rank had all tokens.
+
+Symptom:
+    With `calculate_per_token_loss` and a `padding_mask`, load balancing losses have TP x CP times
+    their weight under sequence or context parallelism, also if nothing is padded; before 0.19
+    `global_aux_loss` has DP times its weight. Packs that are padded to a length send such a mask.
+    No error, and the logged losses are right.
+
+Cause:
+    Each router multiplies its losses by the number of its own tokens, and from 0.19 on by the
+    number of ranks that share a sequence. `get_tokens_per_expert_and_token_count` counts its own
+    ones with a mask after the counts of all ranks were summed in place: they are those of all.
+
+Affects:
+    0.19 on; 0.16 to 0.18 for `global_aux_loss` alone, because routers multiply there by the tokens
+    once. What the patch does: with a mask each rank counts its share of all tokens, as without
+    one, so that ranks of a sequence weigh alike though one of them has all the padding. No
+    collective is added. `aux-loss-counts-own-tokens` leaves losses with a mask as they are.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 10;
+    https://github.com/NVIDIA/Megatron-LM/pull/7481 counts before the reduction, and weighs ranks
+    with padding less.
+
+Remove when:
+    a rank's count with a padding mask is taken before the reduction.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_idempotent.megatron import moe
+
+from ._case import Fault, Original, Patch, target
+
+
+def count(
+    original: Original, routing_map: Any, reduce_group: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Count tokens, and with a mask this rank's share of all of them for its own."""
+    counts = original(routing_map, reduce_group, *args, **kwargs)
+    global_tokens_per_expert, local_num_tokens, total_num_tokens = counts
+    if not kwargs.get("with_padding_mask"):
+        return counts
+    groups = kwargs.get("reduce_groups") or (reduce_group,)  # the branch dev has several
+    ranks = math.prod(group.size() for group in groups)
+    sequence = moe.ranks_of_a_sequence()
+    if moe.losses_count_all_ranks():
+        local_num_tokens = total_num_tokens / ranks
+    elif ranks != sequence:
+        local_num_tokens = total_num_tokens / ranks * sequence
+    return global_tokens_per_expert, local_num_tokens, total_num_tokens
+
+
+def reproduce() -> None:
+    """Compare the gradients of losses without a mask, and with one that hides nothing."""
+    import torch
+
+    from ._routers import ROWS, SEQUENCES, gradient, router
+
+    for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
+        part = router(kind)
+        mask = torch.zeros(ROWS, SEQUENCES, dtype=torch.bool, device="cuda")
+        right, masked = gradient(part), gradient(part, mask)
+        # A count of two to some power is divided by one: but for that the same operations.
+        if not torch.allclose(masked, right, rtol=1e-5, atol=0):
+            times = float(masked.norm() / right.norm())
+            raise Fault(f"with a mask that hides nothing {kind} weighs {times:.3g} times as much")
+
+
+PATCH = Patch(
+    "per token, MoE auxiliary losses with a padding mask weigh as if each rank had all tokens",
+    target("moe.moe_utils:get_tokens_per_expert_and_token_count", count),
+    since="0.16",
+    ranks=4,
+    given=("aux-loss-counts-own-tokens",),
+    groups=("aux-loss",),
+)

@@ -1,0 +1,95 @@
+"""The gradient norm counts a weight that each tensor-parallel rank has whole once for each rank.
+
+Symptom:
+    With multi-latent attention, Transformer Engine and tensor parallelism the gradient norm is too
+    large and clipping too strong, for all parameters: at TP 8 up to 1.36 or 1.52 times, as was
+    measured on DeepSeek's models. The number of zeros has too many as well. No error.
+
+Cause:
+    Transformer Engine's `Linear` marks each weight `tensor_model_parallel`, also that of a layer
+    without a parallel mode. Megatron makes such layers with `parallel_mode="duplicated"`, for the
+    down projections of queries, keys and values, and leaves the mark. What is marked counts on
+    each rank.
+
+Affects:
+    0.12 to 0.16, with Transformer Engine. What the patch does: DDP finds these weights without the
+    mark. No collective is added. `apply()` has to come before DDP. Experts' layers and
+    Megatron-FSDP are left as they are.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.17.0/megatron/core/extensions/transformer_engine.py
+    takes the mark in `TELinear`. https://github.com/areal-project/AReaL/pull/1497 and
+    https://github.com/ROCm/TransformerEngine/pull/715 meet it.
+
+Remove when:
+    no supported release leaves the mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ._case import Fault, Original, Patch, arguments, bench, target
+
+
+def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap a module in which no weight is marked as a part that each rank has whole."""
+    call = arguments(original, (self, *args), kwargs)
+    if call["config"].tensor_model_parallel_size > 1:
+        for layer in _duplicated_layers(call["module"]):
+            layer.weight.tensor_model_parallel = False
+    original(self, *args, **kwargs)
+
+
+def _duplicated_layers(model: Any) -> Iterator[Any]:
+    """Yield the layers that each tensor-parallel rank has whole.
+
+    Of Megatron's classes over `Linear` only `TELinear` itself is made for them; experts are split
+    by Megatron, and have no parallel mode either.
+    """
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    layers = list(model.modules())
+    of_experts = {
+        id(part)
+        for layer in layers
+        if isinstance(layer, MoELayer) and layer.experts is not None
+        for part in layer.experts.modules()
+    }
+    for layer in layers:
+        if type(layer).__name__ != "TELinear" or id(layer) in of_experts:
+            continue
+        if layer.parallel_mode is None and layer.tp_size == 1:
+            yield layer
+
+
+def reproduce() -> None:
+    """Give a weight that two ranks have whole a gradient of ones, and count it."""
+    from ._engine_layers import duplicated
+
+    def add(module: Any) -> None:
+        module.down_projection = duplicated(module.config, 16)
+
+    model = bench(tp=2, dtype="bf16", overlap_grad_reduce=False, before_ddp=add)
+    (chunk,) = model.chunks
+    chunk.zero_grad_buffer()
+    weight = chunk.module.down_projection.weight
+    weight.main_grad.fill_(1.0)
+    model.optimizer.prepare_grads()
+    counted = round(float(model.optimizer.get_grad_norm()) ** 2)
+    if counted != weight.numel():
+        raise Fault(f"the norm has {counted} elements of a weight of {weight.numel()}")
+
+
+PATCH = Patch(
+    "the gradient norm counts weights that each tensor-parallel rank has whole once for each rank",
+    target("ddp.__init__", init, "super().__init__(config=config, module=module)"),
+    before="0.17",
+    fixed_by=(
+        (
+            "megatron.core.extensions.transformer_engine:TELinear.__init__",
+            "setattr(param, 'tensor_model_parallel', False)",
+        ),
+    ),
+)

@@ -1,0 +1,215 @@
+"""The gradient norm leaves out experts that live on other than the first tensor-parallel ranks.
+
+Symptom:
+    With tensor parallelism and experts in grouped GEMM of Transformer Engine 2.13 or later, the
+    gradient norm is too small, clipping is too weak, for all parameters, and `num_zeros` and the
+    norm of the parameters lack the same. With experts' biases so it is in any implementation
+    where experts are split otherwise than the other layers, and with the layer-wise optimizer.
+    Upstream's test of TP 2, EP 2 reported 0.215 in place of 0.302. No error.
+
+Cause:
+    What is not marked `tensor_model_parallel` counts on tensor-parallel rank 0 alone, as a copy of
+    the same. Transformer Engine no longer marks the weights of its grouped layers, which are a part
+    of each expert, or of other experts on each rank. A bias of a row-parallel layer is a copy
+    rightly, but on the ranks that share an expert: those are the expert-tensor-parallel ones, and
+    the optimizer asks for its rank among the others.
+
+Affects:
+    0.12 to 0.18, where experts' biases are refused before 0.15; 0.19 with the layer-wise optimizer
+    and biases. What the patch does: DDP marks the weights, and the biases of column-parallel
+    layers, in Megatron's layers over Transformer Engine's, as that did before 2.13. An optimizer's
+    copies of experts' parameters say that they are experts', and of these each counts on the first
+    rank that has it. In Muon of 0.16 a grouped layer's split weight is then one matrix again. No
+    collective is added. `apply()` has to come before DDP and the optimizer. Process groups that
+    are not in `parallel_state`, and Megatron-FSDP, are left as they are.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/5916,
+    https://github.com/NVIDIA/Megatron-LM/pull/6099 for the layer-wise optimizer,
+    https://github.com/NVIDIA/TransformerEngine/pull/2678, which took the marks.
+
+Remove when:
+    no supported release asks for the dense tensor-parallel rank of an expert's parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_idempotent.megatron.targets import address
+
+from ._case import Fault, Original, Patch, arguments, bench, gathered, target
+
+#: Megatron's layers over Transformer Engine's whose parameters ranks split, and along which
+#: dimension.
+_SPLIT = {
+    "TEColumnParallelLinear": 0,
+    "TEColumnParallelGroupedLinear": 0,
+    "TERowParallelLinear": 1,
+    "TERowParallelGroupedLinear": 1,
+}
+
+
+def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap a module in which the parts of experts are marked as such, where there are parts."""
+    call = arguments(original, (self, *args), kwargs)
+    config = call["config"]
+    if config.tensor_model_parallel_size > 1 or (config.expert_tensor_parallel_size or 1) > 1:
+        for layer, dimension in _split_layers(call["module"]):
+            _mark(layer, dimension)
+    original(self, *args, **kwargs)
+
+
+def _split_layers(model: Any) -> Iterator[tuple[Any, int]]:
+    """Yield layers of routed experts over Transformer Engine's, and the dimension they split."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            for part in layer.experts.modules():
+                names = [kind.__name__ for kind in type(part).__mro__]
+                dimension = next((_SPLIT[name] for name in names if name in _SPLIT), None)
+                if dimension is not None:
+                    yield part, dimension
+
+
+def _mark(layer: Any, dimension: int) -> None:
+    """Mark weights and, where ranks split the output, biases, unless they are."""
+    kinds = "weight|bias" if dimension == 0 else "weight"
+    for name, parameter in layer.named_parameters(recurse=False):
+        if re.fullmatch(rf"({kinds})\d*", name) and not hasattr(parameter, "tensor_model_parallel"):
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = dimension
+            parameter.partition_stride = 1
+
+
+def copy(original: Original, destination_tensor: Any, source_tensor: Any) -> None:
+    """Copy the marks of a parameter, and whether it is an expert's."""
+    original(destination_tensor, source_tensor)
+    if hasattr(source_tensor, "allreduce"):
+        destination_tensor.allreduce = source_tensor.allreduce
+
+
+def counts(original: Original, param: Any, *args: Any, **kwargs: Any) -> bool:
+    """Return whether this rank counts a parameter: of an expert's copies the first one."""
+    if getattr(param, "allreduce", True) or getattr(param, "tensor_model_parallel", False):
+        return bool(original(param, *args, **kwargs))
+    groups = dict(zip(("tp_group", "expert_tp_group"), args, strict=False)) | kwargs
+    first = _is_first(groups.get("tp_group"), groups.get("expert_tp_group"))
+    return bool(original(param, *args, **kwargs)) if first is None else first
+
+
+def _is_first(tp_group: Any, expert_tp_group: Any) -> bool | None:
+    """Return whether this is the first of the ranks that share an expert.
+
+    None if the caller says so itself, or has other groups than `parallel_state`.
+    """
+    from megatron.core import parallel_state
+
+    if expert_tp_group is not None:
+        return None
+    dense = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    ranks = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
+    if ranks is None or tp_group not in (None, dense):
+        return None
+    return bool(ranks.rank() == 0)
+
+
+#: Each rank has another expert, and a half of the other layers.
+_LAYOUT: dict[str, Any] = {
+    "tp": 2,
+    "ep": 2,
+    "etp": 1,
+    "experts": 2,
+    "sequence_parallel": True,
+    "overlap_grad_reduce": False,
+    "dtype": "bf16",
+}
+
+
+def reproduce() -> None:
+    """Count experts of grouped layers, and experts' biases by each optimizer that there is."""
+    from megatron_idempotent.proof.cpu import tiny
+
+    from ._engine_layers import group_experts
+
+    _expect_counted(bench(**_LAYOUT, before_ddp=group_experts), "experts.")
+    layout = {**_LAYOUT, "config_overrides": {"add_bias_linear": True}}
+    try:
+        model = bench(**layout)
+    except AssertionError as refusal:
+        if "Bias is not supported for MoE" in str(refusal):
+            return
+        raise
+    _expect_counted(model, "linear_fc2.bias")
+    if tiny.has_layer_wise():
+        for by_layout in {False, tiny.has_layout()}:
+            model = bench(**layout, layer_wise=True, distributed_optimizer=by_layout)
+            _expect_counted(model, "linear_fc2.bias")
+
+
+def _expect_counted(model: Any, part: str) -> None:
+    """Give the experts' parameters of such names a gradient of ones or zeros, others the other.
+
+    No rank of two has an expert of another, so that all elements count.
+    """
+    import torch
+
+    sizes = [each.numel() for name, each in _parameters(model) if _is_expert(name, part)]
+    elements = int(sum(gathered(torch.tensor([sum(sizes)], device="cuda"))))
+    for expert, others in ((1.0, 0.0), (0.0, 1.0)):
+        for name, parameter in _parameters(model):
+            parameter.main_grad.fill_(expert if _is_expert(name, part) else others)
+        model.optimizer.prepare_grads()
+        if expert:
+            counted, what = round(float(model.optimizer.get_grad_norm()) ** 2), "norm"
+        else:
+            counted, what = int(model.optimizer.count_zeros()), "number of zeros"
+        if counted != elements:
+            kind = type(model.optimizer).__name__
+            raise Fault(f"the {what} of {kind} has {counted} of {elements} elements of {part}")
+
+
+def _parameters(model: Any) -> list[tuple[str, Any]]:
+    return [each for chunk in model.chunks for each in chunk.named_parameters()]
+
+
+def _is_expert(name: str, part: str) -> bool:
+    return ".experts." in name and part in name
+
+
+def neighbour() -> list[float]:
+    """Return norms and numbers of zeros of a step of what stock counts rightly: local experts.
+
+    Shared experts are beside them, which are split as the dense layers.
+    """
+    counted: list[float] = []
+    for distributed_optimizer in (True, False):
+        model = bench(
+            **_LAYOUT,
+            distributed_optimizer=distributed_optimizer,
+            config_overrides={"moe_shared_expert_intermediate_size": 64},
+            optimizer_overrides={"log_num_zeros_in_grad": True},
+        )
+        model.forward_backward(2, data_seed=0)
+        _, norm, zeros = model.step()
+        counted += [float(norm), float(zeros)]
+    return counted
+
+
+PATCH = Patch(
+    "the gradient norm leaves out experts of other than the first tensor-parallel ranks",
+    target("ddp.__init__", init, "super().__init__(config=config, module=module)"),
+    target("layers.copy_tensor_model_parallel_attributes", copy),
+    target("layers.param_is_not_tensor_parallel_duplicate", counts),
+    # The layer-wise optimizer was the last one that did not know. In miles' fork it does, in other
+    # words, and the distributed one's copies still do not say that they are experts'.
+    fixed_by=(
+        (
+            address("layer_wise.__init__"),
+            "getattr(self.pg_collection, 'expt_tp', self.tp_group)",
+        ),
+    ),
+)

@@ -1,0 +1,97 @@
+"""The layer-wise optimizer lets replicas of several optimizer instances drift apart.
+
+Symptom:
+    With `LayerWiseDistributedOptimizer` (dist_muon) and `num_distributed_optimizer_instances` above
+    1, parameters differ between data-parallel ranks of different instances after the first steps.
+    No error.
+
+Cause:
+    The layer-wise optimizer deals parameters to the data-parallel ranks of all instances, while DDP
+    reduces gradients to, and gathers parameters from, those of one instance.
+
+Affects:
+    0.18, whose layer-wise optimizer steps in DDP's buffers; before, DDP refuses several instances
+    without the distributed optimizer. What the patch does: the optimizer raises a `ValueError`
+    where it is built, as 0.19 raises an `AssertionError` there. With one instance nothing changes.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/6048 refuses it in 0.19.
+
+Remove when:
+    no supported release builds the optimizer over several instances.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._case import (
+    Original,
+    Patch,
+    a_body_has,
+    address,
+    arguments,
+    bench,
+    expect_agreement,
+    target,
+)
+
+_SETTING = "num_distributed_optimizer_instances"
+
+
+def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Build an optimizer over one instance, or raise."""
+    groups = arguments(original, (self, *args), kwargs)["pg_collection"]
+    instance = getattr(groups, "intra_dp_cp", None)
+    if instance is not None and instance.size() < groups.dp_cp.size():
+        raise ValueError(
+            f"LayerWiseDistributedOptimizer has {groups.dp_cp.size()} data-parallel ranks and "
+            f"{instance.size()} in an instance ({_SETTING}), so that instances would drift apart: "
+            f"set {_SETTING} to 1"
+        )
+    original(self, *args, **kwargs)
+
+
+def _built(instances: int) -> Any:
+    """Build a model with the layer-wise optimizer on as many instances of optimizer ranks."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(**{_SETTING: instances})
+    return bench(
+        layer_wise=True,
+        distributed_optimizer=True,
+        overlap_grad_reduce=False,
+        dtype="bf16",
+        ddp_overrides={_SETTING: instances},
+    )
+
+
+def reproduce() -> None:
+    """Train two steps in two instances of two ranks, unless the optimizer is refused."""
+    try:
+        model = _built(2)
+    except ValueError as refusal:
+        if _SETTING not in str(refusal):
+            raise
+        return
+    for seed in range(2):
+        model.train_step(1, data_seed=seed)
+    expect_agreement(model, "of two instances")
+
+
+def neighbour() -> list[bytes]:
+    """Train a step in one instance, and return the parameters."""
+    model = _built(1)
+    model.train_step(1, data_seed=0)
+    return [model.bits()]
+
+
+PATCH = Patch(
+    "the layer-wise optimizer lets replicas of several optimizer instances drift apart",
+    target("layer_wise.__init__", init, "self.shard_params"),
+    since="0.18",
+    before="0.19",
+    came_with=(address("layer_wise.compute_full_param_layout"), ""),
+    ranks=4,
+    fixed_when=a_body_has("get_pg_size(intra_dp_cp) == get_pg_size(self.dp_cp)"),
+)

@@ -1,0 +1,106 @@
+"""Checkpoints give parameters the optimizer state of others where some are kept in 32 bits.
+
+Symptom:
+    A model has parameters of 16 bits and of 32 bits, such as norms, routers or heads that are kept
+    in float32. Saves of the distributed optimizer have, under a parameter's name, the main weights
+    and moments of another one. If the two are of one size, no error: a load into the same layout
+    undoes the exchange, and a load into another layout, or by another program, does not. If their
+    sizes differ, the save raises, for example `AssertionError: (torch.Size([64]), 24640, 24896)`.
+
+Cause:
+    The optimizer numbers the parameters of a group in the order of the gradient buffers. Then it
+    reorders each group, those of 32 bits first, and keeps the numbers, by which saves and loads
+    find a parameter's state.
+
+Affects:
+    Every release, with the distributed optimizer. Training steps are right. What the patch does:
+    the numbers are those of the new order, and loaded values are written into parameters of 32 bits
+    without autograd, which refuses that otherwise. Models with one kind of parameters are as
+    before. A checkpoint that was saved without the patch, of parameters of one size in both
+    kinds, loads exchanged with it: load it without, and save it again with the patch.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/5835 mends it on the branch dev.
+    miles' fork has mended it, too.
+
+Remove when:
+    `DistributedOptimizer.__init__` numbers parameters by the order in which it installs them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.megatron import optimizers
+
+from ._case import Fault, Original, Patch, a_body_has, address, bench, target
+
+
+def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Build an optimizer whose parameters have the numbers of their place in the groups."""
+    original(self, *args, **kwargs)
+    # A stub has no parameters, and under Megatron-FSDP it numbers none.
+    if getattr(self, "is_stub_optimizer", False) or optimizers.in_fsdp(self):
+        return
+    kinds = zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
+    for index, (in_32_bits, in_16_bits) in enumerate(kinds):
+        for order, parameter in enumerate([*in_32_bits, *in_16_bits]):
+            self.model_param_group_index_map[parameter] = (index, order)
+
+
+def set_states(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Copy a loaded state without autograd: the main weights in 32 bits are the model's own."""
+    import torch
+
+    with torch.no_grad():
+        original(self, *args, **kwargs)
+
+
+def keep_norms_in_32_bits(module: Any) -> None:
+    """Keep the weights of a model's norms in float32, and compute with them in float32."""
+    import torch
+
+    def enter(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (inputs[0].float(), *inputs[1:])
+
+    def leave(_: Any, inputs: Any, output: Any) -> Any:
+        return output.bfloat16()
+
+    for part in module.modules():
+        if isinstance(part, torch.nn.LayerNorm):
+            part.float()
+            part.register_forward_pre_hook(enter)
+            part.register_forward_hook(leave)
+
+
+def reproduce() -> None:
+    """Train a model with norms in float32; its main weights have to be each parameter's own."""
+    import torch
+
+    model = bench(dtype="bf16", overlap_grad_reduce=False, before_ddp=keep_norms_in_32_bits)
+    model.train_step(1, data_seed=0)
+    (optimizer,) = model.optimizer.chained_optimizers
+    others = 0
+    for parameter in optimizer.model_param_gbuf_map:
+        part = optimizer._get_model_param_range_map(parameter)["param"]
+        own = parameter.detach().view(-1)[part.start : part.end]
+        main = optimizer._get_main_param_and_optimizer_states(parameter)["param"]
+        others += not torch.equal(main.to(own.dtype), own)
+    if others:
+        count = len(optimizer.model_param_gbuf_map)
+        raise Fault(f"{others} of {count} parameters have another's main weights")
+
+
+PATCH = Patch(
+    "optimizer checkpoints mix parameters up where some are kept in 32 bits",
+    target("distributed.__init__", init, "self._build_model_and_main_param_groups"),
+    target("distributed._set_main_param_and_optimizer_states", set_states),
+    fixed_when=a_body_has("enumerate([*model_fp32_params, *model_float16_params])"),
+    # miles' fork numbers them where it builds the groups.
+    fixed_by=(
+        (
+            address("distributed._build_model_and_main_param_groups"),
+            "model_param_group_index_map[model_param]",
+        ),
+    ),
+)

@@ -1,0 +1,91 @@
+"""Without initialization the gradient norm leaves out the layers of most tensor-parallel ranks.
+
+Symptom:
+    A model is built with `perform_initialization=False`, because its weights come from a
+    checkpoint: Megatron-Bridge does so for `load_weights=True`, and ms-swift by default. With
+    tensor parallelism the gradient norm, clipping and the number of zeros have the embedding, the
+    output layer and each layer that is not Transformer Engine's from the first rank alone: of a
+    small model 61,184 of 118,528 elements. No error.
+
+Cause:
+    Layers mark their weights `tensor_model_parallel` where they initialize them. What is not marked
+    is taken for a copy of the first rank's.
+
+Affects:
+    0.12 to 0.17. What the patch does: DDP finds the weights of Megatron's own column-parallel,
+    row-parallel and embedding layers marked as initialized ones are. No collective is added.
+    `apply()` has to come before DDP. Megatron-FSDP is left as it is.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/4084 mends it in 0.18.
+
+Remove when:
+    no supported release marks weights only where it initializes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ._case import Fault, Original, Patch, address, arguments, bench, target
+
+
+def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap a module in which each rank's part of a weight is marked as such."""
+    call = arguments(original, (self, *args), kwargs)
+    for weight, dimension in _parts(call["module"]):
+        if not getattr(weight, "tensor_model_parallel", False):
+            weight.tensor_model_parallel = True
+            weight.partition_dim = dimension
+            weight.partition_stride = 1
+    original(self, *args, **kwargs)
+
+
+def _parts(model: Any) -> Iterator[tuple[Any, int]]:
+    """Yield the weights that ranks split, and the dimension along which they do."""
+    from megatron.core.tensor_parallel import layers
+
+    dimensions = {
+        layers.VocabParallelEmbedding: 0,
+        layers.ColumnParallelLinear: 0,
+        layers.RowParallelLinear: 1,
+    }
+    for layer in model.modules():
+        for kind, dimension in dimensions.items():
+            # An output layer that is tied to the embedding has no weight of its own.
+            if isinstance(layer, kind) and layer.weight is not None:
+                yield layer.weight, dimension
+
+
+def reproduce() -> None:
+    """Count a model's elements by the norm of ones; they are those of an initialized model."""
+    counts = []
+    for initialized in (True, False):
+        model = bench(
+            tp=2,
+            dtype="bf16",
+            overlap_grad_reduce=False,
+            config_overrides={"perform_initialization": initialized},
+        )
+        for parameter in model.chunks[0].parameters():
+            parameter.main_grad.fill_(1.0)
+        model.optimizer.prepare_grads()
+        counts.append(round(float(model.optimizer.get_grad_norm()) ** 2))
+    right, counted = counts
+    if counted != right:
+        raise Fault(f"without initialization the norm has {counted} of {right} elements")
+
+
+PATCH = Patch(
+    "without initialization the norm leaves out weights of other than the first tensor rank",
+    target("ddp.__init__", init, "super().__init__(config=config, module=module)"),
+    before="0.18",
+    fixed_by=(
+        (
+            address("layers.VocabParallelEmbedding.__init__"),
+            "set_tensor_model_parallel_attributes("
+            "tensor=self.weight, is_parallel=True, dim=0, stride=1)",
+        ),
+    ),
+)
