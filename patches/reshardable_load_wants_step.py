@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def set_states(original: Original, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
@@ -65,6 +65,7 @@ PATCH = Patch(
     "torch's Adam cannot load fully reshardable optimizer state",
     target("distributed._set_main_param_and_optimizer_states", set_states),
     since="0.15",
+    came_with=(address("distributed.load_state_dict"), "sharding_type == 'fully_reshardable'"),
     given=("reshardable-state-shifted",),
     stock_error=r"KeyError: 'step'",
 )

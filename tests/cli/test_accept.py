@@ -17,6 +17,7 @@ from megatron_idempotent.patching import Patch, Target, statements
 from megatron_idempotent.patching import record as shipped
 from megatron_idempotent.patching.catalog import generated, patches
 from megatron_idempotent.patching.record import Reviewed
+from megatron_idempotent.patching.releases import numbers
 from megatron_idempotent.patching.trees import INFO
 
 SEED = "megatron/core/tensor_parallel/random.py"
@@ -245,6 +246,14 @@ def test_the_files_hold_nothing_that_no_patch_wraps():
     wrapping = {(t.address, p.id) for p in patches().values() for t in p.targets}
     read_for = {(address, p) for (address, _), found in known.readers.items() for p in found}
     assert read_for <= wrapping
-    assert {(a, name) for a in known.bodies for name in known.bodies[a]} == set(known.readers)
+    bodies = {
+        (a, name): label for a, found in known.bodies.items() for name, label in found.items()
+    }
+    assert set(known.readers) <= set(bodies)
+    # Nobody has to read what a function was before the hazard came.
+    since = {t.address: p.since for p in patches().values() for t in p.targets}
+    for address, name in set(bodies) - set(known.readers):
+        newest = bodies[address, name].rpartition(" ")[2]
+        assert () < numbers(newest) < numbers(since[address]), address
     assert generated(shipped.FILE) == known.lines()
     assert {name for each in known.bodies.values() for name in each} == set(statements.accepted())
