@@ -168,4 +168,5 @@ def _drop_unwrapped(known: Reviewed) -> None:
 
 
 def _read(known: Reviewed) -> set[str]:
-    return {name for hashes in known.bodies.values() for name in hashes}
+    """Return the hashes of the bodies that somebody has read for a patch."""
+    return {name for _, name in known.readers}

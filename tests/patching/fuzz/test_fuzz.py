@@ -14,10 +14,11 @@ from bench import MODULES, Result, source_of
 from mutants import REPAIRS, Mutant, cosmetic, mutants
 
 from megatron_idempotent.patching import Target
-from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.catalog import MEGATRON, patches
 from megatron_idempotent.patching.contract import contract_of
 from megatron_idempotent.patching.decide import review
 from megatron_idempotent.patching.evidence import Bodies
+from megatron_idempotent.patching.releases import installed, supported
 from megatron_idempotent.patching.source import locate, parse_body
 
 #: Mutants that are run, of each function: 2,000 in all, a second or two each.
@@ -76,7 +77,13 @@ def test_a_repair_in_other_words_is_refused_or_seen_when_it_runs():
         (target,) = (each for each in targets_of(function) if each in patches()[patch_id].targets)
         assert not patches()[patch_id].fixed_when(Bodies({target.address: body}))
         assert review(target, body)[0] == (patch_id in SEEN_WHEN_RUN)
-    detecting = {name for name, patch in patches().items() if patch.fixed_when is not None}
+    detecting = {
+        name
+        for name, patch in patches().items()
+        if patch.fixed_when is not None
+        and patch.distribution == MEGATRON
+        and supported(installed(MEGATRON), patch.since, patch.before)
+    }
     ours = {each.address for function in MODULES for each in targets_of(function)}
     around = {n for n in detecting if ours & {each.address for each in patches()[n].targets}}
     assert around == set(REPAIRS)
