@@ -89,10 +89,10 @@ def _module_contains(text: str, fragment: str) -> bool:
     """Tell if a module's source has the code of a fragment anywhere."""
     (statement,) = ast.parse(fragment).body
     wanted = canonical(statement.value if isinstance(statement, ast.Expr) else statement)
-    found: set[str] = set()
+    occurrences: list[str] = []
     for part in _parts(text, lambda part: _may_contain(part, fragment)):
-        canonical(part, lambda code, in_loop: found.add(code) if code == wanted else None)
-    return bool(found)
+        canonical(part, lambda code, in_loop: occurrences.append(code) if code == wanted else None)
+    return bool(occurrences)
 
 
 def _parts(text: str, worth: Callable[[str], bool]) -> Iterator[ast.Module]:

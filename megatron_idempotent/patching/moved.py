@@ -44,23 +44,23 @@ def definition(
     if body is not None:
         return Place(address=f"{module}:{qualname}"), body
     first, dot, rest = qualname.partition(".")
-    places = []
+    candidates = []
     for other, name in _origins(text, module, first, sources):
         if dot and sources.text(f"{other}.{name}") is not None:
-            places.append((f"{other}.{name}", rest))
+            candidates.append((f"{other}.{name}", rest))
         else:
-            places.append((other, f"{name}{dot}{rest}"))
+            candidates.append((other, f"{name}{dot}{rest}"))
     if inherited and dot:
-        places += [(module, f"{base}.{rest}") for base in bases_of(text, first)]
-    for place in places:
-        found = definition(*place, sources, inherited=inherited, depth=depth - 1)
-        if found is not None:
-            return found
+        candidates += [(module, f"{base}.{rest}") for base in bases_of(text, first)]
+    for candidate in candidates:
+        resolved = definition(*candidate, sources, inherited=inherited, depth=depth - 1)
+        if resolved is not None:
+            return resolved
     return None
 
 
 #: What `called` has looked up: train() is asked for by a dozen patches.
-_known: WeakKeyDictionary[Sources, dict[tuple[str, str], tuple[Place, Body] | None]] = (
+_resolved: WeakKeyDictionary[Sources, dict[tuple[str, str], tuple[Place, Body] | None]] = (
     WeakKeyDictionary()
 )
 
@@ -74,16 +74,15 @@ def called(
     """
     seen: set[str] = set()
     waiting = [(body, module, depth)]
-    known = _known.setdefault(sources, {})
+    resolved = _resolved.setdefault(sources, {})
     while waiting:
         caller, home, left = waiting.pop()
         for name in sorted(_called_names(caller)) if left else ():
-            if (home, name) not in known:
-                known[home, name] = definition(home, name, sources)
-            found = known[home, name]
-            if found is None or found[0].address in seen:
+            if (home, name) not in resolved:
+                resolved[home, name] = definition(home, name, sources)
+            place, callee = resolved[home, name] or (None, None)
+            if place is None or callee is None or place.address in seen:
                 continue
-            place, callee = found
             seen.add(place.address)
             yield place.module, callee
             waiting.append((callee, place.module, left - 1))

@@ -203,6 +203,9 @@ def test_a_checkpoint_goes_on_where_it_was_written():
     second.run(5)
     assert first.policy.steps + second.policy.steps == whole.policy.steps
     assert second.status.counts == whole.status.counts
+    # The weights of the checkpoint go out again under the version that they had.
+    assert [version for _, version in first.kinds("publish")] == [0, 1, 2]
+    assert [version for _, version in second.kinds("publish")] == [2, 3, 4, 5]
 
 
 def test_prompts_that_have_run_out_are_all_trained_and_the_last_weights_published():
