@@ -167,9 +167,10 @@ def _is_namespace(container: Any) -> bool:
 def _contents(container: Any) -> list[Any]:
     """Return what a container refers to; of a function, without the names of its module."""
     items = gc.get_referents(container)
-    if type(container) is types.FunctionType:
-        known = {id(container.__globals__), id(container.__builtins__)}  # type: ignore[attr-defined]
-        items = [item for item in items if id(item) not in known]
+    if isinstance(container, types.FunctionType):
+        function: Any = container  # not every version of mypy knows __builtins__
+        namespaces = {id(function.__globals__), id(function.__builtins__)}
+        items = [item for item in items if id(item) not in namespaces]
     return items
 
 
