@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
 PACKAGES = frozenset(
     {
-        *("mcore_adapter", "megatron", "miles", "nemo_rl", "nvidia_resiliency_ext", "roll"),
+        *(
+            "mcore_adapter",
+            "mcore_bridge",
+            "megatron",
+            "miles",
+            "nemo_rl",
+            "nvidia_resiliency_ext",
+            "roll",
+        ),
         *("skyrl", "slime", "swift", "verl"),
     }
 )

@@ -455,7 +455,11 @@ def check_patch_point(target: Target, body: Body | None) -> tuple[list[Any], Any
         return [], None
     from .source import as_compiled, read_body  # apply() before Megatron may do without
 
-    if as_compiled(unbound(raw), module, target.qualname):
+    function = unbound(raw)
+    if as_compiled(function, module, target.qualname) and (
+        # The source may have a definition that the compiler has dropped, as dead.
+        body is None or body.line == function.__code__.co_firstlineno
+    ):
         return [], None
     body = body or read_body(str(module.__file__), target.qualname)
     if body is None:
