@@ -28,7 +28,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ._case import Fault, Original, Patch, a_body_has, bench, target
+from ._case import Fault, Original, Patch, a_body_has, address, bench, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -96,4 +96,5 @@ PATCH = Patch(
     target("mtp.roll_tensor", roll),
     before="0.14",
     fixed_when=a_body_has("cp_group.size()"),
+    fixed_by=((address("mtp._roll_tensors_unpacked"), "cp_group.size()"),),  # on dev
 )
