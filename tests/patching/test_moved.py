@@ -124,6 +124,17 @@ HELPER = f"def _greet(name):\n    {WRONG}\n    return hello + name\n"
             f"{HELPER}def _other(name):\n    return _greet(name)\n",
             "drifted",
         ),
+        (  # what looks like a definition in a text over several lines is none
+            f'TEXT = """\ndef greet(name):\n{WRONG}\n"""\n{HELPER}'
+            "def greet(name):\n    return _greet(name)\n",
+            "",
+            "drifted",
+        ),
+        (
+            f'TEXT = """\ndef greet(name):\n{WRONG}\n"""\ndef greet(name):\n    return name\n',
+            HELPER,
+            "fixed_upstream",
+        ),
         ("def greet(name):\n    return 'hello' + name\n", HELPER, "fixed_upstream"),
         (
             f"{FROM}def greet(name):\n    return name\n",
