@@ -2,7 +2,7 @@
 
 A text that is there is evidence. A text that is not in one body is none: upstream may have moved it
 into a function that the body calls. So a fragment is gone only if it is nowhere in the modules of
-the bodies, and in no function that the bodies call, however many calls away.
+the bodies, and in no function that the bodies call, or that these call.
 """
 
 from __future__ import annotations

@@ -18,8 +18,10 @@ from .source import Body, definitions, imports_of, parse_body
 if TYPE_CHECKING:
     from .releases import Sources
 
-#: No chain of imports, base classes or calls is followed further than this.
+#: No chain of imports and base classes is followed further than this.
 _DEPTH = 6
+#: Nor a chain of calls: further away nobody moves a part of a body, and train() calls everything.
+_CALLS = 2
 
 
 def definition(
@@ -66,7 +68,7 @@ _resolved: WeakKeyDictionary[Sources, dict[tuple[str, str], tuple[Place, Body] |
 
 
 def called(
-    body: Body, module: str, sources: Sources, depth: int = _DEPTH
+    body: Body, module: str, sources: Sources, depth: int = _CALLS
 ) -> Iterator[tuple[str, Body]]:
     """Yield the functions that a body calls by name, with their modules, and what these call.
 
