@@ -2,7 +2,7 @@
 
 A text that is there is evidence. A text that is not in one body is none: upstream may have moved it
 into a function that the body calls. So a fragment is gone only if it is nowhere in the modules of
-the bodies, and in no function that the bodies call, or that these call.
+the bodies, and in no function of another module that the bodies call, or that these call there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from .catalog import Place
@@ -44,16 +45,18 @@ class Bodies(dict[str, Body]):
             return False
         if any(_module_contains(text, fragment) for text in {b.module for b in self.values()}):
             return False
-        return not any(
-            _may_contain(callee.module, fragment) and callee.contains(fragment)
-            for address, body in self.items()
-            for _, callee in self._called(address, body)
-        )
-
-    def _called(self, address: str, body: Body) -> Iterable[tuple[str, Body]]:
         if self._sources is None:
-            return ()
-        return called(body, Place(address=address).module, self._sources)
+            return True
+        return not any(
+            callee.contains(fragment)
+            for address, body in self.items()
+            for _, callee in called(
+                body,
+                Place(address=address).module,
+                self._sources,
+                lambda text: _may_contain(text, fragment),
+            )
+        )
 
 
 def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:
@@ -72,17 +75,14 @@ def no_body_has(fragment: str) -> Callable[[Bodies], bool]:
 
 def _may_contain(text: str, fragment: str) -> bool:
     """Tell if a text has all names in a fragment, without parsing it."""
-    words = {
-        word
-        for node in ast.walk(ast.parse(fragment))
-        for word in (
-            getattr(node, "id", None),
-            getattr(node, "attr", None),
-            getattr(node, "arg", None),
-        )
-        if isinstance(word, str)
-    }
-    return all(word in text for word in words)
+    return all(word in text for word in _names(fragment))
+
+
+@lru_cache(maxsize=64)
+def _names(fragment: str) -> frozenset[str]:
+    nodes = ast.walk(ast.parse(fragment))
+    words = (getattr(node, part, None) for node in nodes for part in ("id", "attr", "arg"))
+    return frozenset(word for word in words if isinstance(word, str))
 
 
 def _module_contains(text: str, fragment: str) -> bool:

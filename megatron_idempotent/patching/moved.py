@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from .catalog import Place
 from .source import Body, definitions, imports_of, parse_body
@@ -61,33 +60,43 @@ def definition(
     return None
 
 
-#: What `called` has looked up: train() is asked for by a dozen patches.
-_resolved: WeakKeyDictionary[Sources, dict[tuple[str, str], tuple[Place, Body] | None]] = (
-    WeakKeyDictionary()
-)
-
-
 def called(
-    body: Body, module: str, sources: Sources, depth: int = _CALLS
+    body: Body, module: str, sources: Sources, worth: Callable[[str], bool]
 ) -> Iterator[tuple[str, Body]]:
-    """Yield the functions that a body calls by name, with their modules, and what these call.
+    """Yield the functions that a body calls by name and other modules define, and what these call.
 
     Methods count if the call names a module or a class; `self.name()` is one of the class's module.
+
+    Args:
+        body: the body.
+        module: its module, whose own functions are left out.
+        sources: what reads the modules.
+        worth: told a module's source; functions are looked up where it is true, and in packages,
+            which may import them from elsewhere.
     """
     seen: set[str] = set()
-    waiting = [(body, module, depth)]
-    resolved = _resolved.setdefault(sources, {})
+    waiting = [(body, module, _CALLS)]
     while waiting:
         caller, home, left = waiting.pop()
-        for name in sorted(_called_names(caller)) if left else ():
-            if (home, name) not in resolved:
-                resolved[home, name] = definition(home, name, sources)
-            place, callee = resolved[home, name] or (None, None)
+        text = sources.text(home) if left else None
+        for name in sorted(_called_names(caller)) if text is not None else ():
+            first, dot, _ = name.partition(".")
+            origins = [] if home == module else [home]
+            for other, original in _origins(text or "", home, first, sources):
+                origins += [other, f"{other}.{original}"] if dot else [other]
+            if not any(_is_worth(origin, sources, worth) for origin in origins):
+                continue
+            place, callee = definition(home, name, sources) or (None, None)
             if place is None or callee is None or place.address in seen:
                 continue
             seen.add(place.address)
             yield place.module, callee
             waiting.append((callee, place.module, left - 1))
+
+
+def _is_worth(module: str, sources: Sources, worth: Callable[[str], bool]) -> bool:
+    text = sources.text(module)
+    return text is not None and (sources.is_package(module) or worth(text))
 
 
 def _called_names(body: Body) -> set[str]:
@@ -119,6 +128,8 @@ def _origins(text: str, module: str, name: str, sources: Sources) -> Iterator[tu
                     yield origin, name
                 elif (alias.asname or alias.name) == name:
                     yield origin, alias.name
+    if f"\n{name}" not in text and not text.startswith(name):  # a pattern takes longer
+        return
     for assigned in re.finditer(rf"^{re.escape(name)}\s*=\s*(\w+)\s*(?:#.*)?$", text, re.MULTILINE):
         yield module, assigned[1]
 
