@@ -166,6 +166,23 @@ def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
         )
 
 
+def counted(model: Any, pattern: str = "", *, zeros: bool = False) -> int:
+    """Return how many elements of parameters with such names a bench's gradient norm has.
+
+    These get gradients of ones, all others zeros; with `zeros` the other way around, and the number
+    of zeros is returned. All ranks take part.
+    """
+    import re
+
+    for chunk in model.chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.main_grad.fill_(float(bool(re.search(pattern, name)) is not zeros))
+    model.optimizer.prepare_grads()
+    if zeros:
+        return int(model.optimizer.count_zeros())
+    return round(float(model.optimizer.get_grad_norm()) ** 2)
+
+
 def expect_agreement(model: Any, when: str) -> None:
     """Raise if the data-parallel ranks hold different parameters."""
     import torch

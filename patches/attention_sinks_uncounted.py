@@ -26,7 +26,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, address, arguments, bench, target
+from megatron_idempotent.megatron.optimizers import mark_part
+
+from ._case import Fault, Original, Patch, address, arguments, bench, counted, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -35,9 +37,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     if call["config"].tensor_model_parallel_size > 1:
         for sinks in _sinks(call["module"]):
             if not getattr(sinks, "tensor_model_parallel", False):
-                sinks.tensor_model_parallel = True
-                sinks.partition_dim = 0
-                sinks.partition_stride = 1
+                mark_part(sinks, 0)
     original(self, *args, **kwargs)
 
 
@@ -58,15 +58,10 @@ def reproduce() -> None:
         overlap_grad_reduce=False,
         config_overrides={"softmax_type": "learnable"},
     )
-    (chunk,) = model.chunks
-    chunk.zero_grad_buffer()
-    for sinks in _sinks(chunk):
-        sinks.main_grad.fill_(1.0)
-    model.optimizer.prepare_grads()
-    counted = round(float(model.optimizer.get_grad_norm()) ** 2)
-    elements = 2 * sum(sinks.numel() for sinks in _sinks(chunk))
-    if counted != elements:
-        raise Fault(f"the norm has {counted} of {elements} sinks")
+    number = counted(model, "softmax_offset")
+    elements = 2 * sum(sinks.numel() for sinks in _sinks(model.chunks[0]))
+    if number != elements:
+        raise Fault(f"the norm has {number} of {elements} sinks")
 
 
 _ATTENTION = "core.transformer.dot_product_attention:DotProductAttention.__init__"

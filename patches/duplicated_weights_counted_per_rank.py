@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, bench, target
+from ._case import Fault, Original, Patch, arguments, bench, counted, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,14 +72,10 @@ def reproduce() -> None:
         module.down_projection = duplicated(module.config, 16)
 
     model = bench(tp=2, dtype="bf16", overlap_grad_reduce=False, before_ddp=add)
-    (chunk,) = model.chunks
-    chunk.zero_grad_buffer()
-    weight = chunk.module.down_projection.weight
-    weight.main_grad.fill_(1.0)
-    model.optimizer.prepare_grads()
-    counted = round(float(model.optimizer.get_grad_norm()) ** 2)
-    if counted != weight.numel():
-        raise Fault(f"the norm has {counted} elements of a weight of {weight.numel()}")
+    elements = model.chunks[0].module.down_projection.weight.numel()
+    number = counted(model, "down_projection")
+    if number != elements:
+        raise Fault(f"the norm has {number} elements of a weight of {elements}")
 
 
 PATCH = Patch(

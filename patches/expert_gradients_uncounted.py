@@ -38,9 +38,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_idempotent.megatron.targets import address
+from megatron_idempotent.megatron.optimizers import mark_part
 
-from ._case import Fault, Original, Patch, arguments, bench, gathered, target
+from ._case import Fault, Original, Patch, address, arguments, bench, counted, gathered, target
 
 #: Megatron's layers over Transformer Engine's whose parameters ranks split, and along which
 #: dimension.
@@ -80,9 +80,7 @@ def _mark(layer: Any, dimension: int) -> None:
     kinds = "weight|bias" if dimension == 0 else "weight"
     for name, parameter in layer.named_parameters(recurse=False):
         if re.fullmatch(rf"({kinds})\d*", name) and not hasattr(parameter, "tensor_model_parallel"):
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim = dimension
-            parameter.partition_stride = 1
+            mark_part(parameter, dimension)
 
 
 def copy(original: Original, destination_tensor: Any, source_tensor: Any) -> None:
@@ -117,6 +115,8 @@ def _is_first(tp_group: Any, expert_tp_group: Any) -> bool | None:
     return bool(ranks.rank() == 0)
 
 
+#: The names of experts' parameters, and of their biases that each rank of an expert has whole.
+_EXPERTS, _BIASES = r"\.experts\.", r"\.experts\..*linear_fc2\.bias"
 #: Each rank has another expert, and a half of the other layers.
 _LAYOUT: dict[str, Any] = {
     "tp": 2,
@@ -135,7 +135,7 @@ def reproduce() -> None:
 
     from ._engine_layers import group_experts
 
-    _expect_counted(bench(**_LAYOUT, before_ddp=group_experts), "experts.")
+    _expect_counted(bench(**_LAYOUT, before_ddp=group_experts), _EXPERTS)
     layout = {**_LAYOUT, "config_overrides": {"add_bias_linear": True}}
     try:
         model = bench(**layout)
@@ -143,41 +143,28 @@ def reproduce() -> None:
         if "Bias is not supported for MoE" in str(refusal):
             return
         raise
-    _expect_counted(model, "linear_fc2.bias")
+    _expect_counted(model, _BIASES)
     if tiny.has_layer_wise():
         for by_layout in {False, tiny.has_layout()}:
             model = bench(**layout, layer_wise=True, distributed_optimizer=by_layout)
-            _expect_counted(model, "linear_fc2.bias")
+            _expect_counted(model, _BIASES)
 
 
-def _expect_counted(model: Any, part: str) -> None:
-    """Give the experts' parameters of such names a gradient of ones or zeros, others the other.
+def _expect_counted(model: Any, pattern: str) -> None:
+    """Count the elements of experts' parameters with such names.
 
     No rank of two has an expert of another, so that all elements count.
     """
     import torch
 
-    sizes = [each.numel() for name, each in _parameters(model) if _is_expert(name, part)]
+    parameters = (each for chunk in model.chunks for each in chunk.named_parameters())
+    sizes = [parameter.numel() for name, parameter in parameters if re.search(pattern, name)]
     elements = int(sum(gathered(torch.tensor([sum(sizes)], device="cuda"))))
-    for expert, others in ((1.0, 0.0), (0.0, 1.0)):
-        for name, parameter in _parameters(model):
-            parameter.main_grad.fill_(expert if _is_expert(name, part) else others)
-        model.optimizer.prepare_grads()
-        if expert:
-            counted, what = round(float(model.optimizer.get_grad_norm()) ** 2), "norm"
-        else:
-            counted, what = int(model.optimizer.count_zeros()), "number of zeros"
-        if counted != elements:
+    for zeros, what in ((False, "norm"), (True, "number of zeros")):
+        number = counted(model, pattern, zeros=zeros)
+        if number != elements:
             kind = type(model.optimizer).__name__
-            raise Fault(f"the {what} of {kind} has {counted} of {elements} elements of {part}")
-
-
-def _parameters(model: Any) -> list[tuple[str, Any]]:
-    return [each for chunk in model.chunks for each in chunk.named_parameters()]
-
-
-def _is_expert(name: str, part: str) -> bool:
-    return ".experts." in name and part in name
+            raise Fault(f"the {what} of {kind} has {number} of {elements} elements of {pattern}")
 
 
 def neighbour() -> list[float]:

@@ -28,7 +28,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ._case import Fault, Original, Patch, address, arguments, bench, target
+from megatron_idempotent.megatron.optimizers import mark_part
+
+from ._case import Fault, Original, Patch, address, arguments, bench, counted, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,9 +38,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     call = arguments(original, (self, *args), kwargs)
     for weight, dimension in _parts(call["module"]):
         if not getattr(weight, "tensor_model_parallel", False):
-            weight.tensor_model_parallel = True
-            weight.partition_dim = dimension
-            weight.partition_stride = 1
+            mark_part(weight, dimension)
     original(self, *args, **kwargs)
 
 
@@ -68,13 +68,10 @@ def reproduce() -> None:
             overlap_grad_reduce=False,
             config_overrides={"perform_initialization": initialized},
         )
-        for parameter in model.chunks[0].parameters():
-            parameter.main_grad.fill_(1.0)
-        model.optimizer.prepare_grads()
-        counts.append(round(float(model.optimizer.get_grad_norm()) ** 2))
-    right, counted = counts
-    if counted != right:
-        raise Fault(f"without initialization the norm has {counted} of {right} elements")
+        counts.append(counted(model))
+    right, number = counts
+    if number != right:
+        raise Fault(f"without initialization the norm has {number} of {right} elements")
 
 
 PATCH = Patch(

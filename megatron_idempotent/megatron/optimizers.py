@@ -27,6 +27,16 @@ def is_hybrid(inner: Any) -> bool:
     return hasattr(inner, "param_to_inner_param")
 
 
+def mark_part(parameter: Any, dimension: int) -> None:
+    """Mark a parameter as this rank's part along a dimension, as Megatron's own layers do.
+
+    Of parameters that are not marked the gradient norm counts those of the first rank alone.
+    """
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim = dimension
+    parameter.partition_stride = 1
+
+
 def stepping(inner: Any) -> list[Any]:
     """Return the torch optimizers that step: those inside of a hybrid one, or the one itself."""
     return list(inner.sub_optimizers) if is_hybrid(inner) else [inner]

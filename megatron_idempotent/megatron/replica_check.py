@@ -86,18 +86,31 @@ def _compare_replicated(params: Sequence[tuple[Any, Tensor]], process_group: Any
     gathered = _all_gather([_Numbers(0, 0, int(_combine(sums)))], process_group)
     if all(rows == gathered[0] for rows in gathered):
         return
+    mismatch = _first_mismatch([param.data for _, param in params], process_group)
+    if mismatch is not None:
+        index, ranks = mismatch
+        raise ReplicaMismatchError(
+            f"parameters differ between tensor-parallel ranks before the optimizer step: "
+            f"{name_of(*params[index])} is the first; {ranks}. It is not marked "
+            "tensor_model_parallel, so all of them should have it whole: sum its gradient over "
+            "them (param.sequence_parallel = True does, with sequence parallelism); if it is a "
+            "shard, mark it, or norms leave it out"
+        )
+
+
+def _first_mismatch(tensors: Sequence[Tensor], process_group: Any) -> tuple[int, str] | None:
+    """Return the index of the first tensor that ranks have otherwise, and which ranks do.
+
+    All ranks of the group take part.
+    """
     numbers = torch.distributed.get_process_group_ranks(process_group)
-    gathered = _all_gather([_Numbers(0, 0, int(value)) for value in sums], process_group)
-    for (chunk, param), rows in zip(params, zip(*gathered, strict=True), strict=True):
+    sums = [_Numbers(0, int(checksum(tensor)), 0) for tensor in tensors]
+    gathered = _all_gather(sums, process_group)
+    for index, rows in enumerate(zip(*gathered, strict=True)):
         differing = [rank for rank, row in zip(numbers, rows, strict=True) if row != rows[0]]
         if differing:
-            raise ReplicaMismatchError(
-                f"parameters differ between tensor-parallel ranks before the optimizer step: "
-                f"{name_of(chunk, param)} is the first; ranks {differing} differ from rank "
-                f"{numbers[0]}. It is not marked tensor_model_parallel, so all of them should have "
-                "it whole: sum its gradient over them (param.sequence_parallel = True does, with "
-                "sequence parallelism); if it is a shard, mark it, or norms leave it out"
-            )
+            return index, f"ranks {differing} differ from rank {numbers[0]}"
+    return None
 
 
 def _problem(group: Any, ranks: Sequence[_Numbers]) -> str | None:
@@ -114,8 +127,8 @@ def _problem(group: Any, ranks: Sequence[_Numbers]) -> str | None:
 def _raise(
     chunk: Any, group: Any, where: str, field: str, ranks: Sequence[_Numbers], process_group: Any
 ) -> None:
-    numbers = torch.distributed.get_process_group_ranks(process_group)
     if field == "reductions":
+        numbers = torch.distributed.get_process_group_ranks(process_group)
         counts = {rank: row.reductions for rank, row in zip(numbers, ranks, strict=True)}
         first = name_of(chunk, group.buckets[0].params_list[0])
         raise ReplicaMismatchError(
@@ -126,15 +139,13 @@ def _raise(
         )
     params = [param for bucket in group.buckets for param in bucket.params_list]
     values = [p.main_grad if field == "gradients" else p.data for p in params]
-    gathered = _all_gather([_Numbers(0, int(checksum(v)), 0) for v in values], process_group)
-    for param, rows in zip(params, zip(*gathered, strict=True), strict=True):
-        differing = [rank for rank, row in zip(numbers, rows, strict=True) if row[1] != rows[0][1]]
-        if differing:
-            raise ReplicaMismatchError(
-                f"{field} differ between data-parallel ranks before the optimizer step: "
-                f"{name_of(chunk, param)} in {where} is the first; ranks {differing} differ from "
-                f"rank {numbers[0]}"
-            )
+    mismatch = _first_mismatch(values, process_group)
+    if mismatch is not None:
+        index, differing = mismatch
+        raise ReplicaMismatchError(
+            f"{field} differ between data-parallel ranks before the optimizer step: "
+            f"{name_of(chunk, params[index])} in {where} is the first; {differing}"
+        )
     raise ReplicaMismatchError(f"{field} of {where} differ between ranks in padding only: {ranks}")
 
 

@@ -11,12 +11,12 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.patches._case import Broken, Fault
+from megatron_idempotent.patches._case import Broken, Fault, target
 
 from . import _standins
 
 if TYPE_CHECKING:
-    from megatron_idempotent.patching import Original
+    from megatron_idempotent.patching import Original, Target
     from megatron_idempotent.patching.source import Body
 
 _LOAD = "load_other_checkpoint"
@@ -62,6 +62,21 @@ def load_other(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     except BaseException:
         self._active_model_tag = None
         raise
+
+
+def targets(framework: str, *more: str) -> list[Target]:
+    """Return what the patch for a framework wraps: an update, a save, `more` savers, and loads."""
+    actor = ACTOR.format(framework)
+    return [
+        target(f"{actor}.update_weights", use_actor, "self.weight_updater.update_weights()"),
+        *(target(f"{actor}.{name}", use_actor, "self.model") for name in ("save_model", *more)),
+        target(
+            f"{actor}.{_LOAD}",
+            load_other,
+            "self._active_model_tag = model_tag",
+            "self.weights_backuper.backup(model_tag)",
+        ),
+    ]
 
 
 class Actor:

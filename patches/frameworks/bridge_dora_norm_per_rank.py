@@ -31,6 +31,8 @@ from typing import Any
 
 from megatron_idempotent.patches._case import Original, Patch, no_body_has, target
 
+from megatron_idempotent.megatron.optimizers import mark_part
+
 from . import _peft
 
 
@@ -54,9 +56,7 @@ def begin(original: Original, self: Any, value: Any) -> None:
     if self.input_is_parallel:
         self.weight_magnitude.sequence_parallel = not self.disable_sequence_parallel_comm
     elif _peft.is_cut(self):
-        self.weight_magnitude.tensor_model_parallel = True
-        self.weight_magnitude.partition_dim = 0
-        self.weight_magnitude.partition_stride = 1
+        mark_part(self.weight_magnitude, 0)
 
 
 def reproduce() -> None:

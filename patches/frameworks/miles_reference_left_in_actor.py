@@ -23,7 +23,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.patches._case import Patch, target
+from megatron_idempotent.patches._case import Patch
 
 from . import _actors
 
@@ -38,18 +38,9 @@ def neighbour() -> object:
     return _actors.neighbour("miles")
 
 
-_OF = _actors.ACTOR.format("miles")
 PATCH = Patch(
     "after an exception miles sends or saves the reference's weights as the actor's, silently",
-    target(f"{_OF}.update_weights", _actors.use_actor, "self.weight_updater.update_weights()"),
-    target(f"{_OF}.save_model", _actors.use_actor, "self.model"),
-    target(f"{_OF}.export_hf", _actors.use_actor, "self.model"),
-    target(
-        f"{_OF}.load_other_checkpoint",
-        _actors.load_other,
-        "self._active_model_tag = model_tag",
-        "self.weights_backuper.backup(model_tag)",
-    ),
+    *_actors.targets("miles", "export_hf"),
     since="0.1",
     fixed_when=_actors.switches_back,
     ranks=1,

@@ -27,7 +27,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.patches._case import Patch, target
+from megatron_idempotent.patches._case import Patch
 
 from . import _actors
 
@@ -42,17 +42,9 @@ def neighbour() -> object:
     return _actors.neighbour("slime")
 
 
-_OF = _actors.ACTOR.format("slime")
 PATCH = Patch(
     "slime's first weight update after a start sends the reference's weights, silently",
-    target(f"{_OF}.update_weights", _actors.use_actor, "self.weight_updater.update_weights()"),
-    target(f"{_OF}.save_model", _actors.use_actor, "self.model"),
-    target(
-        f"{_OF}.load_other_checkpoint",
-        _actors.load_other,
-        "self._active_model_tag = model_tag",
-        "self.weights_backuper.backup(model_tag)",
-    ),
+    *_actors.targets("slime"),
     since="0.2.1",
     fixed_when=_actors.switches_back,
     ranks=1,

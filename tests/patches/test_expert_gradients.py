@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_idempotent.patches._case import gathered
+from megatron_idempotent.patches._case import counted, gathered
 from megatron_idempotent.patches._engine_layers import group_experts
 from ranks import RELEASE, built, needs_release, on_ranks, tiered
 
@@ -34,19 +34,9 @@ def experts_of(model: Any) -> list[Any]:
     ]
 
 
-def counted(model: Any) -> tuple[int, int]:
-    """Return the square of the norm where experts have ones, and the zeros where they have none."""
-    counts = []
-    for expert in (1.0, 0.0):
-        for chunk in model.chunks:
-            for each in chunk.parameters():
-                each.main_grad.fill_(1.0 - expert)
-        for each in experts_of(model):
-            each.main_grad.fill_(expert)
-        model.optimizer.prepare_grads()
-        norm = float(model.optimizer.get_grad_norm()) ** 2
-        counts.append(round(norm) if expert else int(model.optimizer.count_zeros()))
-    return counts[0], counts[1]
+def counts(model: Any) -> tuple[int, int]:
+    """Return the elements of experts in the norm, and in the number of zeros."""
+    return counted(model, r"\.experts\."), counted(model, r"\.experts\.", zeros=True)
 
 
 def split(tp: int, ep: int, etp: int, **more: Any) -> dict[str, Any]:
@@ -75,7 +65,7 @@ def test_norm_and_zeros_have_each_element_of_an_expert_once(tp: int, ep: int, et
                     before_ddp=group,
                     config_overrides={"add_bias_linear": biases},
                 )
-                assert counted(model) == (elements, elements), (biases, model.optimizer, group)
+                assert counts(model) == (elements, elements), (biases, model.optimizer, group)
 
 
 @pytest.mark.skipif(RELEASE < (0, 16), reason="no layer-wise optimizer")
@@ -86,7 +76,7 @@ def test_so_they_have_with_the_layer_wise_optimizer() -> None:
             **split(2, 2, 1, layer_wise=True, distributed_optimizer=by_layout),
             config_overrides={"add_bias_linear": True},
         )
-        assert counted(model) == (WEIGHTS + BIASES, WEIGHTS + BIASES)
+        assert counts(model) == (WEIGHTS + BIASES, WEIGHTS + BIASES)
 
 
 @refuses_biases

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from megatron_idempotent.patches._case import counted
 from megatron_idempotent.patches._engine_layers import duplicated
 from ranks import RELEASE, built, needs_release, on_ranks
 
@@ -14,19 +15,9 @@ MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 has_sinks = pytest.mark.skipif(RELEASE < (0, 15), reason="attention has no sinks")
 
 
-def counted(model: Any, part: str) -> tuple[int, int]:
-    """Return the square of the norm where such parameters have ones, and zeros where they do not.
-
-    All others have it the other way around.
-    """
-    counts = []
-    for mine, others in ((1.0, 0.0), (0.0, 1.0)):
-        for name, parameter in model.chunks[0].named_parameters():
-            parameter.main_grad.fill_(mine if part in name else others)
-        model.optimizer.prepare_grads()
-        norm = float(model.optimizer.get_grad_norm()) ** 2
-        counts.append(round(norm) if mine else int(model.optimizer.count_zeros()))
-    return counts[0], counts[1]
+def counts(model: Any, pattern: str) -> tuple[int, int]:
+    """Return the elements of such parameters in the norm, and in the number of zeros."""
+    return counted(model, pattern), counted(model, pattern, zeros=True)
 
 
 def plain(**options: Any) -> dict[str, Any]:
@@ -49,7 +40,7 @@ def test_the_sinks_of_all_heads_are_counted_once(distributed_optimizer: bool) ->
         config_overrides={"softmax_type": "learnable"},
     )
     heads = model.config.num_attention_heads * model.config.num_layers
-    assert counted(model, "softmax_offset") == (heads, heads)
+    assert counts(model, "softmax_offset") == (heads, heads)
 
 
 @has_sinks
@@ -98,7 +89,7 @@ def test_a_vocabulary_is_counted_once_without_initialization(distributed_optimiz
         config_overrides={"perform_initialization": False},
     )
     elements = model.vocabulary * model.config.hidden_size
-    assert counted(model, "word_embeddings") == (elements, elements)
+    assert counts(model, "word_embeddings") == (elements, elements)
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
@@ -111,4 +102,4 @@ def test_a_weight_that_each_rank_has_whole_is_counted_once(distributed_optimizer
 
     model = built(**plain(distributed_optimizer=distributed_optimizer), before_ddp=add)
     elements = 16 * model.config.hidden_size
-    assert counted(model, "down_projection") == (elements, elements)
+    assert counts(model, "down_projection") == (elements, elements)
