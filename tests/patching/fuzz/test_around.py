@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changed import TREES, Changed, applied, verdict
 from mutants import (
     PROPERTIES,
     SHAPES,
@@ -33,11 +34,9 @@ from mutants import (
 )
 
 import megatron_idempotent
-from megatron_idempotent.cli.reads import elsewhere, installed_trees
-from megatron_idempotent.patching.catalog import MEGATRON, patches
-from megatron_idempotent.patching.decide import judge
+from megatron_idempotent.cli.reads import elsewhere
+from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.record import Patch
-from megatron_idempotent.patching.trees import SourceTree
 
 torch = pytest.importorskip("torch")
 
@@ -46,39 +45,13 @@ BUFFER = "megatron.core.transformer.moe.moe_utils"
 #: Names of Python and torch that bytecode mentions, and of variables in upstream's closures, whose
 #: absence the wrapper copes with.
 _OTHERS = frozenset({*dir(builtins), *dir(torch), "start", "end"})
-TREES = installed_trees()
 pytestmark = pytest.mark.skipif(not TREES, reason="no megatron-core is installed")
 ROOT = Path(megatron_idempotent.__file__).parent
 
 
-class Changed(SourceTree):
-    """The installed Megatron with one mutant in it."""
-
-    def __init__(self, mutant: Around) -> None:
-        vars(self).update(vars(TREES[0]), _texts={}, mutant=mutant)
-
-    def text(self, module: str) -> str | None:
-        if module not in self._texts:
-            text = TREES[0].text(module)
-            self._texts[module] = None if text is None else self.mutant.change(module, text)
-        return self._texts[module]
-
-
-def verdict(patch: Patch, tree: SourceTree) -> tuple[bool, str]:
-    """Return whether the patch would be applied to the tree, and why or why not."""
-    bodies = {t.address: tree.body(t.module, t.qualname) for t in patch.targets}
-    found = judge(patch, bodies, tree, None, named=False)
-    return found.status is None, found.reason
-
-
-@functools.cache
-def applied() -> list[Patch]:
-    """Patch of Megatron that the installed one gets."""
-    return [
-        patch
-        for patch in patches().values()
-        if patch.distribution == MEGATRON and verdict(patch, TREES[0])[0]
-    ]
+def after(mutant: Around) -> Changed:
+    """Return the installed Megatron with one mutant in it."""
+    return Changed(lambda module, text: None if text is None else mutant.change(module, text))
 
 
 @functools.cache
@@ -220,14 +193,14 @@ def _concerned(mutant: Around, patch: Patch) -> bool | None:
 
 def wrong(mutant: Around) -> Iterator[str]:
     """Yield a sentence for each patch that the engine decides wrongly on a mutant."""
-    tree = Changed(mutant)
+    tree = after(mutant)
     for patch in applied():
         concerned = _concerned(mutant, patch)
         if concerned is None:
             continue
-        goes, reason = verdict(patch, tree)
-        if goes is concerned:
-            yield f"{mutant}: {patch.id} is {'applied' if goes else 'refused'} ({reason})"
+        decided = verdict(patch, tree)
+        if (decided.status is None) is concerned:
+            yield f"{mutant}: {patch.id} is {decided.status or 'applied'} ({decided.reason})"
 
 
 def test_a_sample_of_changes_around_wrapped_functions_is_refused_by_name():
@@ -329,9 +302,9 @@ def test_a_consistent_change_that_would_break_a_right_step_is_refused(
         change(m, TREES[0].text(m) or "") for m in [f"megatron.core.{home}" if home else BUFFER]
     ]
     assert texts != [TREES[0].text(f"megatron.core.{home}" if home else BUFFER)]
-    goes, reason = verdict(patch, Changed(mutant))
-    assert not goes
-    assert says in reason
+    decided = verdict(patch, after(mutant))
+    assert decided.status is not None
+    assert says in decided.reason
 
 
 @pytest.mark.exhaustive

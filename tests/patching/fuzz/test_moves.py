@@ -7,46 +7,18 @@ into a helper that it calls. Neither repairs a hazard.
 from __future__ import annotations
 
 import ast
-import functools
 import random
 from collections.abc import Iterator, Mapping
 
 import pytest
+from changed import TREES, Changed, applied, verdict
 
-from megatron_idempotent.cli.reads import installed_trees
-from megatron_idempotent.patching.catalog import MEGATRON, Place, patches
-from megatron_idempotent.patching.decide import judge
-from megatron_idempotent.patching.record import Patch
-from megatron_idempotent.patching.trees import SourceTree
+from megatron_idempotent.patching.catalog import Place
 
-TREES = installed_trees()
 pytestmark = pytest.mark.skipif(not TREES, reason="no megatron-core is installed")
 COUNT = 12
 Changes = Mapping[str, str]
 """Maps modules to their texts after a change."""
-
-
-class Changed(SourceTree):
-    """The installed Megatron with other texts of a few modules."""
-
-    def __init__(self, texts: Changes) -> None:
-        vars(self).update(vars(TREES[0]), _texts=dict(texts))
-
-    def text(self, module: str) -> str | None:
-        return self._texts[module] if module in self._texts else TREES[0].text(module)
-
-
-def status(patch: Patch, tree: SourceTree) -> tuple[str | None, str]:
-    bodies = {t.address: tree.body(t.module, t.qualname) for t in patch.targets}
-    found = judge(patch, bodies, tree, None, named=False)
-    return found.status, found.reason
-
-
-@functools.cache
-def applied() -> list[Patch]:
-    """Patch of Megatron that the installed one gets."""
-    every = (patch for patch in patches().values() if patch.distribution == MEGATRON)
-    return [patch for patch in every if status(patch, TREES[0])[0] is None]
 
 
 def moved(place: Place) -> Changes | None:
@@ -111,13 +83,13 @@ def unseen(kind: str, place: Place) -> Iterator[str] | None:
     texts = CHANGES[kind](place)
     if texts is None:
         return None
-    tree = Changed(texts)
+    tree = Changed(lambda module, text: texts.get(module, text))
     concerned = [p for p in applied() if place.address in {t.address for t in p.targets}]
-    told = [(patch.id, *status(patch, tree)) for patch in concerned]
+    decisions = [(patch.id, verdict(patch, tree)) for patch in concerned]
     return (
-        f"{kind} {place.address}: {id} is {word}: {reason}"
-        for id, word, reason in told
-        if word not in (None, "drifted")
+        f"{kind} {place.address}: {id} is {decided.status}: {decided.reason}"
+        for id, decided in decisions
+        if decided.status not in (None, "drifted")
     )
 
 
