@@ -61,12 +61,13 @@ def doctor(*, as_json: bool, beside: str | None = None) -> int:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"--beside {beside}: {type(error).__name__}: {error}") from error
         report = api.report()
+    nothing = api.nothing_lands(report)
     if as_json:
         print(json.dumps([row.as_dict() | {"files": _files(row)} for row in report], indent=2))
     else:
-        lines = [*filter(None, [api.nothing_lands(report)]), *notes()]
+        lines = [*filter(None, [nothing]), *notes()]
         print(overview(report, terminal_width(), dry_run=beside is None, notes=lines))
-    return 1 if report.problems or api.nothing_lands(report) else 0
+    return 1 if report.problems or nothing else 0
 
 
 def notes() -> Iterator[str]:

@@ -30,9 +30,9 @@ HEADS: Mapping[str, str] = {
 # Written by {_CASEBOOK} and {_ACCEPT}; do not edit.
 """,
     TABLE: f"""\
-# The modules that patches read: each digest of their contents behind the first release that has
-# it. Then per patch a character for each release: + it lands, - the release is not in its range,
-# f upstream has repaired the hazard, ? its bodies are read each time.
+# A line for each module that patches read: a release, and the SHA-256 of the file from it on. Then
+# a line for each patch, with a character for each release: + it lands, - the release is not in its
+# range, f upstream has repaired the hazard, ? its bodies are read each time.
 # Written by {_CASEBOOK} with the paths of wheels; do not edit.
 """,
     FILE: f"""\

@@ -263,10 +263,12 @@ def write_report() -> None:
 
 def nothing_lands(rows: Iterable[Row]) -> str | None:
     """Say that a Megatron is on the path and gets none of the patches that are on; else None."""
+    on = (row for row in rows if row.status != "disabled")
+    rows = [row for row in on if outlines()[row.id].distribution == MEGATRON]
+    if not rows or any(row.status in PROBLEMS | COVERED for row in rows):
+        return None
     path = import_hooks.find("megatron.core.package_info") or import_hooks.find("megatron.core")
-    rows = [row for row in rows if outlines()[row.id].distribution == MEGATRON]
-    rows = [row for row in rows if row.status != "disabled"]
-    if path is None or not rows or any(row.status in PROBLEMS | COVERED for row in rows):
+    if path is None:
         return None
     return f"not one patch is for the Megatron at {path} ({rows[0].reason}): it stays as it is"
 

@@ -114,8 +114,8 @@ def exact_release(distribution: str) -> Installed | None:
     """Return the release that is installed; None for a commit, whose number tells nothing.
 
     Megatron is a release if its files are (`releases`), and if it is older than all that we have
-    read. A framework is one if it was installed from
-    an index: installers note where else a package came from.
+    read. A framework is one if it was installed from an index: installers note where else a package
+    came from.
     """
     version = installed(distribution)
     if version is None:

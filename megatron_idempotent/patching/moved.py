@@ -78,11 +78,13 @@ def called(
     waiting = [(body, module, _CALLS)]
     while waiting:
         caller, home, left = waiting.pop()
-        text = sources.text(home) if left else None
-        for name in sorted(_called_names(caller)) if text is not None else ():
+        text = sources.text(home)
+        if text is None or not left:
+            continue
+        for name in sorted(_called_names(caller)):
             first, dot, _ = name.partition(".")
             origins = [] if home == module else [home]
-            for other, original in _origins(text or "", home, first, sources):
+            for other, original in _origins(text, home, first, sources):
                 origins += [other, f"{other}.{original}"] if dot else [other]
             if not any(_is_worth(origin, sources, worth) for origin in origins):
                 continue

@@ -122,10 +122,8 @@ class Body:
 
         Formatting does not count; with `outside_loops` code in a `for` or `while` does not, either.
         """
-        (wanted,) = ast.parse(fragment).body
-        node: ast.AST = wanted.value if isinstance(wanted, ast.Expr) else wanted
         everywhere, outside = self._fragments
-        return hash(canonical(node)) in (outside if outside_loops else everywhere)
+        return hash(code_of(fragment)) in (outside if outside_loops else everywhere)
 
     @computed
     def _fragments(self) -> tuple[set[int], set[int]]:
@@ -326,6 +324,12 @@ def canonical(
     if note is not None:
         note(text, in_loop)
     return text
+
+
+def code_of(fragment: str) -> str:
+    """Return what `canonical` says of a fragment, which is one expression or one statement."""
+    (statement,) = ast.parse(fragment).body
+    return canonical(statement.value if isinstance(statement, ast.Expr) else statement)
 
 
 @cache
