@@ -237,6 +237,20 @@ def test_nothing_is_new_in_what_was_read(tree, files, capsys):
     assert (files[0].read_bytes(), files[1].read_bytes()) == before
 
 
+def test_bodies_that_no_patch_wraps_any_more_leave_with_their_statements(tree, files):
+    before = read(files[0])
+    (gone,) = {address for address in before.bodies if address.endswith(":destroy_model_parallel")}
+    files[0].write_text(files[0].read_text().replace(gone, f"{gone}_of_old"))
+    assert accept(tree, "pipeline-seed-offset", "--as", "main, November 2026") == 0
+    after = read(files[0])
+    assert {address for address in before.bodies if address not in after.bodies} == {gone}
+    assert f"{gone}_of_old" not in after.bodies
+    others = {name for address, name in before.readers if address != gone}
+    dropped = {name for address, name in before.readers if address == gone} - others
+    assert dropped
+    assert not [line for line in files[1].read_text().splitlines() if line[:12] in dropped]
+
+
 def test_the_files_hold_nothing_that_no_patch_wraps():
     known = shipped.reviewed()
     addresses = {t.address: t for patch in patches().values() for t in patch.targets}
