@@ -6,7 +6,8 @@ repository in which it is called. Releases, commits and frameworks are tables in
 what else names releases gets them from there. CITATION.cff gets the version of the package.
 
 With paths of wheels, or of clones at a release's tag, it renews the table of releases, by which
-`apply()` and `doctor` tell a release from a commit.
+`apply()` and `doctor` tell a release from a commit. With these and with other commits it renews the
+texts of functions that `apply()` knows without parsing them.
 
 With `--accept ID` it also writes down, as `drift --accept` does, that a person has read for these
 patches what is in the wheels and source trees that are named, or in the installed Megatron. So it
@@ -32,8 +33,10 @@ from megatron_idempotent import __version__
 from megatron_idempotent.patching.catalog import INDEX, MEGATRON, PACKAGE, hazards, index_of
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 from megatron_idempotent.patching.releases import TABLE, place
+from megatron_idempotent.patching.source import TEXTS
 from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
 
+from .body_texts import renewed_texts
 from .drift import drift, open_trees
 from .generated import content, write
 from .reads import installed_trees, renewed
@@ -266,9 +269,13 @@ def main(argv: Sequence[str], root: Path) -> int:
     if options.accept:  # last, because only it knows what was read just now
         drift(options.paths, as_json=False, with_diff=False, accepted=options.accept)
         needs = parsed(content(root / GENERATED, READS))
-    known = content(root / GENERATED, TABLE) if (root / GENERATED / TABLE).exists() else []
     trees = open_trees(map(Path, options.paths))
-    write(root / GENERATED, TABLE, renewed_table(known, trees, needs))
+    known = {
+        name: content(root / GENERATED, name) if (root / GENERATED / name).exists() else []
+        for name in (TABLE, TEXTS)
+    }
+    write(root / GENERATED, TABLE, renewed_table(known[TABLE], trees, needs))
+    write(root / GENERATED, TEXTS, renewed_texts(known[TEXTS], trees))
     return 0
 
 

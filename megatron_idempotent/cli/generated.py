@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_idempotent.patching.catalog import INDEX, generated_folder
 from megatron_idempotent.patching.record import FILE
 from megatron_idempotent.patching.releases import TABLE
+from megatron_idempotent.patching.source import TEXTS
 from megatron_idempotent.patching.statements import ACCEPTED
 from megatron_idempotent.patching.surroundings import READS
 
@@ -34,6 +35,10 @@ HEADS: Mapping[str, str] = {
 # a line for each patch, with a character for each release: + it lands, - the release is not in its
 # range, f upstream has repaired the hazard, ? its bodies are read each time.
 # Written by {_CASEBOOK} with the paths of wheels; do not edit.
+""",
+    TEXTS: f"""\
+# Texts of functions that need not be parsed: the digest of the text, and of the body that it has.
+# Written by {_CASEBOOK} with the paths of wheels and commits; do not edit.
 """,
     FILE: f"""\
 # Bodies of upstream's functions that a person has read: the hash of the code, the releases

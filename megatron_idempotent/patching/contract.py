@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from .base import Record
-from .source import Body, canonical, computed, digest, parse_body, watches
+from .source import Body, canonical, computed, digest, nodes_of, parse_body, watches
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -157,7 +157,7 @@ def _unmet(
 ) -> Iterator[str]:
     if isinstance(tree, ast.AsyncFunctionDef):
         yield "is async, and its wrapper calls a plain function"
-    own = list(_own_nodes(tree))
+    own = _own_nodes(tree)
     if _yields(own) and not contract.yields:
         yield "is a generator, and its wrapper calls a plain function"
     if contract.yields and not _yields(own):
@@ -243,12 +243,9 @@ def _yields(own: Iterable[ast.AST]) -> bool:
     return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in own)
 
 
-def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of the function, without those of functions and classes in it."""
-    for child in ast.iter_child_nodes(tree):
-        if not isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
-            yield child
-            yield from _own_nodes(child)
+def _own_nodes(tree: ast.AST) -> list[ast.AST]:
+    """Return the nodes of the function, without those of functions and classes in it."""
+    return nodes_of(tree, (*_FUNCTIONS, ast.ClassDef))[1:]
 
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -271,7 +268,7 @@ class BodyPart:
     """
 
     def __init__(self, body: Body, fragments: Iterable[str], parameters: Iterable[str]) -> None:
-        self._tree = body.tree
+        self._body = body
         self._fragments = tuple(fragments)
         self._parameters = sorted(set(parameters))
 
@@ -291,14 +288,15 @@ class BodyPart:
 
     @computed
     def _lines(self) -> list[tuple[_Step, ...]]:
-        things = _Things(self._fragments, _locals(self._tree))
-        declared = _declarations(self._tree.args)
+        tree = self._body.tree
+        things = _Things(self._fragments, _locals(self._body.nodes))
+        declared = _declarations(tree.args)
         parameters = [
             ((f"parameter {name}", declared[name]),)
             for name in self._parameters
             if name in declared
         ]
-        return [*parameters, *_touching(things, self._tree.body, (), own=True)]
+        return [*parameters, *_touching(things, tree.body, (), own=True)]
 
 
 def _touching(
@@ -405,7 +403,7 @@ class _Things:
     def touched_by(self, code: Sequence[ast.AST], *, own: bool) -> bool:
         if self._returns and own and any(isinstance(node, ast.Return) for node in code):
             return True
-        return any(self._is_one(node) for root in code for node in ast.walk(root))
+        return any(self._is_one(node) for root in code for node in nodes_of(root))
 
     def _is_one(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Attribute):
@@ -427,11 +425,11 @@ class _Things:
         return False
 
 
-def _locals(tree: ast.AST) -> set[str]:
-    """Return the names that the function, or one in it, binds."""
+def _locals(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names that a function with these nodes, or one in it, binds."""
     bound: set[str] = set()
     elsewhere: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.arg):
             bound.add(node.arg)
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from .catalog import Place
 from .moved import called
-from .source import Body, canonical, code_of
+from .source import Body, nodes_of, occurrences
 
 if TYPE_CHECKING:
     from .releases import Sources
@@ -87,11 +87,8 @@ def _names(fragment: str) -> frozenset[str]:
 
 def _module_contains(text: str, fragment: str) -> bool:
     """Tell if a module's source has the code of a fragment anywhere."""
-    wanted = code_of(fragment)
-    occurrences: list[str] = []
-    for part in _parts(text, lambda part: _may_contain(part, fragment)):
-        canonical(part, lambda code, in_loop: occurrences.append(code) if code == wanted else None)
-    return bool(occurrences)
+    parts = _parts(text, lambda part: _may_contain(part, fragment))
+    return any(occurrences(nodes_of(part), fragment) for part in parts)
 
 
 def _parts(text: str, worth: Callable[[str], bool]) -> Iterator[ast.Module]:

@@ -103,7 +103,7 @@ def _is_worth(module: str, sources: Sources, worth: Callable[[str], bool]) -> bo
 
 def _called_names(body: Body) -> set[str]:
     names = set()
-    for node in ast.walk(body.tree):
+    for node in body.nodes:
         called = node.func if isinstance(node, ast.Call) else None
         if isinstance(called, ast.Name):
             names.add(called.id)

@@ -26,14 +26,17 @@ import re
 import struct
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from .catalog import generated
 from .import_hooks import find, namespace
 
+TEXTS = "texts.txt"
 _T = TypeVar("_T")
 
 
@@ -85,22 +88,30 @@ class Body:
         body.contains("config.param_sync_func = None")
     """
 
-    def __init__(self, tree: ast.FunctionDef | ast.AsyncFunctionDef, module: str) -> None:
-        self.tree = tree
+    def __init__(self, qualname: str, module: str, piece: Piece | None) -> None:
+        self.qualname = qualname
         self.module = module
         """The source of the module that the function is from."""
+        known = None if piece is None else known_texts().get(piece.digest)
+        if piece is not None and known is not None:  # nothing has to be parsed to know it
+            self.__dict__.update(hash=known, line=piece.line)
+
+    @computed
+    def tree(self) -> ast.FunctionDef | ast.AsyncFunctionDef:
+        """Parse the function."""
+        tree = parse_function(self.module, self.qualname)
+        assert tree is not None  # parse_body() has found it, or its text is a known one
+        return tree
 
     @computed
     def hash(self) -> str:
         """Twelve hexadecimal digits, equal for equal code on every Python version."""
-        bare = copy.copy(self.tree)
-        bare.decorator_list = [each for each in bare.decorator_list if not watches(each)]
-        return digest(canonical(bare))
+        return hash_of(self.tree)
 
-    @property
+    @computed
     def line(self) -> int:
-        """The line at which the function begins, decorators included, as `co_firstlineno` says."""
-        return min([self.tree.lineno, *(node.lineno for node in self.tree.decorator_list)])
+        """Return the line at which the function begins, as `co_firstlineno` has it."""
+        return line_of(self.tree)
 
     @computed
     def parameters(self) -> tuple[str, ...]:
@@ -117,28 +128,22 @@ class Body:
         bare.body = without_docstring(bare.body) or bare.body
         return ast.unparse(bare)
 
+    @computed
+    def nodes(self) -> list[ast.AST]:
+        """Return the nodes of the syntax tree, parents first."""
+        return nodes_of(self.tree)
+
     def contains(self, fragment: str, *, outside_loops: bool = False) -> bool:
         """Return whether the body has an expression or statement with the code of `fragment`.
 
         Formatting does not count; with `outside_loops` code in a `for` or `while` does not, either.
         """
-        everywhere, outside = self._fragments
-        return hash(code_of(fragment)) in (outside if outside_loops else everywhere)
-
-    @computed
-    def _fragments(self) -> tuple[set[int], set[int]]:
-        # Of all expressions and statements, and of those in no loop. Hashes, because every text
-        # contains those of its parts: train()'s are megabytes.
-        everywhere: set[int] = set()
-        outside: set[int] = set()
-
-        def note(text: str, in_loop: bool) -> None:
-            everywhere.add(hash(text))
-            if not in_loop:
-                outside.add(hash(text))
-
-        canonical(self.tree, note)
-        return everywhere, outside
+        places = occurrences(self.nodes, fragment)
+        if places and outside_loops:
+            loops = (nodes_of(node) for node in self.nodes if type(node) in _LOOPS)
+            in_loops = {id(node) for nodes in loops for node in nodes}
+            return any(id(node) not in in_loops for node in places)
+        return bool(places)
 
 
 def watches(decorator: ast.expr) -> bool:
@@ -182,15 +187,56 @@ def parse_body(text: str, qualname: str) -> Body | None:
     Raises:
         SyntaxError: this Python cannot parse the source.
     """
+    piece = cut(text, qualname)
+    if piece is not None and piece.digest in known_texts():
+        return Body(qualname, text, piece)
+    return Body(qualname, text, piece) if parse_function(text, qualname) is not None else None
+
+
+@lru_cache(maxsize=1024)
+def parse_function(text: str, qualname: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Return the syntax tree of a function in a module's source, or None as `parse_body` does."""
     first, *rest = qualname.split(".")
     node = _parse_method(text, first, rest[0]) if len(rest) == 1 else None
     if node is None:
         node = _parse_definition(text, first)
         for name in rest:
             node = _definition(node.body, name) if node is not None else None
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return Body(node, text)
-    return None
+    return node if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+
+
+class Piece(NamedTuple):
+    """Holds the lines of a function, as its module's source has them."""
+
+    text: str
+    line: int
+    """Where it begins, decorators included."""
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits of the text's SHA-256."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+
+def cut(text: str, qualname: str) -> Piece | None:
+    """Return the lines of a function or method; None where that is not certain without parsing."""
+    owner, _, name = qualname.rpartition(".")
+    if "." in owner:
+        return None
+    span = _method_span(text, owner, name) if owner else _span(text, _starts(text, name))
+    if span is None:
+        return None
+    return Piece(text[slice(*span)].rstrip(), text.count("\n", 0, span[0]) + 1)
+
+
+@cache
+def known_texts() -> dict[str, str]:
+    """Return the hashes of bodies by the digests of texts that have them, which were parsed once.
+
+    They are kept in `texts.txt`; most functions of a commit have the text of some release.
+    """
+    both = (line.split() for line in generated(TEXTS))
+    return dict(both)
 
 
 @lru_cache(maxsize=8)  # the methods of one class are asked for one after the other
@@ -205,10 +251,14 @@ def _parse_definition(text: str, name: str) -> _Definition | None:
 
 def _parse_method(text: str, owner: str, name: str) -> _Definition | None:
     """Return a method's definition, or None if its class has to be parsed to find it."""
-    around = _span(text, _starts(text, owner))
-    span = _span(text, _starts(text, name, *around), *around, indent="    ") if around else None
+    span = _method_span(text, owner, name)
     tree = _parse_lines(text, *span, head=f"class {owner}:") if span else None
     return _definition(tree.body[0].body, name) if tree else None  # type: ignore[attr-defined]
+
+
+def _method_span(text: str, owner: str, name: str) -> tuple[int, int] | None:
+    around = _span(text, _starts(text, owner))
+    return _span(text, _starts(text, name, *around), *around, indent="    ") if around else None
 
 
 class Line(NamedTuple):
@@ -234,6 +284,13 @@ def definitions(text: str) -> dict[str, list[Line]]:
     return lines
 
 
+@lru_cache(maxsize=256)
+def _left(text: str, indent: str) -> list[int]:
+    """Return where the lines with this indentation that may begin a definition do, in order."""
+    lines = (line for lines in definitions(text).values() for line in lines)
+    return sorted(line.start for line in lines if line.indent == indent)
+
+
 def _starts(text: str, name: str, begin: int = 0, end: int = sys.maxsize) -> list[Line]:
     return [line for line in definitions(text).get(name, ()) if begin <= line.start < end]
 
@@ -254,10 +311,12 @@ def _span(
     if len(starts) != 1 or starts[0].indent != indent:
         return None
     start = starts[0].start
-    above = re.compile(rf"^{indent}(?:(@)|(?:async def|def|class)\b)", re.MULTILINE)
-    lines = list(above.finditer(text, begin, start))
-    while lines and lines[-1][1]:  # a decorator, with what is between it and the definition
-        start = lines.pop().start()
+    # Decorators, with what is between them and the definition.
+    others = _left(text, indent)
+    before = bisect_left(others, start)
+    above = max(begin, others[before - 1] + 1 if before else 0)
+    decorator = re.compile(rf"^{indent}@", re.MULTILINE).search(text, above, start)
+    start = decorator.start() if decorator else start
     if any(text.count(quotes, begin, start) % 2 for quotes in ('"""', "'''")):
         return None
     after = re.compile(rf"^ {{0,{len(indent)}}}[\w@]", re.MULTILINE)
@@ -287,28 +346,35 @@ def _definition(statements: Sequence[ast.stmt], name: str) -> _Definition | None
     return found
 
 
+def line_of(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return `Body.line` of a function's syntax tree."""
+    return min([tree.lineno, *(node.lineno for node in tree.decorator_list)])
+
+
+def hash_of(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Return `Body.hash` of a function's syntax tree."""
+    bare = copy.copy(tree)
+    bare.decorator_list = [each for each in bare.decorator_list if not watches(each)]
+    return digest(canonical(bare))
+
+
 def digest(text: str) -> str:
     """Return the first twelve hexadecimal digits of a text's SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def canonical(
-    node: object, note: Callable[[str, bool], None] | None = None, in_loop: bool = False
-) -> str:
-    """Return a text that two syntax trees share exactly when they are the same code.
-
-    Args:
-        note: told the text of every node in the tree, and whether that is, or is in, a loop.
-    """
+def canonical(node: object) -> str:
+    """Return a text that two syntax trees share exactly when they are the same code."""
     kind = type(node)
+    if kind is str:  # half of all calls
+        return repr(node)
     if kind is list:
-        return f"[{','.join([canonical(item, note, in_loop) for item in node])}]"  # type: ignore[attr-defined]
+        return f"[{','.join(map(canonical, node))}]"  # type: ignore[call-overload]
     if not issubclass(kind, ast.AST):
         return repr(node)
     if kind is ast.AnnAssign and node.value is not None:  # type: ignore[attr-defined]
         node = ast.Assign(targets=[node.target], value=node.value)  # type: ignore[attr-defined]
         kind = ast.Assign
-    in_loop = in_loop or kind in _LOOPS
     fields = []
     for name in _fields(kind):  # type: ignore[arg-type]
         value = getattr(node, name, None)
@@ -319,17 +385,64 @@ def canonical(
         if kind is ast.JoinedStr:
             # Python 3.12 puts an empty text after some nested format specifications.
             value = [v for v in value if not (isinstance(v, ast.Constant) and v.value == "")]
-        fields.append(f"{name}={canonical(value, note, in_loop)}")
-    text = f"{kind.__name__}({','.join(fields)})"
-    if note is not None:
-        note(text, in_loop)
-    return text
+        fields.append(f"{name}={canonical(value)}")
+    return f"{kind.__name__}({','.join(fields)})"
 
 
-def code_of(fragment: str) -> str:
-    """Return what `canonical` says of a fragment, which is one expression or one statement."""
+def nodes_of(tree: ast.AST, without: tuple[type[ast.AST], ...] = ()) -> list[ast.AST]:
+    """Return a syntax tree's nodes, parents first, without those of annotations.
+
+    Args:
+        tree: the root, which is the first.
+        without: kinds of nodes that are left out, with all that is below them.
+    """
+    nodes = [tree]
+    for node in nodes:  # it grows while it is read
+        for name in _fields(type(node)):  # type: ignore[arg-type]
+            value = getattr(node, name, None)
+            children = value if type(value) is list else (value,)
+            nodes += [
+                child
+                for child in children
+                if isinstance(child, ast.AST) and not isinstance(child, without)
+            ]
+    return nodes
+    return nodes
+
+
+def occurrences(nodes: Iterable[ast.AST], fragment: str) -> list[ast.AST]:
+    """Return those of the nodes that have the code of a fragment.
+
+    The fragment is one expression or one statement.
+    """
+    wanted, code = _parsed(fragment)
+    kinds = {type(wanted)} | ({ast.AnnAssign} if type(wanted) is ast.Assign else set())
+    name = _first_name(wanted)
+    return [
+        node
+        for node in nodes
+        if type(node) in kinds and _first_name(node) == name and canonical(node) == code
+    ]
+
+
+@lru_cache(maxsize=256)
+def _parsed(fragment: str) -> tuple[ast.AST, str]:
     (statement,) = ast.parse(fragment).body
-    return canonical(statement.value if isinstance(statement, ast.Expr) else statement)
+    node = statement.value if isinstance(statement, ast.Expr) else statement
+    return node, canonical(node)
+
+
+def _first_name(node: ast.AST) -> str | None:
+    """Return a name that equal code shares, which saves to compare most of the nodes."""
+    inner: Any = node
+    while inner is not None:
+        if isinstance(inner, ast.Attribute):
+            return inner.attr
+        if isinstance(inner, ast.Name):
+            return inner.id
+        targets = getattr(inner, "targets", None)
+        inner = targets[0] if targets else getattr(inner, "target", getattr(inner, "func", None))
+    return None
 
 
 @cache
@@ -382,7 +495,7 @@ def as_compiled(function: object, module: ModuleType, qualname: str) -> bool:
 def difference(code: CodeType, body: Body, qualname: str) -> str | None:
     """Say what the code is, as the end of a sentence, if it is not the body's; else None."""
     where = f"{code.co_filename}:{code.co_firstlineno}"
-    if code.co_name != body.tree.name:
+    if code.co_name != body.qualname.rpartition(".")[2]:
         return f"{code.co_name} from {where}"
     if code.co_firstlineno != body.line:
         return f"the one at {where}, and the source that was read begins at line {body.line}"
@@ -487,7 +600,7 @@ def _same(one: CodeType, other: CodeType) -> bool:
 def forget() -> None:
     """Let go of all texts, trees and code: they are read again when they are needed."""
     for cached in (
-        *(_read_text, parse_body, _parse_definition, definitions, difference, _read_kept),
-        imports_of,
+        *(_read_text, parse_body, parse_function, _parse_definition, definitions, difference),
+        *(_read_kept, known_texts, imports_of, _parsed, _left),
     ):
         cached.cache_clear()

@@ -376,13 +376,33 @@ def _may_be_set(text: str, owner: str, name: str) -> bool | None:
     if has_slots(text, owner) and not re.search(rf"__slots__[^)\]]*[\"']{name}[\"']", own):
         # A dataclass makes them of its fields.
         return "slots=True" in own and bool(re.search(rf"^\s+{name}\s*:", own, re.MULTILINE))
+    if not any(_is_defined(own, *span) for span in words(own, name)):
+        return True  # and no pattern goes over the class
+    return name not in _read_only(own)
+
+
+def _is_defined(own: str, start: int, end: int) -> bool:
+    """Tell if the line with a name may make a property of it."""
+    return own.startswith("def ", start - 4) or "property(" in own[end : own.find("\n", end)]
+
+
+#: A property with what is between its decorator and its name, its setter, and one made by a call.
+_PROPERTY = re.compile(
+    r"^[ \t]*@(?:\w+\.)*(?:abstract)?property\s*\n(?:[ \t]*[@#].*\n)*[ \t]*def (\w+)"
+    r"|^[ \t]*@(\w+)\.setter\b"
+    r"|^[ \t]+(\w+)\s*(?::[^=\n]*)?=\s*property\([^,\n]*\)",
+    re.MULTILINE,
+)
+
+
+@lru_cache(maxsize=256)
+def _read_only(own: str) -> frozenset[str]:
+    """Return the properties of a class that have no setter."""
     if "property" not in own:
-        return True
-    above = r"^[ \t]*@(?:\w+\.)*(?:abstract)?property\s*\n(?:[ \t]*[@#].*\n)*"
-    reads = re.search(rf"{above}[ \t]*def {name}\b", own, re.MULTILINE)
-    writes = re.search(rf"^[ \t]*@{name}\.setter\b", own, re.MULTILINE)
-    made = re.search(rf"^[ \t]+{name}\s*(?::[^=\n]*)?=\s*property\([^,\n]*\)", own, re.MULTILINE)
-    return not (made or (reads and not writes))
+        return frozenset()
+    found = _PROPERTY.findall(own)
+    read, written, made = ({names[kind] for names in found} for kind in range(3))
+    return frozenset(((read - written) | made) - {""})
 
 
 @lru_cache(maxsize=1024)
@@ -539,6 +559,6 @@ def forget() -> None:
     """Let go of what was read off the sources."""
     for cached in (
         *(binds, _heads, class_text, has_slots, _heirs, _classes_below, _held, _open_statements),
-        *(_may_be_set, is_frozen, parameters, returned),
+        *(_may_be_set, _read_only, is_frozen, parameters, returned),
     ):
         cached.cache_clear()
