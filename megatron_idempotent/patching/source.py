@@ -210,7 +210,7 @@ class Piece(NamedTuple):
 
     text: str
     line: int
-    """Where it begins, decorators included."""
+    """The line at which it begins, decorators included."""
 
     @property
     def digest(self) -> str:
