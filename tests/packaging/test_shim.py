@@ -124,8 +124,8 @@ WITHOUT = {
     "torch megatron multiprocessing": "import {0}.proof.cpu, {0}.proof.cpu.pytest_plugin",
     "torch rich matplotlib wandb": "import {0}.rl.controller.status_file;"
     "from {0}.rl.metrics import loggers, names, timeline",
-    "torch megatron numpy": "from {0}.rl.workers import EmbeddedRanks, TorchrunRanks, wire;"
-    "wire.load(wire.dump([1, b'2']))",
+    "torch megatron numpy": "from {0}.rl.workers import EmbeddedRanks, frames;"
+    "frames.load(frames.dump([1, b'2']))",
     "megatron": "from {0} import FSDPTrainStep",
 }
 

@@ -38,7 +38,7 @@ from typing import Any
 from . import gpu
 from .errors import NoDeviceError, RankFailure
 from .gpu import Device, check_untouched, prepare
-from .pool import Call, Outcome, dump_result, resolve
+from .pool import Call, Outcome, dump_result, receive_pipes, resolve, send_pipes
 from .runtime import enable, replaced_name_in
 
 #: Seconds that the peers of a failed rank may go on, so that they can fail for their own reasons.
@@ -57,9 +57,10 @@ class PoolGone(Exception):
 class Round:
     """Runs one call; `run()` leaves no process, however it ends."""
 
-    def __init__(self, call: Call, connection: Connection) -> None:
+    def __init__(self, call: Call, connection: Connection, pipes: Sequence[int] = ()) -> None:
         self._call = call
         self._connection = connection
+        self._pipes = pipes
         self._pids: dict[int, int] = {}
         self._ranks: dict[int, Connection] = {}
         self._exit_codes: dict[int, int] = {}
@@ -99,14 +100,20 @@ class Round:
                     store_port=store.getsockname()[1],
                     master_port=master_port,
                     stacks_fd=self._stacks[rank],
+                    pipe_fd=self._pipes[rank] if self._pipes else -1,
                 )
                 pid = os.fork()
                 if pid == 0:
+                    for descriptor in self._pipes:
+                        if descriptor != slot.pipe_fd:  # or another rank's end would not be seen
+                            os.close(descriptor)
                     occupy(self._call, slot)
                 theirs.close()
                 if slot.store_fd >= 0:
                     os.close(slot.store_fd)
                 self._pids[rank], self._ranks[rank] = pid, ours
+        for descriptor in self._pipes:
+            os.close(descriptor)
 
     def _wait(self, begun_s: float) -> bool:
         """Collect messages until every rank has reported; return True if the deadline passed."""
@@ -280,14 +287,20 @@ def _serve(connection: Connection, *, applied: bool = False) -> None:
         while True:
             asked = connection.recv_bytes()
             call = pickle.loads(asked)
-            if call.already_applied and not applied:
-                child = child or _with_patches(connection)
+            forwards = call.already_applied and not applied
+            if forwards and child is None:  # before there are pipes, whose ends it would hold
+                child = _with_patches(connection)
+            pipes = receive_pipes(connection, call.world_size) if call.has_pipes else []
+            if forwards and child is not None:
                 child.send_bytes(asked)
+                send_pipes(child, pipes)
+                for descriptor in pipes:
+                    os.close(descriptor)
                 if connection in wait([child, connection]):
                     raise PoolGone
                 connection.send_bytes(child.recv_bytes())
                 continue
-            connection.send(Round(call, connection).run())
+            connection.send(Round(call, connection, pipes).run())
             before, forks = forks, forks + call.world_size
             if before < _FORKS_OF_A_LONG_LIFE <= forks:
                 collapse_pages()
@@ -433,6 +446,8 @@ class RankSlot:
     #: A port that was free at the fork, for programs that initialise torch.distributed themselves.
     master_port: int
     stacks_fd: int
+    #: The rank's end of a pipe of the caller's; -1 without one.
+    pipe_fd: int
 
 
 def occupy(call: Call, slot: RankSlot) -> None:
@@ -465,6 +480,8 @@ def _called(call: Call, slot: RankSlot) -> object:
     function, args, kwargs = resolve(call)
     if call.distributed:
         _join_default_group(call, slot)
+    if call.has_pipes:
+        args = (socket.socket(fileno=slot.pipe_fd), *args)
     if call.device != "checked":
         return function(*args, **kwargs)
     from .placement import checking

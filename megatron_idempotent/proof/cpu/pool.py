@@ -21,6 +21,7 @@ import io
 import logging
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -118,6 +119,7 @@ class RankPool:
         patience: float = 1.0,
         distributed: bool = True,
         already_applied: bool = False,
+        pipes: Sequence[socket.socket] = (),
         **kwargs: Any,
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on `world_size` ranks; return their results, by rank.
@@ -130,7 +132,8 @@ class RankPool:
         theirs takes milliseconds; without it they have none. `timeout_s` counts from the fork of
         the ranks. With `patience` the time for which ranks have waited for a processor is added to
         it, up to so many times `timeout_s` in all: a busy machine is not a hang. It needs Linux's
-        `/proc/PID/schedstat`; without that nothing is added.
+        `/proc/PID/schedstat`; without that nothing is added. `pipes` has a connected socket for
+        each rank, whose function gets it as its first argument; they are closed here.
 
         Raises:
             RankError: a rank raised or died.
@@ -145,6 +148,8 @@ class RankPool:
                 f"{_importing[0]} starts ranks while a rank imports it, and each of those would "
                 'import it again: put what starts them under `if __name__ == "__main__":`'
             )
+        if pipes and len(pipes) != world_size:
+            raise ValueError(f"{len(pipes)} pipes, and there are {world_size} ranks")
         if not 1 <= world_size <= self.max_world_size:
             raise ValueError(
                 f"world_size must be between 1 and this pool's max_world_size "
@@ -178,13 +183,14 @@ class RankPool:
             environ=dict(os.environ),
             main_file=main_file and os.path.abspath(main_file),
             device=self.device,
+            has_pipes=bool(pipes),
         )
         with self._lock, contextlib.ExitStack() as unless_answered:
             # Also on KeyboardInterrupt: ranks without a listener must not go on.
             unless_answered.callback(self.close)
             if self._launcher is None:
                 self._launcher = _Launcher(self._preload, self._stdout, self.device)
-            outcome = self._launcher.ask(call)
+            outcome = self._launcher.ask(call, pipes)
             unless_answered.pop_all()
         if outcome.failures and not outcome.timed_out:
             raise RankError(outcome.failures, outcome.stacks)
@@ -259,7 +265,7 @@ class _Launcher:
         self.close = weakref.finalize(self, _end, self._connection, self._process)
         self._ready = False
 
-    def ask(self, call: Call) -> Outcome:
+    def ask(self, call: Call, pipes: Sequence[socket.socket]) -> Outcome:
         if not self._ready:
             word = self._receive(START_TIMEOUT_S, "importing torch and Megatron")
             if isinstance(word, RankFailure):
@@ -272,6 +278,9 @@ class _Launcher:
                 logging.getLogger(__name__).warning(untried)
             self._ready = True
         self._connection.send_bytes(pickle.dumps(call))
+        send_pipes(self._connection, [pipe.fileno() for pipe in pipes])
+        for pipe in pipes:  # else its rank's end would not be seen
+            pipe.close()
         outcome = self._receive(call.longest_s + _MARGIN_S, "running the ranks")
         assert isinstance(outcome, Outcome)
         return outcome
@@ -330,6 +339,8 @@ class Call:
     #: The file of the caller's `__main__`, for arguments whose classes are defined there.
     main_file: str | None
     device: Device = "cpu"
+    #: True if a pipe for each rank follows the call.
+    has_pipes: bool = False
 
     @property
     def longest_s(self) -> float:
@@ -349,6 +360,25 @@ class Outcome:
     stacks: dict[int, str] = field(default_factory=dict)
     #: True if the deadline passed.
     timed_out: bool = False
+
+
+def send_pipes(connection: Connection, descriptors: Sequence[int]) -> None:
+    """Send descriptors to the process at the other end, which gets duplicates of them."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as way:
+        for descriptor in descriptors:
+            socket.send_fds(way, [b"p"], [descriptor])
+
+
+def receive_pipes(connection: Connection, count: int) -> list[int]:
+    """Return the descriptors that `send_pipes` has sent."""
+    descriptors: list[int] = []
+    with socket.socket(fileno=os.dup(connection.fileno())) as way:
+        while len(descriptors) < count:
+            word, received, _, _ = socket.recv_fds(way, 1, 1)
+            if not word:
+                raise EOFError
+            descriptors += received
+    return descriptors
 
 
 def _typed_in(function: Callable[..., Any]) -> bool:

@@ -5,28 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
-import sys
-import tempfile
+import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankPool
 from megatron_idempotent.proof.cpu.errors import RankError, RankTimeout, describe_exit
 
-from .protocol import WorkerSpec
-from .socket_ranks import Connection, Server, SocketRanks
-from .wire import ENDED, RankConnection
+from .pipes import PipeLink
+from .protocol import RanksLost, WorkerSpec
+from .ranks import Ranks
+from .served import ENDED, Served, make_worker, serve_pipe
 
 #: The longest life of ranks, which `poll(2)` limits: it takes milliseconds in an int.
 _LIFE_S = 24 * 24 * 3600.0
-#: Seconds for ranks to end once their connection is closed, and then once they are killed.
+#: Seconds for ranks to end once their pipes are closed, and then once they are killed.
 _END_S, _KILL_S = 2.0, 10.0
 
 
-class EmbeddedRanks(SocketRanks):
+class EmbeddedRanks(Ranks):
     """Implements `RankGroup` with processes on this machine, on the CPU unless told otherwise.
 
     A launcher pays for the imports with the first `start` (some ten seconds); a later one, after
@@ -74,39 +74,42 @@ class EmbeddedRanks(SocketRanks):
         self._pool, self._owns_pool, self._device = pool, pool is None, device
         self._run: _Run | None = None
 
-    async def _launch(self) -> list[Connection]:
+    async def _launch(self) -> list[PipeLink]:
         if self._pool is None:
             self._pool = RankPool(self._size, preload=self._preload, device=self._device)
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
-        token = secrets.token_bytes(32)
-        server = Server(self._size, token)
-        connections: list[Connection] = []
-        with contextlib.ExitStack() as stack:
-            try:
-                address = server.listen(_address(stack))
-                arguments = (self._spec, address, token, self._log_dir)
-                run = self._run = _Run(self._pool, self._size, arguments)
-                connections += await self._complete(server, [run.over], run.how)
-                run.pids = [connection.hello.pid for connection in connections]
-                await server.close()
-            except BaseException:
-                server.drop(connections)
-                await server.close()  # ranks that wait, or have yet to dial, end on it
-                await self._end()
-                raise
-        return connections
+        pipes = [socket.socketpair() for _ in range(self._size)]
+        links = [PipeLink(ours) for ours, _ in pipes]
+        run = self._run = _Run(
+            self._pool, self._size, (self._spec, self._log_dir), [theirs for _, theirs in pipes]
+        )
+        starting = asyncio.gather(*(link.ready() for link in links))
+        try:
+            waiting: set[asyncio.Future[Any]] = {starting, run.over}
+            await asyncio.wait(
+                waiting, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not starting.done():
+                why = run.how() or f"they were not ready within {self._start_timeout_s:g} s"
+                raise RanksLost(f"the ranks could not be started: {why}")
+            run.pids = starting.result()
+        except BaseException:
+            starting.cancel()
+            for link in links:
+                link.shut()
+            await self._end(None)
+            await asyncio.gather(
+                starting, *(link.closed() for link in links), return_exceptions=True
+            )
+            raise
+        return links
 
-    async def _ended(self, rank: int | None) -> str:
-        run = self._run
-        await self._end()
-        return "" if run is None or rank is None else run.how(rank)
-
-    async def _end(self) -> None:
-        """Wait for the ranks, whose connections are closed, to end, and kill those that do not."""
+    async def _end(self, rank: int | None) -> str:
+        """Wait for the ranks, whose pipes are closed, to end, and kill those that do not."""
         run, self._run = self._run, None
         if run is None:
-            return
+            return ""
         await asyncio.wait([run.over], timeout=_END_S)
         if not run.over.done() and run.pids:
             for pid in run.pids:  # such as stopped ones
@@ -117,6 +120,7 @@ class EmbeddedRanks(SocketRanks):
             # The launcher itself, which may still be importing; its ranks end with it.
             await asyncio.to_thread(self._pool.close)
             await asyncio.wait([run.over], timeout=_KILL_S)
+        return "" if rank is None else run.how(rank)
 
     async def _release(self) -> None:
         if self._owns_pool and self._pool is not None:
@@ -131,7 +135,13 @@ class _Run:
     wait for it.
     """
 
-    def __init__(self, pool: RankPool, size: int, arguments: tuple[object, ...]) -> None:
+    def __init__(
+        self,
+        pool: RankPool,
+        size: int,
+        arguments: tuple[object, ...],
+        pipes: Sequence[socket.socket],
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.over: asyncio.Future[BaseException | None] = loop.create_future()
         """A future of the error that `run` raised, or of None."""
@@ -140,7 +150,7 @@ class _Run:
         def wait() -> None:
             error: BaseException | None = None
             try:
-                pool.run(size, _serve, *arguments, timeout_s=_LIFE_S)
+                pool.run(size, _serve, *arguments, timeout_s=_LIFE_S, pipes=pipes)
             except BaseException as raised:  # noqa: BLE001 (told where the ranks are waited for)
                 error = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
@@ -163,7 +173,7 @@ class _Run:
         return ""
 
 
-def _serve(spec: WorkerSpec, address: str, token: bytes, log_dir: Path | None) -> None:
+def _serve(pipe: socket.socket, spec: WorkerSpec, log_dir: Path | None) -> None:
     """Serve the worker on a rank, once its process group is up."""
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread adds up in one order
     rank = int(os.environ["RANK"])
@@ -171,13 +181,4 @@ def _serve(spec: WorkerSpec, address: str, token: bytes, log_dir: Path | None) -
         with (log_dir / f"rank-{rank}.log").open("ab", buffering=0) as log:
             for descriptor in (1, 2):  # what C++ prints, too
                 os.dup2(log.fileno(), descriptor)
-    RankConnection(address, token, rank).serve(spec)
-
-
-def _address(stack: contextlib.ExitStack) -> str:
-    """Return an address for a Unix socket; what it needs of the disk goes with the stack."""
-    if sys.platform == "linux":  # without a file, which a controller that is killed would leave
-        return f"\0megatron-idempotent-{secrets.token_hex(16)}"
-    usual = tempfile.gettempdir()
-    folder = usual if len(os.fsencode(usual)) < 70 else "/tmp"  # a path has 107 bytes at most
-    return stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-", dir=folder)) + "/ranks"
+    serve_pipe(pipe, Served(rank, lambda: make_worker(spec)))

@@ -1,7 +1,7 @@
-"""Runs a policy's ranks on a Ray cluster: Ray places and starts them, and they dial the controller.
+"""Runs a policy's ranks on a Ray cluster, as actors: Ray places and starts them, and carries calls.
 
-Calls travel over the same connection as those of embedded and torchrun's ranks, so a rank that dies
-is noticed at once, and a tensor is not copied through an object store.
+Nothing of ours listens for them. A rank that dies in a call is noticed by Ray, and an idle one by
+the next of the short calls that ask whether it lives.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import dataclasses
 import datetime
 import importlib
 import os
-import secrets
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import wire
+from .frames import BESIDE, Bytes, Frame, dump, load
 from .protocol import RanksLost, WorkerSpec
-from .socket_ranks import Connection, Server, SocketRanks
+from .ranks import Ranks
+from .served import Served, make_worker
 
 #: Seconds for killed actors to be gone.
 _END_S = 10.0
@@ -27,6 +28,8 @@ _SLICE_S = 0.5
 _SHORT = 400
 #: Seconds for the meeting of ranks, and for each collective of theirs.
 _COLLECTIVE_S = 600.0
+#: Seconds between two calls that ask an idle rank whether it lives.
+_PING_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,15 +46,13 @@ class NodePlacement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """Says where ranks meet each other and the controller. Example: `meeting.backend`."""
+    """Says where ranks meet each other. Example: `meeting.backend`."""
 
     at: NodePlacement
     """The place of rank 0."""
     backend: str
     timeout_s: float
     """Seconds for the meeting, and for each collective."""
-    controller: wire.Address
-    token: bytes
 
 
 def places(nodes: Sequence[str], *, shows_own_gpus: bool) -> list[tuple[int, dict[str, str]]]:
@@ -85,6 +86,7 @@ class RankActor:
         """Set the variables of `environment`, before torch is imported."""
         os.environ.update(environment)
         self._store: Any = None
+        self._served: Any = None
 
     def placement(self, size: int, timeout_s: float) -> NodePlacement:
         """Listen where ranks meet if this actor becomes rank 0; return the place where it runs."""
@@ -94,24 +96,31 @@ class RankActor:
         node = ray.get_runtime_context().get_node_id()
         return NodePlacement(node=node, address=address, port=self._store.port)
 
-    def serve(
+    def take(
         self,
         variables: Mapping[str, str],
         meeting: Meeting,
         factory: str,
-        argument: Sequence[bytes],
-    ) -> None:
-        """Dial the controller, and answer its calls until it says goodbye.
-
-        Errors: those of `RankConnection`.
-        """
-        # Copied: what is in Ray's memory is shared, and cannot be written.
-        own = [bytearray(part) for part in argument]
-        spec = WorkerSpec(factory=factory, argument=wire.load(own))
-        rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-        connection = wire.RankConnection(meeting.controller, meeting.token, rank)
+        argument: Sequence[Bytes],
+    ) -> int:
+        """Take a rank's place; return the process id. The worker is made when it is asked for."""
         os.environ.update(variables)
-        connection.serve(spec, lambda: self._join(rank, size, meeting))
+        rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+
+        def make() -> Any:
+            self._join(rank, size, meeting)
+            return make_worker(WorkerSpec(factory=factory, argument=load(_own(argument))))
+
+        self._served = Served(rank, make)
+        return os.getpid()
+
+    def answer(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
+        """Answer a frame of the controller's."""
+        kind, result = self._served.answer(kind, _own(parts))
+        return kind, _for_ray(result)
+
+    def ping(self) -> None:
+        """Return: the rank lives, and is not in a call."""
 
     def _join(self, rank: int, size: int, meeting: Meeting) -> None:
         """Make the default process group."""
@@ -142,12 +151,21 @@ def _store(address: str, port: int, size: int, timeout_s: float, *, listens: boo
     return make(address, port, size, is_master=listens, timeout=timeout, wait_for_workers=False)
 
 
-class RayRanks(SocketRanks):
+def _for_ray(parts: Sequence[Bytes]) -> list[Any]:
+    """Return parts as Ray carries them: large ones beside its own pickle."""
+    return [pickle.PickleBuffer(part) if len(part) >= BESIDE else bytes(part) for part in parts]
+
+
+def _own(parts: Sequence[Any]) -> list[Bytes]:
+    """Return copies of parts: what is in Ray's memory is shared, and cannot be written."""
+    return [bytearray(part) for part in parts]
+
+
+class RayRanks(Ranks):
     """Implements `RankGroup` on a Ray cluster that this process is connected to.
 
-    Ranks dial this process, so every node must reach the address that Ray knows its node by. The
-    package, and the module of the factory, must be importable on every node. Patches do not travel:
-    the factory calls `megatron_idempotent.apply()`.
+    The package, and the module of the factory, must be importable on every node. Patches do not
+    travel: the factory calls `megatron_idempotent.apply()`.
 
     Example:
         ray.init(address="auto")
@@ -206,29 +224,20 @@ class RayRanks(SocketRanks):
         self._place: Any = None
         self._actors: _Actors | None = None
 
-    async def _launch(self) -> list[Connection]:
+    async def _launch(self) -> list[_ActorLink]:
         """Place and start the actors; it keeps the placement group of an earlier start.
 
         Errors: `RanksLost`; `ModuleNotFoundError` without Ray and `RuntimeError` without a cluster.
         """
-        self._ray = ray = connected_ray("RayRanks")
+        self._ray = connected_ray("RayRanks")
         if self._place is None:
             self._place = await self._reserve()
-        token = secrets.token_bytes(32)
-        server = Server(self._size, token)
-        actors = self._actors = _Actors(ray, self._make_actors())
-        connections: list[Connection] = []
+        actors = self._actors = _Actors(self._ray, self._make_actors())
         try:
-            here = await asyncio.to_thread(ray.util.get_node_ip_address)
-            await self._assign(actors, server.listen((here, 0)), token)
-            connections += await self._complete(server, actors.serving, actors.ends)
-            await server.close()
+            return await self._assign(actors)
         except BaseException:
-            server.drop(connections)
             await actors.end()
-            await server.close()
             raise
-        return connections
 
     async def _reserve(self) -> Any:
         """Reserve a placement group, with the bundle of a rank for each.
@@ -257,25 +266,25 @@ class RayRanks(SocketRanks):
             raise
         return group
 
-    async def _assign(self, actors: _Actors, controller: wire.Address, token: bytes) -> None:
-        """Give every actor its rank, and have it dial."""
+    async def _assign(self, actors: _Actors) -> list[_ActorLink]:
+        """Give every actor its rank, and return a link to each rank."""
         placements = await actors.placements(self._size, self._start_timeout_s)
         nodes = [placement.node for placement in placements]
         ranks = places(nodes, shows_own_gpus="GPU" in self._bundle)
         meeting = Meeting(
-            at=placements[ranks[0][0]],
-            backend=self._backend,
-            timeout_s=_COLLECTIVE_S,
-            controller=controller,
-            token=token,
+            at=placements[ranks[0][0]], backend=self._backend, timeout_s=_COLLECTIVE_S
         )
-        parts = await asyncio.to_thread(wire.dump, self._spec.argument)
+        parts = await asyncio.to_thread(dump, self._spec.argument)
         # Once: as an argument it would be copied for each rank.
-        argument = self._ray.put([bytes(part) for part in parts])
-        actors.serving = [
-            _future(actors.all[actor].serve.remote(own, meeting, self._spec.factory, argument))
-            for actor, own in ranks
+        argument = self._ray.put(_for_ray(parts))
+        actors.all = [actors.all[actor] for actor, _ in ranks]
+        taking = [
+            _future(actor.take.remote(own, meeting, self._spec.factory, argument))
+            for actor, (_, own) in zip(actors.all, ranks, strict=True)
         ]
+        await actors.answers(taking, self._start_timeout_s)
+        carrier = _Carrier(self._ray, self._size)
+        return [_ActorLink(self._ray, actor, carrier) for actor in actors.all]
 
     def _make_actors(self) -> list[Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -300,12 +309,11 @@ class RayRanks(SocketRanks):
             for index in range(self._size)
         ]
 
-    async def _ended(self, rank: int | None) -> str:
+    async def _end(self, rank: int | None) -> str:
         actors, self._actors = self._actors, None
-        if actors is None:
-            return ""
-        await actors.end()
-        return "" if rank is None else actors.end_of(rank)
+        if actors is not None:
+            await actors.end()
+        return ""  # the link has told all that Ray knows
 
     async def _release(self) -> None:
         """Give the placement group back."""
@@ -315,44 +323,123 @@ class RayRanks(SocketRanks):
 
 
 class _Actors:
-    """Holds the actors of one start."""
+    """Holds the actors of one start; once ranks are given to them, in the order of ranks."""
 
     def __init__(self, ray: Any, actors: Sequence[Any]) -> None:
         self._ray = ray
         self.all = list(actors)
-        self.serving: list[asyncio.Future[Any]] = []
-        """A future per rank, done once the rank has ended."""
 
     async def placements(self, size: int, timeout_s: float) -> list[NodePlacement]:
         """Return where all actors run. Errors: `RanksLost`, with what the cluster has."""
-        waiting = [_future(actor.placement.remote(size, timeout_s)) for actor in self.all]
-        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        lost = [
-            f"actor {i} was lost: {why}" for i, each in enumerate(waiting) if (why := _why(each))
-        ]
+        asked = [_future(actor.placement.remote(size, timeout_s)) for actor in self.all]
+        return await self.answers(asked, timeout_s)
+
+    async def answers(self, asked: Sequence[asyncio.Future[Any]], timeout_s: float) -> list[Any]:
+        """Return what all actors answer. Errors: `RanksLost`, with what the cluster has."""
+        await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        lost = [f"actor {i} was lost: {why}" for i, one in enumerate(asked) if (why := _why(one))]
         if not lost:
-            silent = [index for index, each in enumerate(waiting) if not each.done()]
+            silent = [index for index, one in enumerate(asked) if not one.done()]
             lost = [f"actors {silent} did not come within {timeout_s:g} s"] if silent else []
         if lost:
-            raise RanksLost(f"{lost[0]}. The cluster has {await _resources(self._ray)}")
-        return [each.result() for each in waiting]
+            raise RanksLost(
+                f"the ranks could not be started: {lost[0]}. The cluster has "
+                f"{await _resources(self._ray)}"
+            )
+        return [one.result() for one in asked]
 
     async def end(self) -> None:
         """Kill all actors, and wait for a bounded time until Ray says that they are gone."""
-        for actor in self.all if self._ray.is_initialized() else ():  # else Ray would start one
+        if not self._ray.is_initialized():  # else Ray would start one
+            return
+        last = [_future(actor.ping.remote()) for actor in self.all]
+        for actor in self.all:
             with contextlib.suppress(self._ray.exceptions.RayError, RuntimeError, ValueError):
                 self._ray.kill(actor, no_restart=True)
-        if self.serving and self._ray.is_initialized():
-            await asyncio.wait(self.serving, timeout=_END_S)
+        await asyncio.wait(last, timeout=_END_S)
 
-    def end_of(self, rank: int) -> str:
-        """Return Ray's account of a rank's end; empty without one, or if the rank said goodbye."""
-        return _why(self.serving[rank]) if rank < len(self.serving) else ""
 
-    def ends(self) -> str:
-        """Return the account of the first rank that has ended; empty if none has."""
-        told = ((rank, self.end_of(rank)) for rank in range(len(self.serving)))
-        return next((f"rank {rank}: {why}" for rank, why in told if why), "")
+class _Carrier:
+    """Puts the parts of a call into Ray's memory, once for all ranks that get the same ones."""
+
+    def __init__(self, ray: Any, size: int) -> None:
+        self._ray, self._size = ray, size
+        self._last: tuple[Sequence[Bytes], asyncio.Future[Any], list[None]] | None = None
+
+    async def carried(self, parts: Sequence[Bytes]) -> Any:
+        """Return parts as an argument of a call."""
+        if sum(map(len, parts)) < BESIDE:
+            return _for_ray(parts)
+        if self._last is None or self._last[0] is not parts:
+            put = asyncio.to_thread(self._ray.put, _for_ray(parts))
+            putting: asyncio.Future[Any] = asyncio.ensure_future(put)
+            self._last = (parts, putting, [])
+        _, putting, uses = self._last
+        uses.append(None)
+        if len(uses) == self._size:  # or a large argument would live until the next call
+            self._last = None
+        return await asyncio.shield(putting)
+
+
+class _ActorLink:
+    """Implements `ranks.Link` by calls of an actor."""
+
+    def __init__(self, ray: Any, actor: Any, carrier: _Carrier) -> None:
+        self.on_end: Callable[[], None] | None = None
+        self.ended = ""
+        self._ray, self._actor, self._carrier = ray, actor, carrier
+        self._asking = 0
+        self._pings = asyncio.get_running_loop().create_task(self._ping())
+
+    async def ask(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
+        """Call the actor with a frame: see `ranks.Link.ask`."""
+        self._asking += 1
+        try:
+            carried = await self._carrier.carried(parts)
+            answered, result = await self._answer(lambda: self._actor.answer.remote(kind, carried))
+        finally:
+            self._asking -= 1
+        if sum(map(len, result)) < BESIDE:
+            return answered, _own(result)
+        return answered, await asyncio.to_thread(_own, result)
+
+    async def leave(self) -> None:
+        """Return at once: an idle actor loses nothing if it is killed."""
+
+    def shut(self) -> None:
+        """End the pings; the actor is killed with those of all ranks."""
+        self.on_end = None
+        self._end("it was ended")
+
+    async def closed(self) -> None:
+        """Wait for the pings to end."""
+        await asyncio.wait([self._pings])
+
+    async def _ping(self) -> None:
+        while not self.ended:
+            await asyncio.sleep(_PING_S)
+            if not self._asking:
+                await self._answer(self._actor.ping.remote)
+
+    async def _answer(self, call: Callable[[], Any]) -> Any:
+        """Return the actor's answer; wait for ever on one that is lost."""
+        try:
+            answer = _future(call())
+            await asyncio.wait([answer])
+            why = _why(answer)
+        except (self._ray.exceptions.RayError, RuntimeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+        if not why:
+            return answer.result()
+        self._end(why)
+        return await asyncio.get_running_loop().create_future()
+
+    def _end(self, why: str) -> None:
+        if not self.ended:
+            self.ended = why
+            self._pings.cancel()
+            if self.on_end is not None:
+                self.on_end()
 
 
 def _why(each: asyncio.Future[Any]) -> str:

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,6 +54,12 @@ def hang_on(rank):
     if dist.get_rank() == rank:
         wait_for_ever()
     dist.barrier()
+
+
+def say_and_close(pipe):
+    pipe.sendall(b"rank " + os.environ["RANK"].encode())
+    pipe.close()
+    return True
 
 
 def wait_for_ever():
@@ -386,6 +393,23 @@ def test_ranks_may_have_the_patches_from_their_start(megatron_ranks):
         assert megatron_ranks(2, patched, already_applied=already) == [already] * 2
     with pytest.raises(cpu.RankError, match="KeyError"):
         megatron_ranks(2, fail_everywhere, already_applied=True)
+
+
+@pytest.mark.parametrize("already_applied", [False, True])
+def test_each_rank_has_a_pipe_of_its_own_whose_end_is_seen(megatron_ranks, already_applied):
+    pipes = [socket.socketpair() for _ in range(2)]
+    theirs = [end for _, end in pipes]
+    alive = megatron_ranks(
+        2, say_and_close, pipes=theirs, distributed=False, already_applied=already_applied
+    )
+    assert alive == [True, True]
+    for rank, (ours, _) in enumerate(pipes):
+        with ours:
+            ours.settimeout(20)
+            assert ours.recv(100) == b"rank %d" % rank
+            assert ours.recv(100) == b""  # neither the launcher nor a peer holds it
+    with pytest.raises(ValueError, match="1 pipes, and there are 2 ranks"):
+        megatron_ranks(2, say_and_close, pipes=theirs[:1])
 
 
 def test_the_callers_present_environment_is_the_ranks(megatron_ranks, monkeypatch):

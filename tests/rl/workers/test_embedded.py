@@ -92,20 +92,24 @@ async def test_a_process_group_that_cannot_be_made_is_an_error_of_the_start(
 async def test_a_start_that_is_cancelled_as_the_last_rank_comes_leaves_nobody(
     megatron_rank_pool, monkeypatch
 ) -> None:
-    complete = embedded.Server.complete
+    ready = embedded.PipeLink.ready
 
     ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
     await ranks.start()
     await ranks.close()
     launcher = megatron_rank_pool._launcher
 
-    async def cancelled_then(server: embedded.Server, *waits: object) -> object:
-        found = await complete(server, *waits)
-        asyncio.get_running_loop().call_soon(starting.cancel)  # before the start hears of it
-        return found
+    waiting_ranks = [0, 1]
+
+    async def cancelled_then(link: embedded.PipeLink) -> int:
+        pid = await ready(link)
+        waiting_ranks.pop()
+        if not waiting_ranks:
+            asyncio.get_running_loop().call_soon(starting.cancel)  # before the start hears of it
+        return pid
 
     with monkeypatch.context() as patch:
-        patch.setattr(embedded.Server, "complete", cancelled_then)
+        patch.setattr(embedded.PipeLink, "ready", cancelled_then)
         starting = asyncio.ensure_future(ranks.start())
         with pytest.raises(asyncio.CancelledError):
             await starting
