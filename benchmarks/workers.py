@@ -1,10 +1,11 @@
 """Measures what it costs to drive ranks in processes of their own, and to lose one.
 
-    python -m benchmarks.workers [--calls 2000] [--rounds 7] [--megabytes 64] [--json]
+    python -m benchmarks.workers [--calls 2000] [--rounds 7] [--megabytes 64] [--ray] [--json]
 
 Two embedded ranks and the controller's event loop: an empty call on both and back, a tensor from
 rank 0 and to both, and from SIGKILL on one rank to `RanksLost` with all ranks ended, and to fresh
 ranks after that. Medians of one run; a bucket ÷ an empty call is what a weight sync is made of.
+With `--ray` the same for ranks in the actors of a Ray cluster on this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from benchmarks._record import options, tell
-from megatron_idempotent.rl.workers import EmbeddedRanks, RanksLost, WorkerSpec
+from megatron_idempotent.rl.workers import EmbeddedRanks, RankGroup, RanksLost, WorkerSpec
 
 RANKS = 2
 
@@ -56,11 +57,13 @@ def make(megabytes: int) -> Worker:
     return Worker(megabytes)
 
 
-async def measure(calls: int, rounds: int, megabytes: int) -> dict[str, float]:
-    """Milliseconds."""
+async def measure(
+    calls: int, rounds: int, megabytes: int, make_ranks: Callable[[WorkerSpec, int], RankGroup]
+) -> dict[str, float]:
+    """Return medians in milliseconds."""
     import torch
 
-    ranks = EmbeddedRanks(WorkerSpec(factory="benchmarks.workers:make", argument=megabytes), RANKS)
+    ranks = make_ranks(WorkerSpec(factory="benchmarks.workers:make", argument=megabytes), RANKS)
     await ranks.start()
     tensor = torch.zeros(megabytes << 18)
     found = {
@@ -102,8 +105,17 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--ray", action="store_true")
     asked = parser.parse_args()
-    found = asyncio.run(measure(asked.calls, asked.rounds, asked.megabytes))
+    make_ranks: Callable[[WorkerSpec, int], RankGroup] = EmbeddedRanks
+    if asked.ray:
+        import ray
+
+        from megatron_idempotent.rl.workers import RayRanks
+
+        ray.init("local", num_cpus=RANKS, include_dashboard=False, log_to_driver=False)
+        make_ranks = RayRanks
+    found = asyncio.run(measure(asked.calls, asked.rounds, asked.megabytes, make_ranks))
     per_call = {f"{name} ÷ empty call": ms / found["empty call"] for name, ms in found.items()}
     tell(found | per_call, asked.json)
 
