@@ -124,7 +124,7 @@ WITHOUT = {
     "torch megatron multiprocessing": "import {0}.proof.cpu, {0}.proof.cpu.pytest_plugin",
     "torch rich matplotlib wandb": "import {0}.rl.controller.status_file;"
     "from {0}.rl.metrics import loggers, names, timeline",
-    "torch megatron numpy": "from {0}.rl.workers import EmbeddedRanks, TorchrunRanks, wire;"
+    "torch megatron numpy": "from {0}.rl.workers import EmbeddedRanks, RayRanks, wire;"
     "wire.load(wire.dump([1, b'2']))",
     "megatron": "from {0} import FSDPTrainStep",
 }

@@ -7,6 +7,3 @@ from .protocol import RanksLost as RanksLost
 from .protocol import RankTraceback as RankTraceback
 from .protocol import WorkerSpec as WorkerSpec
 from .ray import RayRanks as RayRanks
-from .torchrun import TorchrunRanks as TorchrunRanks
-from .torchrun import run_rank as run_rank
-from .torchrun import under_torchrun as under_torchrun
