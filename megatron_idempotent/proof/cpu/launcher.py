@@ -257,10 +257,7 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
     """
     connection = Connection(connection_fd)
     with _told(connection):
-        if device == "cuda":
-            prepare()
-        else:
-            enable()
+        begin(device)
         for name in modules:
             _import(name)
             if device == "cuda":
@@ -310,7 +307,7 @@ def _with_patches(inherited: Connection) -> Connection:
     """Fork a launcher of ranks that have the patches; return the connection to it."""
     ours, theirs = Pipe()
     if os.fork() == 0:
-        _die_with_the_parent()
+        die_with_the_parent()
         inherited.close()
         ours.close()
         from megatron_idempotent.patching.api import apply
@@ -323,7 +320,17 @@ def _with_patches(inherited: Connection) -> Connection:
     return ours
 
 
-def _die_with_the_parent() -> None:
+def begin(device: Device) -> None:
+    """Ready a process for ranks on a device, before it imports Megatron."""
+    if device == "cuda":
+        prepare()
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        enable()
+
+
+def die_with_the_parent() -> None:
+    """Have the system kill this process when its parent ends; only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -454,7 +461,7 @@ def occupy(call: Call, slot: RankSlot) -> None:
     """Run the call as one rank and end the process; do not return."""
     # Its own process group, so that ending a rank ends what it started too.
     os.setpgrp()
-    _die_with_the_parent()
+    die_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(slot.stacks_fd, "w", encoding="utf-8") as stacks:
         faulthandler.enable(file=stacks, all_threads=True)  # a crash in C
@@ -514,26 +521,34 @@ def _settle(call: Call, slot: RankSlot) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(slot.master_port),
     )
-    if call.device != "cuda":
+    sys.path[:] = call.sys_path
+    os.chdir(call.cwd)
+    take_device(call.device, slot.rank, call.world_size, one_machine=True)
+
+
+def take_device(device: Device, rank: int, ranks: int, *, one_machine: bool) -> None:
+    """Take a rank's device, and set what it finds in the environment.
+
+    `rank` and `ranks` count those of this machine, and `one_machine` says that there are no others.
+    """
+    if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Megatron asks for 1 before it accepts tensor parallelism with overlap.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # Without it gloo resolves the host name, which may be slow or wrong in a container.
-    if "lo" in (name for _, name in socket.if_nameindex()):
+    if one_machine and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # For a log line, torch asks for the name of each peer's address, which no hosts file has. A
     # name server that loses the question would cost 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1")
-    sys.path[:] = call.sys_path
-    os.chdir(call.cwd)
 
     import torch
 
     torch.set_num_threads(1)
-    if call.device == "cuda":
-        gpu.settle(slot.rank, call.world_size)
+    if device == "cuda":
+        gpu.settle(rank, ranks)
     else:
-        torch.cuda.set_device(slot.rank)
+        torch.cuda.set_device(rank)
 
 
 def _join_default_group(call: Call, slot: RankSlot) -> None:

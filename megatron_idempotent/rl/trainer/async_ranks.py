@@ -182,7 +182,7 @@ def worker_spec(job: Job) -> WorkerSpec:
 
 
 def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
-    """Make the ranks that the configuration asks for, embedded, on Ray or under torchrun.
+    """Make the ranks that the configuration asks for, embedded or on Ray.
 
     They are not started yet. `pool` is a launcher that forks embedded ranks; None for one of their
     own.
@@ -192,10 +192,6 @@ def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
         from megatron_idempotent.rl.workers.ray import RayRanks
 
         return RayRanks(worker_spec(job), size)
-    if cluster == "torchrun":
-        from megatron_idempotent.rl.workers import TorchrunRanks
-
-        return TorchrunRanks(size, job.out)
     # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
     os.environ["OMP_NUM_THREADS"] = "1"
     return EmbeddedRanks(

@@ -1,9 +1,4 @@
-"""Runs an asynchronous job in the controller's process, from its parts to its results.
-
-    torchrun --nproc-per-node 2 --max-restarts 3 -m megatron_idempotent train --async --out runs/a
-
-Rank 0 starts the controller, a process of its own that outlives the ranks' restarts.
-"""
+"""Runs an asynchronous job in the controller's process, from its parts to its results."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -42,7 +37,7 @@ from megatron_idempotent.rl.workers.ray import import_ray
 from . import ConfigError
 from .async_ranks import RankPolicy, make_ranks
 from .checkpoint import CheckpointStore
-from .config import Config, load_config
+from .config import Config
 from .engines import make_async_engines, sync_settings
 from .output import INITIAL, TRAINED, Job
 from .policy import training_positions
@@ -266,34 +261,3 @@ def _drained_by_sigterm(controller: Controller) -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
-
-
-_RANKS = "MEGATRON_IDEMPOTENT_TORCHRUN_RANKS"
-
-
-def serve_rank(config_file: Path | None, overrides: Sequence[str], argv: Sequence[str]) -> int:
-    """Be a rank under torchrun until the run ends; returns the controller's exit code.
-
-    Args:
-        config_file: settings in TOML, or None.
-        overrides: texts `section.key=value`, applied over them.
-        argv: the arguments after `train`, with which rank 0 starts the controller.
-
-    Errors: `ConfigError` without an output directory, which the ranks and the controller share.
-    """
-    from megatron_idempotent.rl.workers import run_rank
-
-    from .async_ranks import worker_spec
-
-    os.environ[_RANKS] = os.environ["WORLD_SIZE"]
-    config = load_config(config_file, [*overrides, *torchrun_overrides()])
-    if not config.run.out:
-        raise ConfigError("run.out is empty, and torchrun was used; name a directory with --out")
-    job = Job(config=config, out=Path(config.run.out))
-    command = [sys.executable, "-m", "megatron_idempotent", "train", *argv, "--controller"]
-    return run_rank(worker_spec(job), job.out, command)
-
-
-def torchrun_overrides() -> list[str]:
-    """Return the overrides that torchrun decides: the number of ranks, and that it started them."""
-    return [f"run.ranks={os.environ[_RANKS]}", "controller.cluster=torchrun"]

@@ -34,8 +34,8 @@ class RunConfig:
     seed: int = Field(default=1, ge=0, le=2**31 - 1)
     """Seed of the initial weights, the order of the prompts and the sampled tokens."""
     ranks: int = Field(default=2, ge=1, le=64)
-    """Processes that train, connected by gloo, or by NCCL on GPUs. Each has a replica of the model,
-    unless `[parallel]` has several of them share one."""
+    """Processes that train, connected by gloo, or by NCCL on GPUs; under torchrun those that it has
+    started. Each has a replica of the model, unless `[parallel]` has several of them share one."""
     device: Literal["cpu", "cuda", "checked"] = "cpu"
     """Device of ranks and engines: the CPU, this machine's GPUs, or with `checked` a CPU that
     refuses what a GPU would refuse, to try a change without a GPU."""
@@ -342,9 +342,8 @@ class ControllerConfig:
     """The fewest groups that are handed to the ranks in one call, unless a step lacks fewer."""
     drop_tied: bool = False
     """True to leave out groups whose rewards are all equal; others are sampled in their place."""
-    cluster: Literal["embedded", "torchrun", "ray"] = "embedded"
-    """Place of the ranks: started by this process (`embedded`), by torchrun, or on a Ray
-    cluster."""
+    cluster: Literal["embedded", "ray"] = "embedded"
+    """Place of the ranks: started by this process (`embedded`), or on a Ray cluster."""
     ray_address: str = ""
     """Address of the Ray cluster, as `ray.init` takes it; empty for that in RAY_ADDRESS or, without
     one, a new cluster on this machine."""
@@ -531,16 +530,21 @@ ASYNC: Mapping[str, Mapping[str, Any]] = {
 """The defaults of an asynchronous run that differ from those of `Config`, by section and key."""
 
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: Path | None = None, overrides: Sequence[str] = (), *, ranks: int | None = None
+) -> Config:
     """Read the configuration in a TOML file, with `section.key=value` overrides applied in order.
 
-    Keys that neither gives have the defaults of `Config` or, in an asynchronous run, of `ASYNC`.
+    Keys that neither gives have the defaults of `Config` or, in an asynchronous run, of `ASYNC`. In
+    a synchronous one `ranks`, unless it is None, is the default of `run.ranks`.
     Errors: `ConfigError`, with a line for each key that is wrong.
     Example: `load_config(None, ["run.rollouts=300"])`.
     """
     given = SettingsReader(Config, ConfigError, path).set(*overrides)
     run = given.table.get("run")
-    return given.build(ASYNC if isinstance(run, dict) and run.get("mode") == "async" else None)
+    if isinstance(run, dict) and run.get("mode") == "async":
+        return given.build(ASYNC)
+    return given.build({"run": {"ranks": ranks}} if ranks is not None else None)
 
 
 def as_toml(config: Config) -> str:

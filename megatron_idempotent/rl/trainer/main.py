@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import CheckpointError, ConfigError, TrainerError
+from . import CheckpointError, ConfigError, TrainerError, torchrun
 
 if TYPE_CHECKING:
     from .config import Config
@@ -55,7 +55,6 @@ def main(argv: Sequence[str]) -> int:
     if "pydantic" in missing:  # without which there are no settings, and no defaults to show
         return _tell(missing)
     options = parser().parse_args(list(argv))
-    options.argv = list(argv)
     if missing and not options.schema:
         return _tell(missing)
     if options.schema:
@@ -86,46 +85,46 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_idempotent.proof.cpu.errors import LauncherLost
     from megatron_idempotent.rl.controller.protocol import ControllerError
     from megatron_idempotent.rl.trainer.task.prompts import read_prompts
-    from megatron_idempotent.rl.workers import under_torchrun
     from megatron_idempotent.rl.workers.protocol import RankFailed, RanksLost
 
     from .config import load_config
-    from .output import CONFIG_FILE, data_path, prepare, run_to_resume, say
+    from .output import CONFIG_FILE, data_path, is_unused, prepare, run_to_resume, say
 
-    began_s = time.time()
+    began_s, rank = time.time(), torchrun.rank()
+    # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
+    os.environ["OMP_NUM_THREADS"] = "1"
     overrides = list(options.set)
     named = {path: getattr(options, path) for _, path, *_ in _NAMED}
     overrides += [f"{path}={value}" for path, value in named.items() if value is not None]
     if options.run_async:
         overrides.append("run.mode=async")
     config_file: Path | None = options.config
-    if options.resume:
+    resume: bool = options.resume
+    if resume:
         # A run is continued with the settings that it left, wherever it is started from.
         given = [text.partition("=")[2] for text in overrides if text.startswith("run.out=")]
-        out = run_to_resume(given[-1].strip() if given else "")
+        named_out = given[-1].strip() if given else ""
+        # torchrun starts ranks again with the arguments of the first time, when there was no run.
+        resume = rank is None or not named_out or not is_unused(Path(named_out))
+    if resume:
+        out = run_to_resume(named_out)
         overrides.append(f"run.out={out}")
         if config_file is None and (out / CONFIG_FILE).is_file():
             config_file = out / CONFIG_FILE
-    if under_torchrun() and not options.controller:
-        from .async_run import serve_rank
-
-        return serve_rank(config_file, overrides, options.argv)
-    if options.controller:
-        from .async_run import torchrun_overrides
-
-        overrides += torchrun_overrides()
-    config = load_config(config_file, overrides)
+    config = load_config(config_file, overrides, ranks=torchrun.size())
+    if rank is not None:
+        torchrun.check(config)
     prompts = read_prompts(data_path(config), words=not config.model.path)
-    if not options.quiet:
-        say("checking settings, prompts and model", began_s)
-    check(config, prompts)
-    job = prepare(
-        config,
-        resume=options.resume,
-        quiet=options.quiet,
-        started_anew=options.controller,
-        began_s=began_s,
-    )
+    if rank:
+        job = torchrun.join(config)
+    else:  # one speaks for all ranks
+        if not options.quiet:
+            say("checking settings, prompts and model", began_s)
+        check(config, prompts)
+        job = prepare(config, resume=resume, quiet=options.quiet, began_s=began_s)
+        job.say(f"starting {config.run.ranks} ranks: importing torch and Megatron")
+        if rank is not None:
+            torchrun.join(config, job)
     again = f"continue with --resume --out {job.out}"
     try:
         if launch(job, prompts):
@@ -218,9 +217,6 @@ def launch(job: Job, prompts: PromptSet) -> bool:
 
     from .report import CURVES_FILE, draw_curves, print_summary, summarize
 
-    # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    job.say(f"starting {job.config.run.ranks} ranks: importing torch and Megatron")
     ended, step = True, "rollout"
     if job.config.run.mode == "async":
         from .async_run import run_controller
@@ -228,6 +224,8 @@ def launch(job: Job, prompts: PromptSet) -> bool:
         ended, step = run_controller(job, prompts), "optimizer step"
     else:
         start_ranks(job)
+    if torchrun.rank():
+        return ended
     rows = read_metrics(job.out / METRICS_FILE)
     draw_curves(rows, job.out / CURVES_FILE, step=step)
     if not job.quiet:
@@ -236,7 +234,10 @@ def launch(job: Job, prompts: PromptSet) -> bool:
 
 
 def start_ranks(job: Job) -> None:
-    """Run `run_rank` on all ranks. Errors: those of `cpu.RankPool.run`."""
+    """Run `run_rank` on all ranks, or as one of torchrun's. Errors: those of `cpu.RankPool.run`."""
+    if torchrun.rank() is not None:
+        torchrun.train(job)
+        return
     from megatron_idempotent.proof import cpu
 
     # The launcher imports them once for all ranks; other models than Llama are not among them.
@@ -295,7 +296,5 @@ def parser() -> argparse.ArgumentParser:
         "--schema", action="store_true", help="print the JSON schema of FILE, for editors, and end"
     )
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    # The first rank of a torchrun starts it so; see `async_run.serve_rank`.
-    parser.add_argument("--controller", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     return parser

@@ -84,20 +84,15 @@ def prepare(
     *,
     resume: bool,
     quiet: bool,
-    started_anew: bool = False,
     began_s: float | None = None,
 ) -> Job:
     """Make the output directory or, to resume, check the newest checkpoint in it; return the job.
 
-    A run that died before its first checkpoint is resumed from its start. With `started_anew`,
-    which is for a run that something else starts again when it dies, there may be no run yet.
-
+    A run that died before its first checkpoint is resumed from its start.
     Errors: `OutputError` if the directory cannot be written or holds another run; `CheckpointError`
     if there is no run to resume, or its checkpoint is damaged or was written with other settings.
     """
-    if started_anew:
-        resume = bool(complete_checkpoints(Path(config.run.out) / "checkpoints"))
-    out = run_to_resume(config.run.out) if resume else _fresh(config, started_anew)
+    out = run_to_resume(config.run.out) if resume else _fresh(config)
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -313,17 +308,22 @@ def _same_settings(written: Mapping[str, Any], now: Mapping[str, Any], checkpoin
             )
 
 
-def _fresh(config: Config, started_anew: bool) -> Path:
+def _fresh(config: Config) -> Path:
     if not config.run.out:
         numbered = (RUNS / f"train-{number:03d}" for number in itertools.count(1))
         return next(path for path in numbered if not path.exists())
     out = Path(config.run.out)
-    if out.is_dir() and any(out.iterdir()) and not started_anew:
+    if not is_unused(out):
         raise OutputError(
             f"{out}: not empty; continue that run with --resume, or choose another directory with "
             "--out"
         )
     return out
+
+
+def is_unused(out: Path) -> bool:
+    """Return whether a new run may take a directory: it is not there yet, or is empty."""
+    return not out.is_dir() or not any(out.iterdir())
 
 
 def run_to_resume(out: str) -> Path:

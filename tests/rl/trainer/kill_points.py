@@ -38,8 +38,7 @@ class Kill:
     at: str = "rank 1"
     """The process that comes by: `rank 0`, `rank 1` or `command`."""
     who: str = "rank 1"
-    """Whom it kills: `rank 1`, `all ranks`, `launcher`, `command`, `supervisor`, `engine` or
-    `all`."""
+    """Whom it kills: `rank 1`, `all ranks`, `launcher`, `command`, `engine` or `all`."""
 
 
 class _Watch:
@@ -93,9 +92,8 @@ class _Watch:
         ranks = [pid for name, pid in sorted(living.items()) if name != "command"]
         above = list({pid for name in living if name != "command" for pid in parents[name]})
         started = pids.get("command", [])
-        if os.environ[RUNNER] == "torchrun":  # its ranks' parent; one of them starts the rest
-            pids["supervisor"] = parents["command"] if "command" in living else []
-            started = [*above, *pids["supervisor"], *started]
+        if os.environ[RUNNER] == "torchrun":  # its ranks' parent, and no command beside them
+            started = above
         everyone = dict.fromkeys([*(each for pid in started for each in descendants(pid)), *ranks])
         return {
             **pids,

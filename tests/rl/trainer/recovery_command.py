@@ -9,8 +9,6 @@ import subprocess
 import sys
 import time
 import traceback
-from pathlib import Path
-from types import SimpleNamespace
 
 import kill_points
 
@@ -41,16 +39,13 @@ def train(argv, out):
 
 
 def train_under_torchrun(argv, out):
-    """Run torchrun with the command; all that it and a rank start is forked."""
+    """Run torchrun with the command; its ranks are forked."""
     _as_if_started()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    from megatron_idempotent.rl.workers import torchrun
-
     subprocess_handler.Popen = ForkedProgram
-    torchrun.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProgram})
     options = ["--nproc-per-node=2", "--standalone", "--max-restarts=40", "--monitor-interval=0.1"]
     with open(out, "a", buffering=1) as said, contextlib.redirect_stderr(said):
         os.dup2(said.fileno(), 2)
@@ -59,21 +54,6 @@ def train_under_torchrun(argv, out):
         except ChildFailedError:
             return 1
         return 0
-
-
-def train_under_real_torchrun(argv, out):
-    """Run torchrun, and let each process import what it needs."""
-    _as_if_started()
-    watched = str(Path(__file__).parent / "watched")
-    options = ["--nproc-per-node=2", "--standalone", "--max-restarts=1", "--monitor-interval=0.1"]
-    program = [sys.executable, "-m", "torch.distributed.run", *options]
-    with open(out, "a") as said:
-        return subprocess.call(
-            [*program, "-m", "megatron_idempotent", "train", *argv],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([watched, *filter(None, sys.path)])},
-            stdout=said,
-            stderr=said,
-        )
 
 
 def _as_if_started():
@@ -129,7 +109,6 @@ class ForkedProgram(Forked):
     def __init__(self, args, env=None, **_):
         def program():
             from megatron_idempotent.rl.trainer import main as command
-            from megatron_idempotent.rl.workers import torchrun
 
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(number, signal.SIG_DFL)
@@ -138,8 +117,6 @@ class ForkedProgram(Forked):
                 os.environ.update(env)
             sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
             module, *argv = args[args.index("-m") + 1 :]
-            if module == torchrun.__name__:
-                return torchrun.main(argv)
             assert (module, argv.pop(0)) == ("megatron_idempotent", "train")
             return command.main(argv)
 

@@ -239,18 +239,6 @@ def test_a_controller_that_is_told_to_stop_is_continued_bit_for_bit(
     same_by_deltas(job, served)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["--out", "runs/a"], "run.mode is 'sync'"), (["--async"], "run.out is empty")],
-)
-def test_a_torchrun_that_cannot_work_is_told_so(arguments, said, monkeypatch, capsys):
-    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.delenv("MEGATRON_IDEMPOTENT_TORCHRUN_RANKS", raising=False)
-    assert main(arguments) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_run_of_the_other_mode_is_not_continued(whole):
     with pytest.raises(CheckpointError, match=r"run\.mode = 'async', now it is 'sync'"):
         job_for(whole.out, *ASYNC, "run.mode=sync", resume=True)

@@ -1,0 +1,177 @@
+"""The command on ranks that a real torchrun starts: the bits of a run that starts its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tokenizers")  # comes with the extra `trainer`
+
+import kill_points
+from trainer_cases import SYNC, TIMEOUT_S, digest, job_for, needs_megatron_training, rows
+
+from megatron_idempotent.rl.trainer import main as command
+from megatron_idempotent.rl.trainer import output
+from megatron_idempotent.rl.trainer.main import main
+
+pytestmark = needs_megatron_training
+LAST = 4
+SMALL = (*SYNC, f"run.rollouts={LAST}", "run.checkpoint_every=1", "evaluation.every=2")
+OPTIONS = [word for setting in SMALL for word in ("--set", setting)]
+
+
+class Started:
+    """A torchrun with two ranks, and what all of them have printed."""
+
+    def __init__(self, folder, *arguments, restarts=0):
+        self._log = folder / "torchrun.log"
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                    *("--nproc-per-node=2", f"--max-restarts={restarts}"),
+                    *("--monitor-interval=0.1", "-m", "megatron_idempotent", "train", *arguments),
+                ],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def said(self):
+        return self._log.read_text()
+
+    def until(self, happened):
+        """Wait for something; fail with what was printed if torchrun ends, or nothing happens."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (found := happened()):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                code = self.process.poll()
+                pytest.fail(f"torchrun: {code=} after {TIMEOUT_S:g} s at most:\n{self.said()}")
+            time.sleep(0.01)
+        return found
+
+    def ranks(self):
+        """The process ids of the ranks, by rank."""
+        found = {}
+        for pid in kill_points.descendants(self.process.pid):
+            with contextlib.suppress(OSError):
+                environ = Path(f"/proc/{pid}/environ").read_bytes()
+                if rank := re.search(rb"\0RANK=(\d+)\0", environ):
+                    found[int(rank[1])] = pid
+        return found
+
+    def ended(self):
+        """The exit code, once torchrun has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(TIMEOUT_S)
+        pytest.fail(f"torchrun goes on after {TIMEOUT_S:g} s:\n{self.said()}")
+
+
+@pytest.fixture
+def torchrun(tmp_path):
+    """`torchrun(*arguments, restarts=0)` starts one; it is ended after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments, restarts=0):
+            started = Started(tmp_path, *arguments, restarts=restarts)
+            stack.callback(started.process.wait)
+            stack.callback(started.process.kill)  # its ranks end with it
+            return started
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def embedded(megatron_rank_pool, tmp_path_factory):
+    """The job of a run that nothing disturbs, on ranks of this session's pool."""
+    job = job_for(tmp_path_factory.mktemp("embedded") / "run", *SMALL)
+    megatron_rank_pool.run(2, command.run_rank, job, timeout_s=TIMEOUT_S)
+    return job
+
+
+def check(out, embedded):
+    """Compare a run under torchrun with the one that started its ranks, bit by bit."""
+    job = output.Job(config=embedded.config, out=out)
+    assert rows(job) == rows(embedded)
+    assert digest(job, LAST) == digest(embedded, LAST)
+    model = "model/model.safetensors"
+    assert (out / model).read_bytes() == (embedded.out / model).read_bytes()
+
+
+def test_a_run_has_the_bits_of_one_that_starts_its_own_ranks(torchrun, embedded, tmp_path):
+    started = torchrun(*OPTIONS)
+    assert started.ended() == 0, started.said()
+    out = tmp_path / "runs" / "train-001"
+    check(out, embedded)
+    # One of them speaks, of one run.
+    assert not out.with_name("train-002").exists()
+    phases = ("checking settings", "starting 2 ranks", "building the model")
+    for told in (*phases, "held-out reward at the end"):
+        assert started.said().count(told) == 1, started.said()
+    for name in ("curves.png", "config.toml", "logs/rank-0.log", "logs/rank-1.log"):
+        assert (out / name).stat().st_size > 0
+
+
+def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on(torchrun, embedded, tmp_path):
+    out = tmp_path / "run"
+    # The command of the restart is that of the first start, when there is nothing to resume.
+    started = torchrun(*OPTIONS, "--resume", "--out", str(out), restarts=1)
+    started.until(lambda: output.complete_checkpoints(out / "checkpoints"))
+    os.kill(started.ranks()[1], signal.SIGKILL)
+    assert started.ended() == 0, started.said()
+    assert started.said().count("building the model") == 2, started.said()
+    assert output.rollouts_of(output.complete_checkpoints(out / "checkpoints")[-1]) == LAST
+    check(out, embedded)
+
+
+def test_an_asynchronous_run_is_refused_on_every_rank(torchrun, tmp_path):
+    started = torchrun("--async")
+    assert started.ended() == 1
+    said = started.said()
+    assert "exitcode: 2" in said
+    assert "use --cluster ray" in said
+    assert "Traceback" not in said.partition("ChildFailedError")[0].partition("error: ")[0]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_takes_too_long_is_ended_with_its_stacks(torchrun, tmp_path):
+    started = torchrun(*OPTIONS, "--set", "run.timeout_s=0.5")
+    assert started.ended() == 1
+    assert "run.timeout_s is 0.5 s; raise it with --set run.timeout_s=…" in started.said()
+    assert "most recent call first" in started.said()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--async"], "run.mode is 'async', and torchrun has started this process; an asynch"),
+        (["--ranks", "4"], "run.ranks is 4, and torchrun has started 2 (WORLD_SIZE); start as m"),
+        (["--config", "mine.toml"], "run.ranks is 4, and torchrun has started 2 (WORLD_SIZE)"),
+        (["--resume"], "runs: no run to resume; name its directory with --out"),
+        (["--resume", "--out", "foreign"], "foreign: neither a complete checkpoint nor the config"),
+    ],
+)
+def test_what_torchrun_cannot_run_is_told(arguments, message, rank, tmp_path, monkeypatch, capsys):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text("[run]\nranks = 4\n")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "file").touch()
+    if rank and "foreign" in arguments:
+        pytest.skip("rank 0 tells what is wrong with the directory")
+    assert main([*arguments, "--quiet"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {message}")
+    assert told.count("\n") == 1
