@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron_idempotent.rl.weights import Bucket
-from megatron_idempotent.rl.weights.records import changed_elements, end_export
+from megatron_idempotent.rl.weights.records import end_export
 
 from .records import SyncError
 
@@ -206,8 +206,7 @@ class Outgoing:
                     self.size = self.size[0] + elements, self.size[1] + bucket.nbytes
                 self.bytes_sent += sent.nbytes
                 self.tensors_sent += len(sent.tensors)
-                for name, tensor in sent.tensors.items():
-                    self.elements_changed += changed_elements(name, tensor)
+                self.elements_changed += sent.elements_changed
                 yield sent
         finally:
             end_export(self._buckets)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from megatron_idempotent.rl.metrics.timeline import Timeline
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, PromptStream
 from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
+from megatron_idempotent.rl.weights.transports import DiskSender, Sender, SharedMemorySender
 from megatron_idempotent.rl.workers import RankGroup, RemoteWeights
 from megatron_idempotent.rl.workers.ray import import_ray
 
@@ -192,15 +194,15 @@ async def _controller(
     tokenizer = make_tokenizer(config, prompts)
     scorer = Scorer(load_reward(config.task.reward), tokenizer)
     checkpoint = Path(config.model.path) if config.model.path else job.out / INITIAL
-    engines = await make_async_engines(config, checkpoint, job.out)
+    weights = RemoteWeights(
+        ranks,
+        asyncio.get_running_loop(),
+        timeout_s=config.controller.call_timeout_s,
+        transport=_transport(config, job.out),
+    )
     fleet = Fleet(
-        engines,
-        source=RemoteWeights(
-            ranks,
-            asyncio.get_running_loop(),
-            timeout_s=config.controller.call_timeout_s,
-            finds_changes=config.sync.deltas,
-        ),
+        await make_async_engines(config, checkpoint, job.out, weights),
+        source=weights,
         requests=lambda group_id, prompt: make_requests(
             config, tokenizer, prompt, stream=group_id, samples=config.rollout.group_size
         ),
@@ -236,6 +238,15 @@ async def _controller(
         timeline=timeline,
         evaluate=Evaluation(config, fleet, tokenizer, scorer, prompts.held_out),
     )
+
+
+def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
+    """Return what brings weights to engines in this process; None if all engines are servers."""
+    if config.rollout.engine != "transformers":
+        return None
+    if config.controller.cluster == "ray":  # rank 0 may be on another node, which has the folder
+        return functools.partial(DiskSender, (out / "sync").absolute())
+    return SharedMemorySender
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:

@@ -205,8 +205,8 @@ class SyncConfig:
     transport: Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc", "bucket"] = (
         "shared_memory"
     )
-    """Transport of weights to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU). transformers
-    reads them from memory."""
+    """Transport of weights from rank 0 to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU).
+    Engines of transformers in the controller take shared memory, and files on Ray."""
     directory: str = ""
     """Folder for weights that go through files, which servers must see too, or for `bucket` a URL
     without a password, such as `s3://weights/run`; empty for `sync/` in the output directory."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megatron_idempotent.rl.weights.transports import (
     Sender,
     SharedMemorySender,
 )
+from megatron_idempotent.rl.workers import RemoteWeights
 
 from .config import Config
 from .policy import MegatronPolicy
@@ -220,8 +222,16 @@ def _transformers(
     return TransformersEngine(checkpoint, name=name, device=device, routed_experts=routed)
 
 
-def server_engines(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
-    """Make engines of the vLLM servers at `rollout.engine_url`."""
+def server_engines(
+    config: Config,
+    checkpoint: Path,
+    out: Path,
+    on_ranks: Callable[[Callable[[], Sender]], Sender] | None = None,
+) -> Sequence[RolloutEngine]:
+    """Make engines of the vLLM servers at `rollout.engine_url`.
+
+    `on_ranks` makes a sender whose work is done on the ranks; None for one of this process.
+    """
     from megatron_idempotent.rl.engines.vllm import VllmEngine
 
     own = config.sync.directory
@@ -232,13 +242,13 @@ def server_engines(config: Config, checkpoint: Path, out: Path) -> Sequence[Roll
     routing: Sequence[int] = ()
     if config.rollout.router_replay != "off":
         routing = range(Architecture.read(checkpoint).layers)
-    return [
-        VllmEngine(url, transport=lambda: _sender(config, directory), routing_layers=routing)
-        for url in urls
-    ]
+    make = functools.partial(make_sender, config, directory)
+    transport = make if on_ranks is None else functools.partial(on_ranks, make)
+    return [VllmEngine(url, transport=transport, routing_layers=routing) for url in urls]
 
 
-def _sender(config: Config, directory: Path) -> Sender:
+def make_sender(config: Config, directory: Path) -> Sender:
+    """Make the sender that the configuration asks for, where the weights are."""
     sync = config.sync
     if sync.transport == "bucket":
         return BucketSender(sync.directory or str(directory))
@@ -256,15 +266,15 @@ def _sender(config: Config, directory: Path) -> Sender:
 
 
 async def make_async_engines(
-    config: Config, checkpoint: Path, out: Path
+    config: Config, checkpoint: Path, out: Path, weights: RemoteWeights
 ) -> Sequence[RolloutEngine]:
     """Make the engines of an asynchronous run: servers, or models in this process.
 
     `checkpoint` is the Hugging Face one from which they load a model; the policy's weights come
-    with the first publish.
+    with the first publish, from the ranks that `weights` speaks with.
     """
     if config.rollout.engine != "transformers":
-        return server_engines(config, checkpoint, out)
+        return server_engines(config, checkpoint, out, weights.sender)
     names = [f"engine-{number}" for number in range(config.controller.engines)]
     from transformers.utils import logging
 

@@ -331,6 +331,11 @@ class Bucket:
         """The number of bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
+    @property
+    def elements_changed(self) -> int:
+        """The number of elements that the bucket brings, in tensors and in deltas."""
+        return sum(changed_elements(name, tensor) for name, tensor in self.tensors.items())
+
 
 def changed_elements(name: str, tensor: torch.Tensor) -> int:
     """Return how many elements a sent tensor, or a delta, brings: all of a tensor."""

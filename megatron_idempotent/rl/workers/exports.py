@@ -1,33 +1,103 @@
-"""Brings the policy's weights from its ranks to the controller's process.
+"""Has the ranks send the policy's weights, while the controller conducts.
 
-Importing this imports torch.
+The sender of a transport lives on rank 0, beside the weights. What passes through the controller is
+descriptions of buckets, checksums and announcements. Importing this imports torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
-from concurrent.futures import wait
+import dataclasses
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_idempotent.rl.hf.buckets import BucketStream
-from megatron_idempotent.rl.weights.records import Bucket, TensorInfo, WeightSource, end_export
+from megatron_idempotent.rl.weights.last_sent import LastSent
+from megatron_idempotent.rl.weights.records import (
+    Bucket,
+    TensorInfo,
+    WeightSource,
+    WeightUpdate,
+    end_export,
+)
+from megatron_idempotent.rl.weights.transports import (
+    SharedMemorySender,
+    TransportError,
+    TransportTimeout,
+    receiver,
+)
+from megatron_idempotent.rl.weights.transports.base import Announcement, Receiver, Sender
 
-from .protocol import RankGroup, RanksLost
+from .protocol import RankFailed, RankGroup, RanksLost
 
 #: Seconds, after those of a call, for the ranks to be ended; so the wait for the loop has a bound.
 _MARGIN_S = 60.0
+#: One is being sent while the next is made.
+_BUCKETS = 2
+
+MakeSender = Callable[[], Sender]
+"""A function that travels to the ranks, such as `functools.partial(DiskSender, folder)`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BucketOnRank:
+    """Describes a bucket that rank 0 holds. Example: `BucketOnRank.of(bucket).infos`."""
+
+    index: int
+    infos: tuple[TensorInfo, ...]
+    checksums: Mapping[str, int]
+    elements_changed: int
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> BucketOnRank:
+        """Describe a bucket."""
+        return cls(
+            index=bucket.index,
+            infos=tuple(TensorInfo.of(name, tensor) for name, tensor in bucket.tensors.items()),
+            checksums=dict(bucket.checksums),
+            elements_changed=bucket.elements_changed,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DescribedBucket(Bucket):
+    """Has the names, shapes and types of a bucket's tensors, which are on the device "meta".
+
+    Example: `DescribedBucket.of_rank(ranks_bucket).nbytes`.
+    """
+
+    changed: int
+
+    @classmethod
+    def of_rank(cls, bucket: BucketOnRank) -> DescribedBucket:
+        """Make one of what rank 0 says of its bucket."""
+        return cls(
+            index=bucket.index,
+            tensors={
+                info.name: torch.empty(info.shape, dtype=info.dtype, device="meta")
+                for info in bucket.infos
+            },
+            checksums=bucket.checksums,
+            changed=bucket.elements_changed,
+        )
+
+    @property
+    def elements_changed(self) -> int:
+        """The number of elements that the bucket brings."""
+        return self.changed
 
 
 class Exports:
-    """Gives a worker the four methods that `RemoteWeights` calls, over a source of its rank.
+    """Gives a worker the methods that `RemoteWeights` calls, over a source of its rank.
 
     Derive a worker from it, or hand its methods on. There is one export at a time; a new one ends
-    the one before.
+    the one before. Rank 0 keeps the two newest buckets, which senders send.
 
     Example:
         class Worker(Exports):
@@ -38,24 +108,38 @@ class Exports:
     def __init__(self, source: WeightSource) -> None:
         self._export_source = source
         self._export: Iterator[Bucket] | None = None
+        self._whole: bool | None = None
+        self._last: LastSent | None = None
+        self._held: dict[int, Bucket] = {}
+        self._senders: dict[str, Sender] = {}
 
     def export_tensors(self) -> tuple[TensorInfo, ...] | None:
         """Return all tensors, on rank 0; None on others. Collective."""
         infos = self._export_source.tensors()
         return infos if self._keeps() else None
 
-    def export_begin(self, bucket_bytes: int, whole: bool = True) -> None:
-        """Begin an export, with whole=False of what has changed; see `ChangesSource`. Collective.
+    def export_begin(self, bucket_bytes: int, whole: bool | None = None) -> None:
+        """Begin an export. Collective.
+
+        Args:
+            bucket_bytes: the size of buckets.
+            whole: False for what has changed since the last export, and True for everything, from
+                which on changes are found, by the source if it can, else on rank 0 by a copy of
+                what was sent. None for everything.
 
         Errors: those of the source, as for a `bucket_bytes` below 1.
         """
         self.export_end()
         source: Any = self._export_source
-        more = {} if whole else {"whole": False}
+        finds_changes = getattr(source, "finds_changes", False)
+        more = {"whole": whole} if finds_changes and whole is not None else {}
+        self._whole = None if finds_changes else whole
+        if self._whole is not None and self._last is None:
+            self._last = LastSent()
         self._export = source.buckets(bucket_bytes=bucket_bytes, **more)
 
-    def export_next(self) -> Bucket | None:
-        """Return rank 0's next bucket, on the CPU; None on others and after the last. Collective.
+    def export_next(self) -> BucketOnRank | None:
+        """Make the next bucket; return what rank 0 has, None on others and at the end. Collective.
 
         Errors: `RuntimeError` if no export has begun; those of the source.
         """
@@ -65,15 +149,44 @@ class Exports:
             bucket = next(self._export, None)
         if bucket is None or not self._keeps():
             return None
-        tensors = {
-            name: torch.Tensor.cpu(tensor.detach()).contiguous()
-            for name, tensor in bucket.tensors.items()
-        }
-        return Bucket(index=bucket.index, tensors=tensors, checksums=dict(bucket.checksums))
+        if self._last is not None and self._whole is not None:
+            bucket = self._last.changed(bucket, whole=self._whole)
+        self._held[bucket.index] = bucket
+        self._held.pop(bucket.index - _BUCKETS, None)
+        return BucketOnRank.of(bucket)
+
+    def sender_open(self, key: str, make: MakeSender, update: WeightUpdate) -> Announcement | None:
+        """Make a sender on rank 0, and return its announcement. Errors: those of the sender."""
+        if not self._keeps():
+            return None
+        sender = self._senders[key] = make()
+        return asyncio.run(sender.open(update))
+
+    def sender_step(self, key: str, step: str, index: int) -> Announcement | None:
+        """Do a step of a sender with a bucket, on rank 0: "announce", "transmit" or "release".
+
+        Errors: those of the sender; `TransportError` for a bucket that is no longer kept.
+        """
+        if not self._keeps():
+            return None
+        bucket = self._held.get(index)
+        if bucket is None:
+            raise TransportError(
+                f"bucket {index} is not there to {step}: rank 0 has buckets {sorted(self._held)}"
+            )
+        answer: Announcement | None = asyncio.run(getattr(self._senders[key], step)(bucket))
+        return answer
+
+    def sender_close(self, key: str) -> None:
+        """Close a sender on rank 0; without one: no-op."""
+        sender = self._senders.pop(key, None)
+        if sender is not None:
+            asyncio.run(sender.close())
 
     def export_end(self) -> None:
         """End the export, also half-way. Collective. Without one: no-op."""
         export, self._export = self._export, None
+        self._held.clear()
         if export is not None:
             end_export(export)
 
@@ -82,14 +195,16 @@ class Exports:
 
 
 class RemoteWeights:
-    """Implements `WeightSource` for ranks in other processes, for the controller's `WeightSync`.
+    """Implements `ChangesSource` for ranks in other processes, for the controller's `WeightSync`.
 
     Its methods block the thread that calls them, which must not be the event loop's: `WeightSync`
     iterates in a thread of its own. `buckets` itself does nothing yet, and may be called anywhere.
-    Buckets come from rank 0, by its connection; between two of them the ranks are free for calls.
+    Between two buckets the ranks are free for calls.
 
     Example: `await sync.update(RemoteWeights(ranks, asyncio.get_running_loop()), version)`.
     """
+
+    finds_changes = True
 
     def __init__(
         self,
@@ -97,19 +212,25 @@ class RemoteWeights:
         loop: asyncio.AbstractEventLoop,
         *,
         timeout_s: float = 300.0,
-        finds_changes: bool = False,
+        transport: MakeSender | None = SharedMemorySender,
     ) -> None:
         """
         Args:
             ranks: the ranks, whose worker has the methods of `Exports`.
             loop: the event loop on which these are called.
             timeout_s: seconds for one bucket, after which the ranks count as lost.
-            finds_changes: True if the ranks' source is a `ChangesSource` that finds them.
+            transport: makes the sender on rank 0 from which this process receives each bucket, once
+                for all engines in it. None where all engines are sent to by `sender`: buckets then
+                describe tensors and have none.
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}; allowed: seconds above 0")
         self._ranks, self._loop, self._timeout_s = ranks, loop, timeout_s
-        self.finds_changes = finds_changes
+        self._transport = transport
+
+    def sender(self, make: MakeSender) -> Sender:
+        """Return a sender for an engine, such as a `VllmEngine`, whose work is done on rank 0."""
+        return _RankSender(self, make)
 
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Return all tensors in the order in which they are sent.
@@ -119,14 +240,15 @@ class RemoteWeights:
         infos: tuple[TensorInfo, ...] = self.ask("export_tensors")
         return infos
 
-    def buckets(self, *, bucket_bytes: int, whole: bool = True) -> RemoteBuckets:
+    def buckets(self, *, bucket_bytes: int, whole: bool | None = None) -> RemoteBuckets:
         """Return the weights in buckets of `bucket_bytes`; the export begins with the first.
 
-        With whole=False it is what has changed since the last one; see `ChangesSource`.
+        `whole` is False for what has changed since the last export; see `Exports.export_begin`.
         """
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
-        return RemoteBuckets(self, bucket_bytes, whole)
+        way = None if self._transport is None else _Way(self, self._transport)
+        return RemoteBuckets(self, way, bucket_bytes, whole)
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method on all ranks, and return rank 0's result. Errors: as for `tensors`."""
@@ -138,7 +260,7 @@ class RemoteWeights:
             raise RuntimeError(
                 f"{method}() would block the event loop that it waits for; call it in a thread"
             )
-        calling = self._ranks.call(method, *args, timeout_s=self._timeout_s)
+        calling = self.call(method, *args)
         try:
             asked = asyncio.run_coroutine_threadsafe(calling, self._loop)
         except RuntimeError as closed:
@@ -148,14 +270,27 @@ class RemoteWeights:
         if asked.cancelled() or not asked.done():
             asked.cancel()
             raise RanksLost(f"{method}(): the controller's event loop ended, or does not answer")
-        return asked.result()[0]
+        return asked.result()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method on all ranks, on the loop, and return rank 0's result.
+
+        Errors: `RanksLost`; `TransportError` if a transport raised it; else `RankFailed`.
+        """
+        try:
+            return (await self._ranks.call(method, *args, timeout_s=self._timeout_s))[0]
+        except RankFailed as error:
+            for kind in (TransportTimeout, TransportError):
+                if error.errors[0].exception_type == f"{kind.__module__}.{kind.__qualname__}":
+                    raise kind(error.errors[0].message) from error
+            raise
 
 
 class RemoteBuckets(Iterator[Bucket]):
     """Iterates once over the buckets of `RemoteWeights`. Example: `next(buckets)`."""
 
-    def __init__(self, weights: RemoteWeights, *asked: Any) -> None:
-        self._weights, self._asked = weights, asked
+    def __init__(self, weights: RemoteWeights, way: _Way | None, *asked: Any) -> None:
+        self._weights, self._way, self._asked = weights, way, asked
         self._begun = self._ended = False
 
     def __next__(self) -> Bucket:
@@ -164,11 +299,12 @@ class RemoteBuckets(Iterator[Bucket]):
         if not self._begun:
             self._begun = True
             self._weights.ask("export_begin", *self._asked)
-        bucket: Bucket | None = self._weights.ask("export_next")
-        if bucket is None:
+        exported: BucketOnRank | None = self._weights.ask("export_next")
+        if exported is None:
             self.close()
             raise StopIteration
-        return bucket
+        bucket = DescribedBucket.of_rank(exported)
+        return bucket if self._way is None else self._way.receive(bucket)
 
     def close(self) -> None:
         """End the export on all ranks, also half-way. Twice, or before the first bucket: no-op.
@@ -178,7 +314,79 @@ class RemoteBuckets(Iterator[Bucket]):
         if self._begun and not self._ended:
             self._ended = True
             with contextlib.suppress(RanksLost):
+                if self._way is not None:
+                    self._way.close()
                 self._weights.ask("export_end")
+
+
+class _Way:
+    """Brings buckets of rank 0 into this process, in the thread of the export."""
+
+    def __init__(self, weights: RemoteWeights, make: MakeSender) -> None:
+        self._weights, self._make = weights, make
+        self._key = uuid.uuid4().hex
+        self._receiver: Receiver | None = None
+
+    def receive(self, bucket: Bucket) -> Bucket:
+        """Return the bucket with its tensors."""
+        ask = self._weights.ask
+        if self._receiver is None:
+            update = WeightUpdate(id=f"export/{self._key}", version=0)
+            self._receiver = receiver(ask("sender_open", self._key, self._make, update))
+        announced = ask("sender_step", self._key, "announce", bucket.index)
+        # Both ends at once, where a transport needs that.
+        with ThreadPoolExecutor(1, "weight-transmit") as thread:
+            sending = thread.submit(ask, "sender_step", self._key, "transmit", bucket.index)
+            received = self._receiver.receive(announced)
+            sending.result()
+        ask("sender_step", self._key, "release", bucket.index)
+        return received
+
+    def close(self) -> None:
+        """Close both ends. Errors: as for a bucket."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._weights.ask("sender_close", self._key)
+
+
+class _RankSender(Sender):
+    """Implements `Sender` by one on rank 0, which sends the buckets that rank 0 holds."""
+
+    kind = "ranks"
+
+    def __init__(self, weights: RemoteWeights, make: MakeSender) -> None:
+        super().__init__()
+        self._weights, self._make = weights, make
+        self._key = ""
+
+    async def open(self, update: WeightUpdate) -> Announcement:
+        self._key = uuid.uuid4().hex
+        opened: Announcement = await self._weights.call(
+            "sender_open", self._key, self._make, update
+        )
+        return opened
+
+    async def announce(self, bucket: Bucket) -> Announcement:
+        announced: Announcement = await self._step("announce", bucket)
+        return announced
+
+    async def transmit(self, bucket: Bucket) -> None:
+        await self._step("transmit", bucket)
+
+    async def release(self, bucket: Bucket) -> None:
+        await self._step("release", bucket)
+
+    async def close(self) -> None:
+        key, self._key = self._key, ""
+        if key:
+            with contextlib.suppress(RanksLost):  # which have nothing left to close
+                # Shielded: a close that is cancelled closes all the same.
+                await asyncio.shield(self._weights.call("sender_close", key))
+
+    async def _step(self, step: str, bucket: Bucket) -> Any:
+        if not self._key:
+            raise TransportError(f"{step}() has no update; call open() before it")
+        return await self._weights.call("sender_step", self._key, step, bucket.index)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,10 @@ def make(argument: dict[str, Any]) -> Worker:
 class Source:
     """A `WeightSource` whose every tensor is broadcast first, so that no rank may stay away."""
 
-    def __init__(self, seed: int, fault: str = "", at: int = 2, rank: int = 0) -> None:
+    def __init__(
+        self, seed: int, fault: str = "", at: int = 2, rank: int = 0, finds_changes: bool = True
+    ) -> None:
+        self.finds_changes = finds_changes
         self.tensors_by_name = weights(seed)
         self.fetched = 0
         self._fault, self._at, self._rank = fault, at, rank
@@ -77,6 +80,10 @@ class Worker(Exports):
     def __init__(self, source: Source) -> None:
         super().__init__(source)
         self.source = source
+
+    def change(self) -> None:
+        """Change an element of one tensor."""
+        self.source.tensors_by_name["c"][0, 0] += 1.0
 
     def fetched(self) -> int:
         """Tensors that this rank took part in."""

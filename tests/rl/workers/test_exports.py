@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,16 @@ pytest.importorskip("torch")
 import torch
 from export_worker import FACTORY, weights
 
-from megatron_idempotent.rl.weights import Bucket, TensorInfo, checksum
+from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightUpdate, checksum
+from megatron_idempotent.rl.weights.records import DELTA
+from megatron_idempotent.rl.weights.transports import (
+    BucketSender,
+    DiskSender,
+    ProcessGroupSender,
+    SharedMemorySender,
+    TransportError,
+    receiver,
+)
 from megatron_idempotent.rl.workers import (
     EmbeddedRanks,
     RankFailed,
@@ -22,26 +33,40 @@ from megatron_idempotent.rl.workers import (
     RemoteWeights,
     WorkerSpec,
 )
+from megatron_idempotent.rl.workers.exports import MakeSender
+from megatron_idempotent.rl.workers.pipes import PipeLink
 
 ONE = 64 * 32 * 4
 """Bytes of a tensor of float32: a bucket of one."""
 
 
 @contextlib.asynccontextmanager
-async def exporting(pool, *, timeout_s: float = 30.0, **argument: Any):
+async def exporting(
+    pool, *, timeout_s: float = 30.0, transport: Any = SharedMemorySender, **argument: Any
+):
     """Two ranks that export, and their weights as the controller sees them."""
     ranks = EmbeddedRanks(
         WorkerSpec(factory=FACTORY, argument={"seed": 3, **argument}), 2, pool=pool
     )
     await ranks.start()
     try:
-        yield ranks, RemoteWeights(ranks, asyncio.get_running_loop(), timeout_s=timeout_s)
+        yield (
+            ranks,
+            RemoteWeights(
+                ranks, asyncio.get_running_loop(), timeout_s=timeout_s, transport=transport
+            ),
+        )
     finally:
         await ranks.close()
 
 
 def collect(buckets: Iterator[Bucket]) -> list[Bucket]:
     return list(buckets)
+
+
+def two_of(buckets: Iterator[Bucket]) -> list[Bucket]:
+    """Take the two buckets that rank 0 keeps."""
+    return [next(buckets), next(buckets)]
 
 
 def infos() -> list[Any]:
@@ -64,6 +89,94 @@ async def test_tensors_and_buckets_come_as_rank_0_has_them(megatron_rank_pool) -
         changed = source.buckets(bucket_bytes=1 << 20, whole=False)
         (bucket,) = await asyncio.to_thread(collect, changed)
         assert list(bucket.tensors) == ["a"]
+
+
+def senders(folder: Path) -> dict[str, MakeSender]:
+    """What makes a sender of each transport that needs no GPU."""
+    return {
+        "disk": functools.partial(DiskSender, folder),
+        "shared_memory": SharedMemorySender,
+        "process_group": ProcessGroupSender,
+        "bucket": functools.partial(BucketSender, str(folder)),
+    }
+
+
+@contextlib.contextmanager
+def counting_bytes():
+    """Yield a list of the sizes of what comes from ranks through their pipes."""
+    receive, sizes = PipeLink._receive, []
+
+    async def counted(link: PipeLink, size: int) -> Any:
+        sizes.append(size)
+        return await receive(link, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipeLink, "_receive", counted)
+        yield sizes
+
+
+@pytest.mark.parametrize("kind", senders(Path()))
+async def test_weights_come_by_a_transport_and_not_through_the_ranks_pipes(
+    megatron_rank_pool, tmp_path, kind
+) -> None:
+    make = senders(tmp_path / "weights")[kind]
+    async with exporting(megatron_rank_pool, transport=make) as (_, source):
+        with counting_bytes() as sizes:
+            buckets = await asyncio.to_thread(collect, source.buckets(bucket_bytes=2 * ONE))
+        received = {name: each for bucket in buckets for name, each in bucket.tensors.items()}
+        for name, tensor in weights(3).items():
+            assert torch.equal(received[name], tensor)
+            assert buckets[0].checksums.get(name, checksum(tensor)) == checksum(tensor)
+        assert max(sizes) < ONE / 4  # descriptions and announcements, whatever a tensor's size
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".safetensors"]
+
+
+@pytest.mark.parametrize("kind", senders(Path()))
+async def test_an_engines_sender_works_on_rank_0_and_the_controller_has_no_bytes(
+    megatron_rank_pool, tmp_path, kind
+) -> None:
+    make = senders(tmp_path / "weights")[kind]
+    update = WeightUpdate(id="run/1", version=1)
+    async with exporting(megatron_rank_pool, transport=None) as (_, source):
+        sender, received = source.sender(make), {}
+        with counting_bytes() as sizes:
+            end = receiver(await sender.open(update))  # in an engine's worker
+            buckets = source.buckets(bucket_bytes=2 * ONE)
+            for bucket in await asyncio.to_thread(two_of, buckets):
+                assert {tensor.device.type for tensor in bucket.tensors.values()} == {"meta"}
+                assert bucket.elements_changed == sum(t.numel() for t in bucket.tensors.values())
+                announced = await sender.announce(bucket)
+                receiving = asyncio.to_thread(end.receive, announced)
+                got, _ = await asyncio.gather(receiving, sender.transmit(bucket))
+                received |= got.tensors
+                await sender.release(bucket)
+            await asyncio.to_thread(buckets.close)
+            end.close()
+            await sender.close()
+            await sender.close()
+        assert all(torch.equal(received[name], tensor) for name, tensor in weights(3).items())
+        assert max(sizes) < ONE / 4
+        with pytest.raises(TransportError, match=r"call open\(\)"):
+            await sender.announce(bucket)
+        await sender.open(update)
+        with pytest.raises(TransportError, match="bucket 1 is not there to announce"):
+            await sender.announce(bucket)
+        await sender.close()
+
+
+async def test_what_changed_is_found_on_rank_0_where_the_source_does_not(
+    megatron_rank_pool,
+) -> None:
+    async with exporting(megatron_rank_pool, finds_changes=False) as (ranks, source):
+        whole = source.buckets(bucket_bytes=1 << 20, whole=True)
+        assert len((await asyncio.to_thread(collect, whole))[0].tensors) == 4
+        await ranks.call("change")
+        with counting_bytes() as sizes:
+            changes = source.buckets(bucket_bytes=1 << 20, whole=False)
+            (bucket,) = await asyncio.to_thread(collect, changes)
+        assert list(bucket.tensors) == ["c" + DELTA]
+        assert bucket.elements_changed == 1
+        assert max(sizes) < ONE / 4
 
 
 async def test_an_export_that_is_closed_half_way_ends_on_all_ranks_and_another_can_begin(
