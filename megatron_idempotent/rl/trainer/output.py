@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_idempotent.json_text import parse_json
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics, write_whole
 from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE
 
@@ -235,7 +236,7 @@ def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
     marker = checkpoint / MARKER
     remedy = _remedy(checkpoint)
     try:
-        listed = json.loads(marker.read_text(encoding="utf-8"))
+        listed = parse_json(marker.read_text(encoding="utf-8"))
         files, state = dict(listed["files"]), dict(listed["state"])
         if listed["sha256"] != _of_list(state, files):
             raise ValueError("its content has changed")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from megatron_idempotent.json_text import parse_json
 from megatron_idempotent.rl.trainer import CheckpointError, DataError
 from megatron_idempotent.rl.trainer.config import Config
 
@@ -180,7 +180,7 @@ def sequence_positions(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        found: dict[str, Any] = dict(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}; give the folder of a checkpoint") from error
     return found

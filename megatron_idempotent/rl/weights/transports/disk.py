@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_idempotent.json_text import parse_json
 from megatron_idempotent.rl.weights.records import Bucket, TensorInfo, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights.safetensors_io import write_tensors
 
@@ -115,7 +116,7 @@ class DiskReceiver(Receiver):
 def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> dict[str, int]:
     """Return the offset of each tensor in a safetensors file. Errors: `ValueError`, `EOFError`."""
     length = int.from_bytes(_exactly(descriptor, 8, 0), "little")
-    header = json.loads(_exactly(descriptor, length, 8))
+    header = parse_json(_exactly(descriptor, length, 8))
     offsets = {}
     for info in tensors:
         begin, end = header[info.name]["data_offsets"]
