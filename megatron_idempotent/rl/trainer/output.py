@@ -179,7 +179,7 @@ def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) 
 def remove_old(directory: Path, keep: int) -> None:
     """Remove all checkpoints but the newest ones, and what a run that died was writing."""
     kept = complete_checkpoints(directory)[-keep:]
-    for old in (*_numbered(directory, "rollout"), *directory.glob("rollout-*.unfinished")):
+    for old in (*_numbered(directory, "rollout"), *directory.glob("rollout-[0-9]*.unfinished")):
         if old not in kept:
             _remove(old)
 
@@ -198,8 +198,12 @@ def checkpoint_path(directory: Path, rollouts: int) -> Path:
     return directory / f"rollout-{rollouts:06d}"
 
 
-def number_of(folder: Path) -> int:
-    """Return the number at the end of a folder's name: of a checkpoint, the rollouts before it."""
+def rollouts_of(checkpoint: Path) -> int:
+    """Return the number of rollouts before a checkpoint, from its name."""
+    return _number(checkpoint)
+
+
+def _number(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 
@@ -224,7 +228,7 @@ def _numbered(directory: Path, name: str) -> list[Path]:
     """Return the folders of a directory that are called `name-NUMBER`, the lowest number first."""
     found = (path for path in directory.glob(f"{name}-*") if path.is_dir())
     return sorted(
-        (path for path in found if path.name.removeprefix(f"{name}-").isdecimal()), key=number_of
+        (path for path in found if path.name.removeprefix(f"{name}-").isdecimal()), key=_number
     )
 
 
@@ -292,8 +296,8 @@ def _of_list(state: Mapping[str, Any], files: Mapping[str, Any]) -> str:
 
 
 def _remedy(checkpoint: Path) -> str:
-    number = number_of(checkpoint)
-    older = [path for path in complete_checkpoints(checkpoint.parent) if number_of(path) < number]
+    number = rollouts_of(checkpoint)
+    older = [path for path in complete_checkpoints(checkpoint.parent) if rollouts_of(path) < number]
     remove = f"remove the directory {checkpoint}"
     if older:
         return f"{remove} to resume from {older[-1].name}"

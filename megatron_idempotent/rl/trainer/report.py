@@ -36,7 +36,7 @@ from megatron_idempotent.rl.metrics.names import (
 
 from . import ConfigError
 from .config import Config
-from .output import Job, number_of
+from .output import Job, rollouts_of
 
 CURVES_FILE = "curves.png"
 
@@ -139,7 +139,7 @@ def make_loggers(job: Job, *shown: Logger, threaded: bool) -> Loggers:
 
     TensorBoard is left out, with a warning, if it is not installed.
     """
-    first = number_of(job.resume_from) if job.resume_from is not None else 0
+    first = rollouts_of(job.resume_from) if job.resume_from is not None else 0
     events = job.out / TENSORBOARD_DIRECTORY
     made: list[Logger | Callable[[], Logger]] = [
         functools.partial(JsonlLogger, job.out / METRICS_FILE, first_step=first),

@@ -148,7 +148,7 @@ class Run:
     def found(self):
         """All that two runs are compared by."""
         newest = output.complete_checkpoints(self.out / "checkpoints")[-1]
-        assert output.number_of(newest) == LAST
+        assert output.rollouts_of(newest) == LAST
         sealed = json.loads((newest / output.MARKER).read_text())
         found = {"weights": sealed["state"]["weights sha256"]}
         found["groups and prompts"] = sealed["files"].get("controller.json")

@@ -231,7 +231,7 @@ def test_a_controller_that_is_told_to_stop_is_continued_bit_for_bit(
     for phase in ("checking settings", "starting 2 ranks: ", "building the model", "first rollout"):
         assert len(re.findall(rf"^ *[\d.]+ s  .*{phase}", said, re.MULTILINE)) == 1
     monkeypatch.undo()
-    done = output.number_of(output.complete_checkpoints(out / "checkpoints")[-1])
+    done = output.rollouts_of(output.complete_checkpoints(out / "checkpoints")[-1])
     assert 2 <= done < LAST, "the run was not stopped half-way"
     with noting() as served:
         job, ended = run(job_for(out, *ASYNC, DELTAS, resume=True), megatron_rank_pool)
