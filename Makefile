@@ -13,9 +13,14 @@ BUDGET ?= 8
 # Compiling torch and Megatron again in every process would cost each of them ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-# `LOCKED=1` takes the versions in LOCK, which the tests last passed with, in the place of the newest.
+# `LOCKED=1`, as CI has it, takes the versions in LOCK, which the tests last passed with, in the place of
+# the newest, and no file whose hash is not in it. uv itself always comes from there.
 LOCKED ?=
 LOCK := requirements/dev.lock
+HELD := $(if $(LOCKED),--constraints $(LOCK) --build-constraints $(LOCK))
+# Into the interpreter that it is called with; pip before 26 holds no constraint to its hashes.
+pinned_uv = sed -n '/^uv==/,/\# via/p' $(LOCK) | \
+	  $(1) -m pip install --quiet --disable-pip-version-check --require-hashes -r /dev/stdin
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(MEGATRON)-$(TORCH)$(if $(LOCKED),-locked)
@@ -27,7 +32,7 @@ VLLM_VENV := .nox/vllm
 RAY_VENV := .nox/ray
 DOCS_VENV := .nox/docs
 
-.PHONY: help train test test-gpu wheels test-ray test-vllm docs test-docs dist lock matrix gate pins drift lint bench setup clean
+.PHONY: help train test test-gpu wheels test-ray test-vllm docs test-docs dist lock nox matrix gate pins drift lint bench setup clean
 
 help:
 	@echo "make train    run the reference RL trainer on two CPU ranks (ARGS='--help' for its options)"
@@ -50,12 +55,13 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(if $(LOCKED),$(LOCK))
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 12) else \
 	  "megatron-core $(MEGATRON) needs Python >= 3.12, and $(PYTHON) is %d.%d: make PYTHON=python3.12" % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $(if $(LOCKED),--constraints $(LOCK)) \
+	$(call pinned_uv,$(BIN)/python)
+	$(if $(LOCKED),$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r $(LOCK))
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(HELD) \
 	  "torch==$(TORCH)" "megatron-core[training]==$(MEGATRON)" -e ".[trainer]" --group dev
 	rm -f $(VENV)/.ready-*
 	touch $@
@@ -111,8 +117,9 @@ test-ray: $(RAY_VENV)/.ready
 # Neither torch nor Megatron is in it: pages come from case files and docstrings.
 $(DOCS_VENV)/.ready: pyproject.toml
 	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(DOCS_VENV)/bin/uv pip install --quiet --python $(DOCS_VENV)/bin/python -e . --group docs
+	$(call pinned_uv,$(DOCS_VENV)/bin/python)
+	$(DOCS_VENV)/bin/uv pip install --quiet --python $(DOCS_VENV)/bin/python $(HELD) \
+	  -e . --group docs
 	touch $@
 
 docs: $(DOCS_VENV)/.ready
@@ -136,8 +143,13 @@ lock: $(STAMP) $(DOCS_VENV)/.ready
 	done | sort --unique --field-separator== --key=1,1 > $(LOCK)
 	printf '%s\n' "torch==$(TORCH)" "megatron-core[training]==$(MEGATRON)" | \
 	  $(BIN)/uv pip compile --quiet --python-version 3.12 --python-platform linux \
-	  --custom-compile-command "make lock" --extra trainer --group dev --group docs \
+	  --generate-hashes --custom-compile-command "make lock" --extra trainer --group dev --group docs \
 	  --output-file $(LOCK) - pyproject.toml
+
+# In CI, whose jobs have a PYTHON to themselves.
+nox:
+	$(call pinned_uv,$(PYTHON))
+	$(PYTHON) -m uv pip install --quiet --python $(PYTHON) --constraints $(LOCK) "nox[uv]"
 
 matrix gate pins dist: $(STAMP)
 	$(BIN)/nox --session $@ -- $(ARGS)

@@ -133,10 +133,8 @@ MACHINE = {"python_version": "3.12", "python_full_version": "3.12.0", "sys_platf
 @functools.cache
 def pins() -> dict[str, str]:
     found = {}
-    for line in LOCK.read_text("utf-8").splitlines():
-        if line.strip() and not line.lstrip().startswith("#"):
-            name, version = line.split("==")
-            found[canonicalize_name(name)] = version
+    for name, version in re.findall(r"^(\S+)==(\S+)", LOCK.read_text("utf-8"), re.MULTILINE):
+        found[canonicalize_name(name)] = version
     return found
 
 
@@ -167,6 +165,14 @@ def test_torch_and_megatron_are_those_that_set_up_installs():
     locked = pins()
     assert locked["torch"] == TABLE["torch"]
     assert locked["megatron-core"] == TABLE["releases"][-1]["megatron"]
+
+
+def test_each_file_that_it_installs_has_a_hash():
+    text = re.sub(r"\n +#.*", "", LOCK.read_text("utf-8"))  # what asks for it
+    asked = re.findall(r"^\S+==\S+(.*(?:\n    .*)*)$", text, re.MULTILINE)
+    assert len(asked) == len(pins()) > 100
+    line = r" \\\n    --hash=sha256:[0-9a-f]{64}"
+    assert [each for each in asked if not re.fullmatch(f"({line})+", each)] == []
 
 
 def test_nothing_in_it_is_of_one_machine():

@@ -165,8 +165,44 @@ def test_a_tag_is_tested_before_it_is_published():
     assert jobs["test"]["uses"] == "./.github/workflows/ci.yml"
     assert "workflow_call" in workflow("ci")[ON]
     assert ".ci/run" in [step.get("run") for step in workflow("ci")["jobs"]["test"]["steps"]]
-    assert jobs["publish"]["needs"] == ["test", "build"]
+    assert jobs["attest"]["needs"] == ["test", "build"]
+    assert jobs["publish"]["needs"] == "attest"
     assert jobs["attach"]["needs"] == "publish"
+
+
+def test_beside_the_right_to_publish_runs_nothing_but_uv_with_its_hash():
+    jobs = workflow("release")["jobs"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    download, install, publish = jobs["publish"]["steps"]
+    assert download["uses"].startswith("actions/download-artifact@")
+    assert " --require-hashes --requirement uv.txt" in install["run"]
+    wanted = re.fullmatch(r"(uv==\S+) --hash=(sha256:[0-9a-f]{64})", install["env"]["UV"])
+    lock = (ROOT / "requirements" / "dev.lock").read_text("utf-8")
+    locked = lock.partition(f"\n{wanted[1]} ")[2].partition("# via")[0]
+    assert f"--hash={wanted[2]}" in locked, "it is another release than the lock's"
+    assert publish["run"].startswith("uv publish ")
+    for name, job in jobs.items():
+        if "id-token" in job["permissions"]:  # what it runs is built and tested elsewhere
+            used = [step.get("uses", "").partition("@")[0] for step in job["steps"]]
+            assert "actions/checkout" not in used, name
+
+
+def test_the_tools_of_ci_and_what_make_test_runs_with_are_files_whose_hashes_the_lock_has():
+    texts = [path.read_text("utf-8") for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    installs = re.findall(r"pip install (.+)", "\n".join(texts))
+    # Or it is the project alone, to read a clone with.
+    assert {each for each in installs if "--require-hashes" not in each} == {"-e ."}
+    assert workflow("ci")["env"] == {"LOCKED": "1"}
+    assert "\nexport LOCKED=${LOCKED-1}\n" in (ROOT / ".ci" / "run").read_text("utf-8")
+    command = ["make", "--dry-run", "--always-make", "setup", "nox", "LOCKED=1", "PYTHON=python3"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = said.replace("\\\n", "").splitlines()
+    held = r" --require-hashes -r | --constraints requirements/dev\.lock "
+    assert all(re.search(held, line) for line in lines if "pip install" in line)
+    assert any(line.endswith(" --require-hashes -r requirements/dev.lock") for line in lines)
+    (tool,) = {line.partition(" | ")[0] for line in lines if line.startswith("sed ")}
+    asked = subprocess.run(tool, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"uv==\S+( \\\n +--hash=sha256:\w{64})+\n +# via\n", asked.stdout)
 
 
 def test_the_notes_of_a_release_are_what_the_changelog_says_of_it():

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_idempotent.json_text import parse_json
 from megatron_idempotent.rl.metrics.loggers import write_whole
 from megatron_idempotent.rl.workers.protocol import is_alive
 
@@ -100,7 +101,7 @@ def read_status(path: Path) -> dict[str, Any]:
     """
     try:
         text, written = path.read_text(encoding="utf-8"), path.stat().st_mtime
-        content = json.loads(text)
+        content = parse_json(text)
         status: dict[str, Any] = content["status"]
         allowed_s = 5.0 + float(content["every_s"])
         state, where = status["state"], f"{content['host']}, process {content['pid']}"
@@ -128,7 +129,7 @@ def read_status(path: Path) -> dict[str, Any]:
 def _refuse_a_second(path: Path) -> None:
     try:
         state = read_status(path)["state"]
-        writer = json.loads(path.read_text(encoding="utf-8"))
+        writer = parse_json(path.read_text(encoding="utf-8"))
     except (StatusError, OSError, ValueError):
         return
     # A controller that was killed a moment ago may be started again at once.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_idempotent.json_text import parse_json
 from megatron_idempotent.lazy import naming_the_remedy
 from megatron_idempotent.rl.weights.urls import refuse_secrets
 
@@ -103,7 +103,7 @@ class HttpClient:
                 "a new engine for it"
             ) from error
         try:
-            parsed = json.loads(text) if text else None
+            parsed = parse_json(text) if text else None
         except ValueError:
             parsed = text
         return HttpResponse(status=response.status, body=parsed)

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,9 +17,11 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_idempotent.json_text import parse_json
 from megatron_idempotent.rl.vllm_plugin import BACKEND, EXTENSION
 
 from .http import HttpClient, HttpResponse
@@ -259,6 +262,7 @@ class VllmServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._log_name = log
         self._log: IO[bytes] | None = None
+        self._alias = ""
 
     @property
     def url(self) -> str:
@@ -267,14 +271,29 @@ class VllmServer:
 
     @property
     def running(self) -> bool:
-        """True if the server answers, and says that its engine is well."""
-        try:
-            # No proxy, whatever the environment says: it is this machine.
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(f"{self.url}/health", timeout=5.0) as answer:
-                return self._process is not None and bool(answer.status == 200)
-        except OSError:  # refused, reset, or 503
+        """True if the server answers, and says that its engine is well.
+
+        Another process that answers at its address does not count.
+        """
+        process = self._process
+        if process is None or process.poll() is not None:
             return False
+        try:
+            self._get("/health")
+            listens = _listens(process.pid, self._port)
+            if listens is None:
+                models = parse_json(self._get("/v1/models"))
+                listens = self._alias in [each["id"] for each in models["data"]]
+        # Refused, reset, or 503; or what answers is no such server.
+        except (OSError, HTTPException, ValueError, LookupError, TypeError):
+            return False
+        return listens
+
+    def _get(self, path: str) -> bytes:
+        # No proxy, whatever the environment says: it is this machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{self.url}{path}", timeout=5.0) as answer:
+            return bytes(answer.read(1 << 20))
 
     @property
     def pid(self) -> int:
@@ -301,7 +320,10 @@ class VllmServer:
         # No defaults for sampling from the checkpoint.
         command += ["--generation-config", "vllm"]
         command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
-        command += ["--worker-extension-cls", self._extension, *self._arguments]
+        command += ["--worker-extension-cls", self._extension]
+        # By a name that nobody can guess it is known where the system does not say who listens.
+        self._alias = f"megatron-idempotent-{secrets.token_hex(16)}"
+        command += ["--served-model-name", self.checkpoint, self._alias, *self._arguments]
         variables = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if Path(self.checkpoint).is_dir():
             variables["HF_HUB_OFFLINE"] = "1"
@@ -356,6 +378,32 @@ class VllmServer:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+def _listens(session: int, port: int) -> bool | None:
+    """Return whether a process of a session listens at a port; None where the system keeps it."""
+    sockets = set()
+    try:
+        for table in filter(Path.exists, map(Path, ("/proc/net/tcp", "/proc/net/tcp6"))):
+            for line in table.read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{inode}]")
+        members = [each for each in Path("/proc").iterdir() if _session(each.name) == session]
+        for handle in (each for member in members for each in (member / "fd").iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(handle) in sockets:
+                    return True
+    except OSError:
+        return None
+    return False if sockets else None
+
+
+def _session(pid: str) -> int | None:
+    try:
+        return os.getsid(int(pid))
+    except (ValueError, ProcessLookupError):  # no process, or none any more
+        return None
 
 
 def _signal(group: int, number: int) -> None:

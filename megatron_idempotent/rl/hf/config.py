@@ -7,6 +7,7 @@ once. The errors of checkpoints are defined here, too.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -68,68 +69,130 @@ _REQUIRED = (
 )
 
 
-def _check_layers(config: Mapping[str, Any], name: Any, bad: list[str]) -> None:
+#: Of a tensor's size, and so of all that is counted.
+_LARGEST = 2**31 - 1
+_DTYPES = {
+    str(each).removeprefix("torch."): each
+    for each in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
+
+
+class _Fields:
+    """Reads fields of a configuration, where null is as good as none, and lists what is wrong."""
+
+    def __init__(self, config: Mapping[str, Any], bad: list[str]) -> None:
+        self.config, self.bad = config, bad
+
+    def refuse(self, key: str, allowed: str) -> None:
+        """List a field with its value, cut short, and what is allowed."""
+        value = self.config.get(key)
+        try:
+            said = repr(value)
+        except (ValueError, RecursionError):  # of an int, or a nest, that cannot be shown
+            said = f"a {type(value).__name__} that is too long to show"
+        self.bad.append(f"{key}={said[:200]} ({allowed})")
+
+    def size(self, key: str, default: int = 1, *, least: int = 1) -> int:
+        """Return a whole number, also where it is refused."""
+        value = self.config.get(key)
+        if type(value) is int and least <= value <= _LARGEST:
+            return value
+        if value is not None:
+            self.refuse(key, f"a whole number from {least} to {_LARGEST}")
+        return default
+
+    def number(
+        self, key: str, default: float, *, least: float = 0.0, most: float = sys.float_info.max
+    ) -> float:
+        """Return a number that is finite, also where it is refused."""
+        value: Any = self.config.get(key)
+        if type(value) in (int, float) and least <= value <= most:
+            return float(value)
+        if value is not None:
+            self.refuse(key, f"a number from {least:g} to {most:g}")
+        return default
+
+    def flag(self, key: str) -> bool:
+        """Return a truth, also where it is refused."""
+        value = self.config.get(key)
+        if value is not None and type(value) is not bool:
+            self.refuse(key, "true or false")
+        return value is True
+
+
+def _check_layers(fields: _Fields, name: Any, layers: int) -> None:
+    config = fields.config
     if config.get("hidden_act", "silu") != "silu":
-        bad.append(f"hidden_act={config['hidden_act']!r} (silu)")
-    flags = ["mlp_bias"] + (["attention_bias"] if name != "Qwen2ForCausalLM" else [])
-    bad += [f"{flag}={config[flag]!r} (false)" for flag in flags if config.get(flag)]
+        fields.refuse("hidden_act", "silu")
+    for flag in ["mlp_bias"] + (["attention_bias"] if name != "Qwen2ForCausalLM" else []):
+        if config.get(flag):
+            fields.refuse(flag, "false")
     if config.get("quantization_config"):
-        bad.append("quantization_config (weights that are not quantized)")
-    layers = config.get("num_hidden_layers") or 0
+        fields.refuse("quantization_config", "weights that are not quantized")
     types = config.get("layer_types")
     if types is not None:
-        others = sorted({str(each) for each in types} - {"full_attention"})
-        if others:
-            bad.append(f"layer_types has {', '.join(others)} (full_attention)")
-    elif config.get("use_sliding_window") and config.get("sliding_window") is not None:
+        if not isinstance(types, (list, tuple)):
+            fields.refuse("layer_types", "a list")
+        elif any(each != "full_attention" for each in types):
+            fields.refuse("layer_types", "full_attention alone")
+    elif fields.flag("use_sliding_window") and config.get("sliding_window") is not None:
         # Qwen's dense models slide from this layer on, those with experts in all layers.
-        first = 0 if name == "Qwen3MoeForCausalLM" else config.get("max_window_layers", 28)
+        given = "max_window_layers"
+        first = 0 if name == "Qwen3MoeForCausalLM" else fields.size(given, 28, least=0)
         if first < layers:
-            bad.append(f"sliding_window={config['sliding_window']!r} from layer {first} on (none)")
+            fields.refuse("sliding_window", f"none, or {given} {layers}, or no use_sliding_window")
 
 
-def _rope(config: Mapping[str, Any], bad: list[str]) -> tuple[float, float | None]:
-    """Return RoPE's base, and the factor of Llama 3's scaling or None; add faults to `bad`."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+def _rope(fields: _Fields) -> tuple[float, float | None]:
+    """Return RoPE's base, and the factor of Llama 3's scaling or None."""
+    config = fields.config
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    given = config.get(key) or {}
+    if not isinstance(given, Mapping) or any(isinstance(each, Mapping) for each in given.values()):
+        fields.refuse(key, "an object, with one rope for all layers")
+        given = {}
+    rope = dict(given)
+    inner = _Fields(rope, fields.bad)
+    theta = inner.number("rope_theta", fields.number("rope_theta", 10_000.0, least=1), least=1)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
-        bad.append(f"partial_rotary_factor={partial!r} (1)")
+    partial = inner if "partial_rotary_factor" in rope else fields
+    if partial.config.get("partial_rotary_factor") not in (None, 1):
+        partial.refuse("partial_rotary_factor", "1")
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        bad.append(f"rope_type={kind!r} (default or llama3)")
+        rope["rope_type"] = kind
+        inner.refuse("rope_type", "default or llama3")
         return theta, None
     rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     for key, value in _LLAMA3.items():
         if rope.get(key) != value:
-            bad.append(f"llama3 rope with {key}={rope.get(key)!r} ({value:g})")
-    if not isinstance(rope.get("factor"), (int, float)):
-        bad.append(f"llama3 rope with factor={rope.get('factor')!r} (a number)")
-        return theta, None
-    return theta, float(rope["factor"])
+            inner.refuse(key, f"{value:g} with llama3")
+    if rope.get("factor") is None:
+        inner.refuse("factor", "a number with llama3")
+    return theta, inner.number("factor", 1.0, least=1)
 
 
-def _experts(config: Mapping[str, Any], bad: list[str]) -> dict[str, Any]:
+def _experts(fields: _Fields) -> dict[str, Any]:
+    config, bad = fields.config, fields.bad
     # transformers 5 writes the second name.
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    chosen = config.get("num_experts_per_tok") or 0
-    normalized = bool(config.get("norm_topk_prob", False))
-    if not experts or not 0 < chosen <= experts:
-        bad.append(f"num_experts={experts} and num_experts_per_tok={chosen}")
-    if not isinstance(config.get("moe_intermediate_size"), int):
+    experts = fields.size("num_experts", 0, least=0) or fields.size("num_local_experts", 0, least=0)
+    chosen = fields.size("num_experts_per_tok", 0, least=0)
+    normalized = fields.flag("norm_topk_prob")
+    if not 0 < chosen <= experts:
+        bad.append(f"num_experts={experts} and num_experts_per_tok={chosen} (at most as many)")
+    if config.get("moe_intermediate_size") is None:
         bad.append("moe_intermediate_size is missing")
     if config.get("mlp_only_layers"):
-        bad.append(f"mlp_only_layers={config['mlp_only_layers']!r} (none)")
+        fields.refuse("mlp_only_layers", "none")
     if config.get("decoder_sparse_step", 1) != 1:
-        bad.append(f"decoder_sparse_step={config['decoder_sparse_step']!r} (1)")
+        fields.refuse("decoder_sparse_step", "1")
     if normalized and chosen == 1:
         bad.append("norm_topk_prob=True with num_experts_per_tok=1 (a router without gradient)")
     return {
         "experts": experts,
         "experts_per_token": chosen,
-        "expert_ffn": config.get("moe_intermediate_size") or 0,
+        "expert_ffn": fields.size("moe_intermediate_size"),
         "normalize_expert_weights": normalized,
     }
 
@@ -186,7 +249,8 @@ class Architecture:
         """Read a checkpoint's config.json; take the fields of transformers 4 and 5.
 
         Errors: `UnsupportedArchitecture` with a list of all that GPTModel would not compute
-            exactly; `CheckpointDamaged` if the file is missing or no JSON.
+            exactly, and of values that nothing can be made of; `CheckpointDamaged` if the file is
+            missing or no JSON.
         """
         path = Path(directory) / "config.json"
         return cls.of(read_json(path), str(path))
@@ -198,53 +262,58 @@ class Architecture:
         `where` is its name in errors.
         """
         bad: list[str] = []
+        fields = _Fields(config, bad)
         names = config.get("architectures") or []
-        name: Any = names[0] if len(names) == 1 else None
+        alone = isinstance(names, (list, tuple)) and len(names) == 1
+        name: Any = names[0] if alone else None
         if name not in SUPPORTED:
-            bad.append(f"architectures={names!r} (one of {', '.join(SUPPORTED)})")
-        bad += [f"{key} is missing" for key in _REQUIRED if not isinstance(config.get(key), int)]
-        heads = config.get("num_attention_heads") or 1
-        hidden = config.get("hidden_size") or 1
+            fields.refuse("architectures", f"one of {', '.join(SUPPORTED)}")
+        bad += [f"{key} is missing" for key in _REQUIRED if config.get(key) is None]
+        layers, heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads")
+        hidden = fields.size("hidden_size")
         # An absent head_dim is another one for this model.
         qwen3 = name == "Qwen3ForCausalLM" and "head_dim" not in config
-        head_dim = config.get("head_dim") or (128 if qwen3 else hidden // heads)
-        groups = config.get("num_key_value_heads") or heads
+        head_dim = fields.size("head_dim", 128 if qwen3 else hidden // heads)
+        groups = fields.size("num_key_value_heads", heads)
         if heads % groups:
             bad.append(f"num_attention_heads={heads} and num_key_value_heads={groups} (a multiple)")
-        if head_dim % 2:
-            bad.append(f"head_dim={head_dim} (rotary embeddings take an even one)")
-        theta, factor = _rope(config, bad)
-        _check_layers(config, name, bad)
-        moe = _experts(config, bad) if name == "Qwen3MoeForCausalLM" else {}
-        kind = config.get("dtype") or config.get("torch_dtype") or "float32"
-        dtype: Any = getattr(torch, str(kind), None)
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            bad.append(f"dtype={config.get('dtype', config.get('torch_dtype'))!r}")
-        if bad:
+        if head_dim % 2 or not head_dim:
+            bad.append(
+                f"head_dim={head_dim} with hidden_size={hidden} and num_attention_heads={heads} "
+                "(rotary embeddings take an even one)"
+            )
+        theta, factor = _rope(fields)
+        _check_layers(fields, name, layers)
+        moe = _experts(fields) if name == "Qwen3MoeForCausalLM" else {}
+        named = "dtype" if config.get("dtype") else "torch_dtype"
+        kind = config.get(named) or "float32"
+        dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
+        if dtype is None:
+            fields.refuse(named, f"one of {', '.join(_DTYPES)}")
+        found = {
+            "layers": layers,
+            "hidden": hidden,
+            "ffn": fields.size("intermediate_size"),
+            "heads": heads,
+            "query_groups": groups,
+            "head_dim": head_dim,
+            "vocab_size": fields.size("vocab_size"),
+            "max_positions": fields.size("max_position_embeddings", 2048),
+            "norm_epsilon": fields.number("rms_norm_eps", 1e-6),
+            "rope_theta": theta,
+            "rope_factor": factor,
+            "tied": fields.flag("tie_word_embeddings"),
+            "qkv_bias": name == "Qwen2ForCausalLM",
+            "qk_norm": name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+            "init_std": fields.number("initializer_range", 0.02),
+            "attention_dropout": fields.number("attention_dropout", 0.0, most=1.0),
+            **moe,
+        }
+        if bad or dtype is None:
             raise UnsupportedArchitecture(
                 f"{where} asks for what Megatron's GPTModel does not compute exactly: {listed(bad)}"
             )
-        return cls(
-            name=name,
-            layers=config["num_hidden_layers"],
-            hidden=hidden,
-            ffn=config["intermediate_size"],
-            heads=heads,
-            query_groups=groups,
-            head_dim=head_dim,
-            vocab_size=config["vocab_size"],
-            max_positions=config.get("max_position_embeddings") or 2048,
-            norm_epsilon=config.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_factor=factor,
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=name == "Qwen2ForCausalLM",
-            qk_norm=name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-            init_std=config.get("initializer_range", 0.02),
-            attention_dropout=config.get("attention_dropout") or 0.0,
-            dtype=dtype,
-            **moe,
-        )
+        return cls(name=name, dtype=dtype, **found)
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Return the vocabulary padded to a multiple of the tensor-parallel ranks.

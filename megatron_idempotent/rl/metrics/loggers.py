@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_idempotent.json_text import parse_json
+
 
 class SettingsError(ValueError):
     """Settings cannot work; the message names the setting, its value and what is allowed."""
@@ -198,8 +200,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n")[:-1]
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             step = row["step"]
+            if not isinstance(step, int):
+                raise TypeError(f"step is {step!r}, no whole number")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: damaged ({error}): {line[:60]!r}") from error
         while rows and rows[-1]["step"] >= step:

@@ -20,8 +20,10 @@ import torch
 # needs that names `torch.distributed` and something called `config`.
 from torch.distributed import all_gather_object, barrier, get_rank, get_world_size
 
+from megatron_idempotent.json_text import JsonError, parse_json
 from megatron_idempotent.rl.workers import RankGroup
 
+from . import CheckpointError
 from .megatron_setup import MegatronModel
 from .output import (
     Job,
@@ -157,7 +159,11 @@ class CheckpointStore:
         state: Mapping[str, Any] | None = None
         if found:
             await asyncio.to_thread(verify_checkpoint, found[-1])
-            state = json.loads((found[-1] / _CONTROLLER).read_text(encoding="utf-8"))
+            path = found[-1] / _CONTROLLER
+            try:
+                state = parse_json(path.read_bytes())
+            except (OSError, JsonError) as error:
+                raise CheckpointError(f"{path}: {error}; remove the checkpoint") from error
         if not self._fresh:
             await self._ranks.start()
         self._fresh = False

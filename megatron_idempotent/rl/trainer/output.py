@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_idempotent.json_text import parse_json
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics, write_whole
 from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE
 
@@ -173,7 +174,7 @@ def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) 
 def remove_old(directory: Path, keep: int) -> None:
     """Remove all checkpoints but the newest ones, and what a run that died was writing."""
     kept = complete_checkpoints(directory)[-keep:]
-    for old in directory.glob("rollout-*"):
+    for old in (*_numbered(directory, "rollout"), *directory.glob("rollout-[0-9]*.unfinished")):
         if old not in kept:
             _remove(old)
 
@@ -194,7 +195,11 @@ def checkpoint_path(directory: Path, rollouts: int) -> Path:
 
 def rollouts_of(checkpoint: Path) -> int:
     """Return the number of rollouts before a checkpoint, from its name."""
-    return int(checkpoint.name.rpartition("-")[2])
+    return _number(checkpoint)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
 def unfinished_path(directory: Path, rollouts: int) -> Path:
@@ -211,7 +216,15 @@ def make_empty(unfinished: Path) -> None:
 
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Return the complete checkpoints in a directory, the oldest first."""
-    return sorted(path.parent for path in directory.glob(f"rollout-*[0-9]/{MARKER}"))
+    return [path for path in _numbered(directory, "rollout") if (path / MARKER).exists()]
+
+
+def _numbered(directory: Path, name: str) -> list[Path]:
+    """Return the folders of a directory that are called `name-NUMBER`, the lowest number first."""
+    found = (path for path in directory.glob(f"{name}-*") if path.is_dir())
+    return sorted(
+        (path for path in found if path.name.removeprefix(f"{name}-").isdecimal()), key=_number
+    )
 
 
 def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
@@ -222,7 +235,7 @@ def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
     marker = checkpoint / MARKER
     remedy = _remedy(checkpoint)
     try:
-        listed = json.loads(marker.read_text(encoding="utf-8"))
+        listed = parse_json(marker.read_text(encoding="utf-8"))
         files, state = dict(listed["files"]), dict(listed["state"])
         if listed["sha256"] != _of_list(state, files):
             raise ValueError("its content has changed")
@@ -278,9 +291,8 @@ def _of_list(state: Mapping[str, Any], files: Mapping[str, Any]) -> str:
 
 
 def _remedy(checkpoint: Path) -> str:
-    older = [
-        path for path in complete_checkpoints(checkpoint.parent) if path.name < checkpoint.name
-    ]
+    number = rollouts_of(checkpoint)
+    older = [path for path in complete_checkpoints(checkpoint.parent) if rollouts_of(path) < number]
     remove = f"remove the directory {checkpoint}"
     if older:
         return f"{remove} to resume from {older[-1].name}"
@@ -334,7 +346,7 @@ def run_to_resume(out: str) -> Path:
     if out:
         path = Path(out)
     else:
-        runs = sorted(path for path in RUNS.glob("train-*") if path.is_dir())
+        runs = _numbered(RUNS, "train")
         if not runs:
             raise OutputError(f"{RUNS}: no run to resume; name its directory with --out")
         path = runs[-1]

@@ -121,11 +121,13 @@ class EncodedDelta:
 
     def undo(self) -> EncodedDelta:
         """Return the delta that makes the old tensor of the new one."""
-        at_K, by_K = self.places()
-        return _united([(at_K, -by_K)], self.elements, self.after, self.before)
+        return _joined([self], self.after, self.before, sign=-1)
 
     def places(self) -> tuple[Any, Any]:
         """Return places, int64 [K] in order, and new - old there, signed [K].
+
+        They take up to 128 times the room of the delta: what comes from elsewhere is read by
+        blocks.
 
         Errors: `UpdateDamaged` for bytes that are no delta of such a tensor.
         """
@@ -164,6 +166,8 @@ class EncodedDelta:
             by_K ^= -less_K  # ~(-d - 1) is d
             by_K += 1 - less_K
             changed += count
+            if changed > self.changed:
+                break
             yield start, at_K, by_K
         if (end, changed) != (len(data), self.changed):
             raise UpdateDamaged(
@@ -333,18 +337,20 @@ def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
 def join(deltas: Sequence[EncodedDelta]) -> EncodedDelta:
     """Return the delta of several, each for the tensor that the one before it makes.
 
-    Errors: `UpdateDamaged` if one is for another tensor.
+    Errors: `UpdateDamaged` if one is for another tensor, or is no delta.
     """
     for one, other in itertools.pairwise(deltas):
-        if (one.after, one.elements) != (other.before, other.elements):
+        told = (one.after, one.elements, one.itemsize)
+        if told != (other.before, other.elements, other.itemsize):
             raise UpdateDamaged(
-                f"a delta for a tensor with checksum {other.before:016x} follows one that makes "
+                f"a delta for {other.elements} elements of {other.itemsize} bytes with checksum "
+                f"{other.before:016x} follows one that makes {one.elements} of {one.itemsize} with "
                 f"{one.after:016x}: an update is missing between them; send every tensor"
             )
     first, last = deltas[0], deltas[-1]
     if len(deltas) == 1:
         return first
-    return _united([each.places() for each in deltas], first.elements, first.before, last.after)
+    return _joined(deltas, first.before, last.after)
 
 
 def merged(deltas: Sequence[tuple[Part, EncodedDelta]], *, before: int, after: int) -> EncodedDelta:
@@ -366,19 +372,35 @@ def merged(deltas: Sequence[tuple[Part, EncodedDelta]], *, before: int, after: i
     return _united(found, elements, before, after)
 
 
+def _joined(
+    deltas: Sequence[EncodedDelta], before: int, after: int, *, sign: int = 1
+) -> EncodedDelta:
+    """Return one delta of several of a tensor, made block by block, for all else is too large."""
+    elements, itemsize = deltas[0].elements, deltas[0].itemsize
+    sealed = []
+    for parts in zip(*(each.blocks() for each in deltas), strict=True):
+        at_U, by_U = _summed([(at_K, by_K * sign) for _, at_K, by_K in parts])
+        sealed.append(_block(at_U, by_U, min(_BLOCK, elements - parts[0][0])))
+    return _sealed(sealed, (itemsize, elements), before, after)
+
+
 def _united(
     found: Sequence[tuple[Any, Any]], elements: int, before: int, after: int
 ) -> EncodedDelta:
     """Return one delta of the places of several, and the sums of the differences there."""
+    at_U, by_U = _summed(found)
+    return _sealed(_blocks(at_U, by_U, elements), (by_U.itemsize, elements), before, after)
+
+
+def _summed(found: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return the places of several in order, and the sums there, where they are not 0."""
     at_K, by_K = map(np.concatenate, zip(*found, strict=True))
     order_K = np.argsort(at_K, kind="stable")
     at_K, by_K = at_K[order_K], by_K[order_K]
     starts_U = np.flatnonzero(np.diff(at_K, prepend=-1))
     # A sum of no parts is no sum: reduceat() takes at least one.
     by_U = np.add.reduceat(by_K, starts_U, dtype=by_K.dtype) if len(starts_U) else by_K
-    at_U, by_U = at_K[starts_U][by_U != 0], by_U[by_U != 0]
-
-    return _sealed(_blocks(at_U, by_U, elements), (by_U.itemsize, elements), before, after)
+    return at_K[starts_U][by_U != 0], by_U[by_U != 0]
 
 
 def _bits(tensor: torch.Tensor) -> Any:

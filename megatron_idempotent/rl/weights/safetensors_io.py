@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from megatron_idempotent.json_text import parse_json
+
 from .records import TensorInfo, WeightsError, listed
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -120,7 +122,7 @@ class CheckpointDamaged(WeightsError):
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Errors: `CheckpointDamaged` naming the file."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointDamaged(f"{path} does not exist: is this a checkpoint's folder?") from None
     except (OSError, ValueError) as error:

@@ -8,9 +8,14 @@ import contextlib
 import copy
 import dataclasses
 import io
+import json
+import os
+import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,7 @@ from megatron_idempotent.rl.engines import (
     EngineTimeout,
     EngineUnsupported,
     Request,
+    vllm_server,
 )
 from megatron_idempotent.rl.engines.vllm import Timeouts, VllmEngine, VllmServer, seed_at
 from megatron_idempotent.rl.engines.vllm_server import PATHS
@@ -340,3 +346,84 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     assert server.log() == ""
     with pytest.raises(RuntimeError, match="not running"):
         _ = server.pid
+
+
+#: As a vLLM does, it takes its time before it listens, and ends if it cannot.
+SLOW_SERVER = """
+import http.server, json, sys, time
+given = dict(zip(sys.argv[1:], sys.argv[2:]))
+names = sys.argv[sys.argv.index("--served-model-name") + 1 :][:2]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = {"data": [{"id": name} for name in names]} if "models" in self.path else {}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+time.sleep(1.0)
+http.server.HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
+"""
+
+
+def served_by(program: str, folder: Path, port: int = 0) -> VllmServer:
+    """A server that runs a program in the place of vLLM's."""
+    (folder / "vllm" / "entrypoints" / "openai").mkdir(parents=True)
+    (folder / "vllm" / "entrypoints" / "openai" / "api_server.py").write_text(program)
+    where = {"PYTHONPATH": str(folder)}
+    return VllmServer(folder, python=sys.executable, environment=where, port=port, deadline_s=60)
+
+
+@contextlib.contextmanager
+def stranger(port: int, models: Callable[[], list[str]]) -> Iterator[int]:
+    """A server that answers at a port, or a free one, as any vLLM with these models would."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"data": [{"id": name} for name in models()]}).encode())
+
+    with HTTPServer(("127.0.0.1", port), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["/proc", "without /proc"])
+def test_a_server_is_its_own_and_no_other_that_answers_at_its_address(
+    tmp_path: Path, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not told:
+        monkeypatch.setattr(vllm_server, "_listens", lambda *_: None)
+    late: list[VllmServer] = []
+    # Where the system says who listens, not even the name that it was given is believed.
+    with stranger(0, lambda: [each._alias for each in late if told]) as port:
+        late.append(served_by(SLOW_SERVER, tmp_path / "late", port))
+        with pytest.raises(RuntimeError, match=r"ended with 1(?s:.)*already in use"):
+            late[0].__enter__()
+    with served_by(SLOW_SERVER, tmp_path / "own") as server:
+        assert server.running
+        port = int(server.url.rpartition(":")[2])
+        os.kill(server.pid, signal.SIGKILL)
+        assert server._process is not None
+        server._process.wait()
+        with stranger(port, lambda: [server._alias]):
+            assert not server.running
+
+
+def test_what_answers_in_no_protocol_is_no_server(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def babble() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with listening.accept()[0] as connection:
+                        connection.recv(100)
+                        connection.sendall(b"hello\r\n")
+
+        threading.Thread(target=babble, daemon=True).start()
+        port = listening.getsockname()[1]
+        server = served_by(SLOW_SERVER, tmp_path, port)
+        with pytest.raises(RuntimeError, match="ended with 1; its log"):
+            server.__enter__()

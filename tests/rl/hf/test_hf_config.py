@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_idempotent.rl.hf import Architecture, CheckpointDamaged, UnsupportedArchitecture
+from megatron_idempotent.rl.hf.config import SUPPORTED
+from megatron_idempotent.rl.weights import WeightsError
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -97,7 +105,7 @@ OF_EXPERTS = [
     ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
     ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
     ({"norm_topk_prob": True, "num_experts_per_tok": 1}, "norm_topk_prob=True"),
-    (NO_LAYER_SLIDES, "sliding_window=8 from layer 0 on"),
+    (NO_LAYER_SLIDES, "sliding_window=8 .none, or max_window_layers 2"),
 ]
 
 
@@ -106,7 +114,7 @@ OF_EXPERTS = [
     [
         *(({**MOE, **changes}, said) for changes, said in OF_EXPERTS),
         ({"architectures": ["GemmaForCausalLM"]}, r"architectures=\['GemmaForCausalLM'\]"),
-        ({"architectures": None}, r"architectures=\[\]"),
+        ({"architectures": None}, "architectures=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"attention_bias": True}, "attention_bias=True"),
@@ -128,17 +136,95 @@ OF_EXPERTS = [
             "original_max_position_embeddings=4096",
         ),
         ({"rope_parameters": {**LLAMA3, "factor": None}}, "factor=None"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "one rope for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         (
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "sliding_window=8 from layer 1 on",
+            "sliding_window=8 .none, or max_window_layers 2",
         ),
     ],
 )
 def test_what_megatron_does_not_compute_is_refused(changes, said):
     with pytest.raises(UnsupportedArchitecture, match=said):
         of(**changes)
+
+
+#: In the place of a value, in a file as Python writes and reads it: NaN among them.
+ODD: tuple[Any, ...] = (
+    None, True, False, -1, 0, 2**31, 10**300, 10**400, -2.5, 24.0, 1e308, float("nan"),
+    float("inf"), "", "4", "nn", [], [4], ["LlamaForCausalLM", 3], {}, {"a": 4}, {"a": {"b": []}},
+)  # fmt: skip
+TOO_MUCH = "9" * 6000, "[" * 200 + "]" * 200, "[" * 100_000 + "]" * 100_000
+EACH = {
+    "head_dim": 6, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "rope_scaling": LLAMA3, "partial_rotary_factor": 1.0, "tie_word_embeddings": False,
+    "initializer_range": 0.02, "attention_dropout": 0.0, "dtype": "bfloat16", "mlp_bias": False,
+    "attention_bias": False, "quantization_config": None, "use_sliding_window": False,
+    "sliding_window": 8, "max_window_layers": 2, "norm_topk_prob": False, "mlp_only_layers": [],
+    "decoder_sparse_step": 1, "layer_types": None, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def mutants() -> Iterator[tuple[str, Any, str]]:
+    """Yield 600 configurations, each with a field, what it is now, and all of them as JSON."""
+    draw = random.Random(63)
+    for _ in range(600):
+        name, slides = draw.choice((*SUPPORTED, MOE["architectures"][0])), draw.random() < 0.3
+        config = {**MOE, **EACH, "rope_scaling": dict(LLAMA3), "architectures": [name]}
+        config["use_sliding_window"] = slides and name not in MOE["architectures"]
+        key = draw.choice([*config, *LLAMA3])
+        inside = config["rope_scaling"] if key in LLAMA3 else config
+        value = draw.choice([*ODD, *({"json": text} for text in TOO_MUCH), "missing"])
+        if value == "missing":
+            inside.pop(key)
+        else:
+            inside[key] = value
+        text = json.dumps(config)
+        if isinstance(value, dict) and "json" in value:
+            text = text.replace(json.dumps(value), value["json"])
+        yield key, value, text
+
+
+def read_or_refusal(folder: Path) -> Architecture | WeightsError:
+    try:
+        return Architecture.read(folder)
+    except (CheckpointDamaged, UnsupportedArchitecture) as error:
+        return error
+
+
+def test_whatever_a_field_is_it_is_refused_by_name_or_makes_an_architecture(tmp_path):
+    seen = Counter()
+    for key, value, text in mutants():
+        (tmp_path / "config.json").write_text(text)
+        found = read_or_refusal(tmp_path)
+        seen[type(found)] += 1
+        assert (type(found) is CheckpointDamaged) == any(each in text for each in TOO_MUCH), text
+        if isinstance(found, Architecture):
+            sizes = dataclasses.asdict(found)
+            for name in ("layers", "hidden", "ffn", "heads", "head_dim", "vocab_size"):
+                assert type(sizes[name]) is int, (key, value)
+                assert 0 < sizes[name] < 2**31, (key, value)
+            assert found.heads % found.query_groups == found.head_dim % 2 == 0
+            for name in ("norm_epsilon", "rope_theta", "init_std", "attention_dropout"):
+                assert math.isfinite(sizes[name]), (key, value)
+            assert (type(found.tied), type(found.normalize_expert_weights)) == (bool, bool)
+            assert found.experts >= found.experts_per_token >= 0
+            found.megatron_arguments()
+            continue
+        said = str(found)
+        assert str(tmp_path / "config.json") in said
+        assert len(said) < 1000
+        if type(found) is UnsupportedArchitecture:
+            assert key in said, (value, said)
+            assert value in (None, "missing") or repr(value)[:40] in said, (key, said)
+    assert min(seen.values()) > 50, seen
+    assert len(seen) == 3
+
+
+def test_a_number_that_cannot_be_shown_is_refused():
+    with pytest.raises(UnsupportedArchitecture, match="vocab_size=a int that is too long to show"):
+        of(vocab_size=10**6000)
 
 
 def test_all_reasons_come_in_one_error():

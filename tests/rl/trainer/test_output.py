@@ -61,6 +61,18 @@ def test_a_damaged_checkpoint_names_the_file_and_the_older_one(tmp_path, damage,
     output.verify_checkpoint(checkpoint_path(checkpoints, 3))
 
 
+def test_the_millionth_rollout_comes_after_the_one_before_it(tmp_path):
+    out, checkpoints = make_run(tmp_path, 999_998, 999_999, 1_000_000)
+    mine = checkpoint_path(checkpoints, 999_999).rename(checkpoints / "rollout-of-mine-7")
+    newest = checkpoint_path(checkpoints, 1_000_000)
+    assert resume(out) == newest
+    flipped(newest / "megatron" / "weights")
+    with pytest.raises(CheckpointError, match="to resume from rollout-999998"):
+        resume(out)
+    output.remove_old(checkpoints, keep=1)
+    assert sorted(checkpoints.iterdir()) == [newest, mine]
+
+
 def test_a_damaged_list_names_itself_wherever_the_damage_is(tmp_path):
     out, checkpoints = make_run(tmp_path, 3)
     marker = checkpoint_path(checkpoints, 3) / output.MARKER
@@ -212,3 +224,6 @@ def test_runs_without_a_name_are_numbered_and_the_last_is_resumed(tmp_path, monk
     # It died before its first checkpoint: it goes on from its start.
     again = output.prepare(config, resume=True, quiet=True)
     assert (again.out.name, again.resume_from) == ("train-002", None)
+    for name in ("train-999", "train-1000", "train-of-mine"):
+        second.out.with_name(name).mkdir()
+    assert output.run_to_resume("").name == "train-1000"

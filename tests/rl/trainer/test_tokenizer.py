@@ -75,6 +75,12 @@ def test_a_checkpoint_without_a_padding_token_pads_with_its_end(tmp_path):
         (False, {"vocab_size": 16, "eos_token_id": 1}, r"tokenizer\.json: .*fast tokenizer"),
         (True, {"vocab_size": 16}, r"config\.json: no eos_token_id, nor in generation_config"),
         (True, {"vocab_size": 15, "eos_token_id": 1}, "16 tokens, and vocab_size is 15"),
+        *(
+            (True, {"vocab_size": 16, "eos_token_id": 1, key: value}, f"model: {key} is .*, in con")
+            for key in ("vocab_size", "eos_token_id", "pad_token_id")
+            for value in ("1", -1, 1.5, True, [[1]], {"a": 1}, float("inf"), 2**31)
+        ),
+        (True, {"eos_token_id": 1}, r"model: vocab_size is \[None\], in config"),
     ],
 )
 def test_a_checkpoint_that_cannot_serve_is_refused(tmp_path, tokenizer, config, says):

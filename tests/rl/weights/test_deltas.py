@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -180,6 +183,66 @@ def test_places_are_not_read_out_of_bytes_that_go_on(length: int) -> None:
     longer = EncodedDelta(torch.cat((delta.data, torch.zeros(1, dtype=torch.uint8))))
     with pytest.raises(UpdateDamaged, match="send it again"):
         longer.places()
+
+
+BLOCKS = 16
+
+
+def dense(blocks: int, **changed: Any) -> EncodedDelta:
+    """All of so many blocks change by 1, which takes a bit for each element."""
+    old = torch.zeros(blocks << 19, dtype=torch.int16)
+    made = encode(old + 1, old, before=0, after=0)
+    header = list(made._header)
+    for name, value in changed.items():
+        header[["magic", "itemsize", "elements", "changed"].index(name)] = value
+    struct.pack_into(deltas._HEADER, made.data.numpy(), 0, *header)
+    return made
+
+
+def peak(function: Callable[[], object]) -> int:
+    """The most bytes that a call held at once."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("make", [lambda each: join([each, each]), EncodedDelta.undo])
+def test_what_a_delta_takes_while_it_is_joined_or_undone_does_not_grow_with_it(
+    make: Callable[[EncodedDelta], EncodedDelta],
+) -> None:
+    small, large = dense(2), dense(BLOCKS)
+    made: list[EncodedDelta] = []
+    least = peak(lambda: make(small))
+    most = peak(lambda: made.append(make(large)))
+    assert most < least + 2 * made[0].nbytes
+    at_K, by_K = made[0].places()
+    assert len(at_K) == BLOCKS << 19
+    assert int(by_K[-1]) == (-1 if make is EncodedDelta.undo else 2)
+
+
+@pytest.mark.parametrize("told", [{"changed": 1}, {"elements": 1 << 60}])
+def test_places_that_the_header_does_not_tell_of_are_not_made(told: dict[str, int]) -> None:
+    lying = dense(BLOCKS, **told)
+
+    def refused() -> None:
+        with pytest.raises(UpdateDamaged, match="send it again"):
+            for _ in lying.blocks():
+                pass
+        if "changed" in told:  # at the first block, so that nothing was kept
+            with pytest.raises(UpdateDamaged, match="and 1 changes has 524288"):
+                lying.places()
+
+    assert peak(refused) < 1 << 25
+
+
+def test_deltas_of_elements_of_two_sizes_are_not_joined() -> None:
+    one = encode(torch.ones(8, dtype=torch.int16), torch.zeros(8, dtype=torch.int16), after=0)
+    other = encode(torch.ones(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), before=0)
+    with pytest.raises(UpdateDamaged, match=r"8 elements of 4 bytes .* makes 8 of 2 with"):
+        join([one, other])
 
 
 def test_what_changed_can_be_read_and_written_later() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +18,7 @@ from weight_peers import every_kind_of_tensor
 
 from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights import transports as t
+from megatron_idempotent.rl.weights.transports.disk import LOCK
 
 UPDATE = WeightUpdate(id="run/1", version=1)
 BUCKET = Bucket.of(0, {"w": torch.arange(100.0), "b": torch.ones(3)})
@@ -119,7 +122,7 @@ async def test_a_bucket_that_cannot_be_written_leaves_no_part_of_it(tmp_path: pa
     (folder / "model-00000.safetensors").mkdir()  # where the file is to go
     with pytest.raises(t.TransportError, match=r"bucket 0 \(0\.0 MB\) cannot be written to"):
         await sender.announce(BUCKET)
-    assert [path.name for path in folder.iterdir()] == ["model-00000.safetensors"]
+    assert {path.name for path in folder.iterdir()} == {LOCK, "model-00000.safetensors"}
     await sender.announce(Bucket.of(1, {"w": torch.ones(3)}))
     await sender.close()
     assert list(tmp_path.iterdir()) == []
@@ -153,7 +156,7 @@ async def test_a_released_bucket_takes_no_more_room(tmp_path: pathlib.Path) -> N
     await sender.release(BUCKET)
     await sender.release(BUCKET)
     (folder,) = tmp_path.iterdir()
-    assert list(folder.iterdir()) == []
+    assert [path.name for path in folder.iterdir()] == [LOCK]
     await sender.close()
 
 
@@ -172,3 +175,64 @@ def test_a_place_that_cannot_be_written_is_an_error(tmp_path: pathlib.Path) -> N
     sender = t.DiskSender(tmp_path / "file")
     with pytest.raises(t.TransportError, match=r"cannot make .* for update 'run/1'"):
         asyncio.run(sender.open(UPDATE))
+
+
+#: A trainer that has sent a bucket, and waits to be killed.
+TRAINER = """
+import asyncio, sys, time, torch
+from megatron_idempotent.rl.weights import Bucket, WeightUpdate
+from megatron_idempotent.rl.weights.transports import DiskSender
+async def send():
+    sender = DiskSender(sys.argv[1])
+    await sender.open(WeightUpdate(id="run/0", version=7))
+    await sender.announce(Bucket.of(0, {"w": torch.arange(100.0)}))
+    print("sent", flush=True)
+    time.sleep(600)
+asyncio.run(send())
+"""
+
+
+async def test_what_a_trainer_left_that_was_killed_goes_with_the_next_update(
+    tmp_path: pathlib.Path,
+) -> None:
+    mine = [tmp_path / "version-00000001-mine", tmp_path / "notes", tmp_path / "version-2"]
+    for path in mine:
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"mine")
+    command = [sys.executable, "-c", TRAINER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "sent\n"
+        (left,) = tmp_path.glob("version-00000007-*")
+        sender = t.DiskSender(tmp_path)
+        try:
+            await sender.open(UPDATE)
+            await sender.close()
+            assert (left / "model-00000.safetensors").exists()  # it lives
+        finally:
+            trainer.kill()
+    await sender.open(UPDATE)
+    assert not left.exists()
+    another = t.DiskSender(tmp_path)
+    await another.open(UPDATE)
+    assert len([*tmp_path.glob(f"version-*/{LOCK}")]) == 2
+    await another.close()
+    await sender.close()
+    assert sorted(tmp_path.iterdir()) == sorted(mine)
+    assert all((path / "model.safetensors").read_bytes() == b"mine" for path in mine)
+
+
+async def test_where_nothing_can_be_locked_an_update_is_sent_and_stays_another_ones(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(descriptor: int, how: int) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    senders = [t.DiskSender(tmp_path), t.DiskSender(tmp_path)]
+    for sender in senders:
+        await sender.open(UPDATE)
+    assert [len([*path.iterdir()]) for path in tmp_path.iterdir()] == [0, 0]
+    for sender in senders:
+        await sender.close()
+    assert list(tmp_path.iterdir()) == []

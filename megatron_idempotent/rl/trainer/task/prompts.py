@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from megatron_idempotent.json_text import JsonError, parse_json
 from megatron_idempotent.rl.trainer import ConfigError, DataError
 
 Split = Literal["train", "held_out"]
@@ -147,8 +148,8 @@ def _epoch_order(count: int, epoch: int, seed: int) -> tuple[int, ...]:
 
 def _parse_row(line: str, *, row: int, where: str, words: bool) -> Prompt:
     try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
+        fields = parse_json(line)
+    except JsonError as error:
         raise DataError(f"{where}: not JSON: {error}; write one object per line") from error
     if not isinstance(fields, dict):
         raise DataError(f"{where}: a {type(fields).__name__}; write an object with {FIELDS}")

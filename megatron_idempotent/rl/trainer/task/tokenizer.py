@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from megatron_idempotent.json_text import parse_json
 from megatron_idempotent.rl.trainer import CheckpointError, DataError
 from megatron_idempotent.rl.trainer.config import Config
 
@@ -65,15 +65,15 @@ class TextTokenizer:
                 f"{checkpoint / 'config.json'}: no eos_token_id, nor in generation_config.json; "
                 "add the token that ends a response"
             )
-        end_ids = tuple(ends) if isinstance(ends, list) else (int(ends),)
-        size = int(config["vocab_size"])
+        end_ids = _numbers(checkpoint, "eos_token_id", ends)
+        (size,) = _numbers(checkpoint, "vocab_size", [config.get("vocab_size")])
         if tokenizer.get_vocab_size() > size:
             raise CheckpointError(
                 f"{path}: {tokenizer.get_vocab_size()} tokens, and vocab_size is {size} in "
                 "config.json; the two are not of one model"
             )
         pad = fields.get("pad_token_id")
-        pad_id = end_ids[0] if pad is None else int(pad)
+        (pad_id,) = _numbers(checkpoint, "pad_token_id", [end_ids[0] if pad is None else pad])
         return cls(
             tokenizer, end_ids=end_ids, pad_id=pad_id, vocabulary_size=size, checkpoint=checkpoint
         )
@@ -178,9 +178,19 @@ def sequence_positions(
     return longest + max_response_tokens - 1
 
 
+def _numbers(checkpoint: Path, key: str, value: Any) -> tuple[int, ...]:
+    numbers = value if isinstance(value, list) else [value]
+    if not all(type(each) is int and 0 <= each < 2**31 for each in numbers):
+        raise CheckpointError(
+            f"{checkpoint}: {key} is {str(value)[:80]}, in config.json or generation_config.json; "
+            "give a whole number from 0"
+        )
+    return tuple(numbers)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        found: dict[str, Any] = dict(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}; give the folder of a checkpoint") from error
     return found

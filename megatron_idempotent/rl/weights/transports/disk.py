@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -10,6 +12,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_idempotent.json_text import parse_json
 from megatron_idempotent.rl.weights.records import Bucket, TensorInfo, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights.safetensors_io import write_tensors
 
@@ -17,12 +20,15 @@ from .base import Announcement, Receiver, Sender, Session, TransportError
 from .layout import BucketLayout, read_tensor
 
 KIND = "disk"
+#: In the folder of an update.
+LOCK = ".megatron-idempotent.lock"
 
 
 class DiskSender(Sender):
     """Writes each bucket to a file under a hidden name, and renames the file when it is complete.
 
-    Each update has a folder of its own, which `close()` removes.
+    Each update has a folder of its own, which `close()` removes. `open()` also removes the folders
+    of trainers that died, in which nobody holds the lock any more.
     """
 
     kind = KIND
@@ -36,19 +42,51 @@ class DiskSender(Sender):
         self._directory = pathlib.Path(directory).absolute()
 
     def _begin(self, update: WeightUpdate) -> tuple[_Folder, Mapping[str, Any]]:
+        remove_stale_folders(self._directory)
         # Random, because an update may be sent again, and to several engines at once.
         name = f"version-{update.version:08d}-{uuid.uuid4().hex[:8]}"
-        path = self._directory / name
+        path, draft = self._directory / name, self._directory / f".{name}"
         try:
-            path.mkdir(parents=True)
+            draft.mkdir(parents=True)
+            lock = _lock(draft / LOCK)
+            draft.rename(path)  # so no folder is without its lock
         except OSError as error:
             raise TransportError(f"cannot make {path} for update {update.id!r}: {error}") from error
-        return _Folder(path), {"folder": str(path)}
+        return _Folder(path, lock), {"folder": str(path)}
+
+
+def remove_stale_folders(directory: pathlib.Path) -> None:
+    """Remove the updates in a directory whose sender has died, on whichever machine it was.
+
+    What a live one holds, and what was not locked by a sender, stays.
+    """
+    for lock in directory.glob(f"version-*/{LOCK}"):
+        try:
+            descriptor = os.open(lock, os.O_RDWR)
+        except OSError:
+            continue  # somebody else's, or removed meanwhile
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        finally:
+            os.close(descriptor)  # before it is removed: NFS keeps what is open
+        shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+def _lock(path: pathlib.Path) -> int:
+    """Return a new file's descriptor, which holds its lock until it is closed."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:  # a file system without locks: what is left there, stays
+        path.unlink()
+    return descriptor
 
 
 class _Folder(Session):
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path = path
+    def __init__(self, path: pathlib.Path, lock: int) -> None:
+        self._path, self._lock = path, lock
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
         name = _file_of(layout.index)
@@ -74,7 +112,9 @@ class _Folder(Session):
         (self._path / _file_of(index)).unlink(missing_ok=True)
 
     def close(self) -> None:
-        shutil.rmtree(self._path)
+        os.close(self._lock)
+        with contextlib.suppress(FileNotFoundError):  # another sender removes it, too
+            shutil.rmtree(self._path)
 
 
 def _file_of(index: int) -> str:
@@ -115,7 +155,7 @@ class DiskReceiver(Receiver):
 def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> dict[str, int]:
     """Return the offset of each tensor in a safetensors file. Errors: `ValueError`, `EOFError`."""
     length = int.from_bytes(_exactly(descriptor, 8, 0), "little")
-    header = json.loads(_exactly(descriptor, length, 8))
+    header = parse_json(_exactly(descriptor, length, 8))
     offsets = {}
     for info in tensors:
         begin, end = header[info.name]["data_offsets"]
