@@ -187,11 +187,16 @@ def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
     They are not started yet. `pool` is a launcher that forks embedded ranks; None for one of their
     own.
     """
-    size, cluster = job.config.run.ranks, job.config.controller.cluster
-    if cluster == "ray":
+    size, controller = job.config.run.ranks, job.config.controller
+    if controller.cluster == "ray":
         from megatron_idempotent.rl.workers.ray import RayRanks
 
-        return RayRanks(worker_spec(job), size)
+        return RayRanks(
+            worker_spec(job),
+            size,
+            num_cpus=controller.cpus_per_rank,
+            num_gpus=controller.gpus_per_rank,
+        )
     # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
     os.environ["OMP_NUM_THREADS"] = "1"
     return EmbeddedRanks(

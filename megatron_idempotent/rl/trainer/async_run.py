@@ -117,10 +117,10 @@ def connect(config: Config) -> None:
     address = controller.ray_address or os.environ.get("RAY_ADDRESS")
     if not address:
         # Counted generously: this machine is shared by all of them, whatever Ray thinks.
-        actors = config.run.ranks + 4
+        cpus = config.run.ranks * controller.cpus_per_rank + 4
         ray.init(
             "local",  # else it would join one that `ray start` has left, or has left a trace of
-            num_cpus=max(actors, os.cpu_count() or 1),
+            num_cpus=max(cpus, os.cpu_count() or 1),
             include_dashboard=False,
             log_to_driver=False,
         )

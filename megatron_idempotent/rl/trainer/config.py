@@ -347,6 +347,11 @@ class ControllerConfig:
     ray_address: str = ""
     """Address of the Ray cluster, as `ray.init` takes it; empty for that in RAY_ADDRESS or, without
     one, a new cluster on this machine."""
+    cpus_per_rank: int = Field(default=1, ge=1)
+    """CPUs that Ray reserves for each rank, with `cluster = "ray"`."""
+    gpus_per_rank: int = Field(default=0, ge=0)
+    """GPUs that Ray reserves for each rank, with `cluster = "ray"`: none, or with
+    `run.device = "cuda"` one or more."""
     engines: int = Field(default=1, ge=1, le=4096)
     """Number of engines with `rollout.engine = "transformers"`, all in the controller's process."""
     plane: Literal["memory", "transfer_queue"] = "memory"
@@ -372,6 +377,15 @@ class ControllerConfig:
     have them too."""
     timeline: bool = True
     """True to record what each pump does, as a trace for Perfetto."""
+
+    def __post_init__(self) -> None:
+        asked = self.cpus_per_rank, self.gpus_per_rank
+        if self.cluster != "ray" and asked != (1, 0):
+            raise ValueError(
+                f"controller.cpus_per_rank is {asked[0]}, gpus_per_rank is {asked[1]} and "
+                f"controller.cluster is {self.cluster!r}; allowed: controller.cluster = 'ray', "
+                "which reserves them for ranks, or 1 and 0"
+            )
 
 
 @settings(ConfigError, "evaluation.")
@@ -409,6 +423,13 @@ class Config:
             raise ValueError(
                 f"controller.cluster is {self.controller.cluster!r} and run.mode is 'sync'; "
                 "allowed: run.mode = 'async', which --async is short for"
+            )
+        asked, device = self.controller.gpus_per_rank, self.run.device
+        if self.controller.cluster == "ray" and bool(asked) != (device == "cuda"):
+            raise ValueError(
+                f"controller.gpus_per_rank is {asked} and run.device is {device!r}; allowed: one "
+                "or more with run.device = 'cuda', none with another, because Ray shows ranks the "
+                "GPUs that they ask for"
             )
         if self.rollout.router_replay != "off" and not (self.model.path or self.model.num_experts):
             raise ValueError(

@@ -24,6 +24,7 @@ from megatron_idempotent.rl.trainer.config import (
 from megatron_idempotent.rl.trainer.main import main
 from megatron_idempotent.settings import schema
 
+ON_RAY = "run.mode=async controller.cluster=ray"
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
 
 
@@ -92,6 +93,12 @@ def test_a_configuration_survives_the_way_through_toml(tmp_path):
         ("rollout.engine_url=http://a", "is 'transformers' and rollout.engine_url is 'http://a'"),
         ("optimizer.chunks_per_step=3", "is 3; allowed: a divisor of optimizer.microbatches_per"),
         ("optimizer.steps_per_rollout=7", "allowed: a divisor of the 512 samples each rank"),
+        ("controller.cpus_per_rank=0", "controller.cpus_per_rank is 0; allowed: 1 or more"),
+        ("controller.gpus_per_rank=-1", "controller.gpus_per_rank is -1; allowed: 0 or more"),
+        ("controller.cpus_per_rank=2", "cpus_per_rank is 2, gpus_per_rank is 0 and controller.cl"),
+        ("controller.gpus_per_rank=1", "is 'embedded'; allowed: controller.cluster = 'ray', which"),
+        (f"{ON_RAY} controller.gpus_per_rank=1", "gpus_per_rank is 1 and run.device is 'cpu';"),
+        (f"{ON_RAY} run.device=cuda", "gpus_per_rank is 0 and run.device is 'cuda'; allowed: one"),
         ("parallel.tp=4", "parallel.tp x cp x pp is 4 and run.ranks is 2; allowed: a divisor"),
         ("parallel.ep=2", "parallel.ep is 2 and model.num_experts is 0; allowed: a divisor"),
         ("parallel.vpp=2", "parallel.vpp is 2 and parallel.pp is 1; allowed: 2 or more stages"),

@@ -11,8 +11,9 @@ pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 import torch
+from trainer_cases import job_for
 
-from megatron_idempotent.rl.trainer.async_ranks import RankPolicy
+from megatron_idempotent.rl.trainer.async_ranks import RankPolicy, make_ranks
 from megatron_idempotent.rl.trainer.batch import Batch
 from megatron_idempotent.rl.trainer.layout import RankLayout
 
@@ -70,3 +71,20 @@ def test_ranks_of_a_replica_get_the_same_rows_and_log_probs_come_back_in_their_p
         assert part.tokens_BT[:, 0].tolist() == mine + padding
         assert part.loss_mask_BT.sum() == 4 * len(mine)
     assert torch.equal(found_BT, values_BT * 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bundle", "backend"),
+    [
+        ((), {"CPU": 1}, "gloo"),
+        (
+            ("controller.cpus_per_rank=4", "controller.gpus_per_rank=1", "run.device=cuda"),
+            {"CPU": 4, "GPU": 1},
+            "nccl",
+        ),
+    ],
+)
+def test_ray_reserves_for_each_rank_what_the_settings_ask_for(settings, bundle, backend, tmp_path):
+    on_ray = ("run.mode=async", "controller.cluster=ray")
+    ranks = make_ranks(job_for(tmp_path / "run", *on_ray, *settings))
+    assert (ranks._bundle, ranks._backend) == (bundle, backend)

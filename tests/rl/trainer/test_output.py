@@ -145,6 +145,7 @@ def test_a_save_keeps_nothing_of_a_run_that_died_in_it_and_drops_the_oldest_chec
     assert not (found[-1] / "shard of another layout").exists()
 
 
+ON_RAY = ["run.mode=async", "controller.cluster=ray"]
 PACKED = "optimizer.max_tokens_per_microbatch=64"
 
 
@@ -153,6 +154,7 @@ PACKED = "optimizer.max_tokens_per_microbatch=64"
     [
         ([], ["optimizer.lr=0.5"], r"optimizer.lr = 0.\d+, now it is 0.5; resume with"),
         ([], ["run.rollouts=500", "optimizer.chunks_per_step=1"], None),
+        (ON_RAY, [*ON_RAY, "controller.cpus_per_rank=2"], None),
         ([PACKED], [PACKED], None),
         ([PACKED], ["optimizer.chunks_per_step=1", PACKED], "packed at once = 64, now it is 128"),
         ([PACKED], [], "optimizer.max_tokens_per_microbatch = 64, now it is 0"),
