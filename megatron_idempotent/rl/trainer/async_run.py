@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import os
 import signal
 import sys
@@ -32,7 +31,7 @@ from megatron_idempotent.rl.metrics.timeline import Timeline
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, PromptStream
 from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
-from megatron_idempotent.rl.weights.transports import DiskSender, Sender, SharedMemorySender
+from megatron_idempotent.rl.weights.transports import Sender, SharedMemorySender
 from megatron_idempotent.rl.workers import RankGroup, RemoteWeights
 from megatron_idempotent.rl.workers.ray import import_ray
 
@@ -118,6 +117,7 @@ def connect(config: Config) -> None:
     if not address:
         # Counted generously: this machine is shared by all of them, whatever Ray thinks.
         cpus = config.run.ranks * controller.cpus_per_rank + 4
+        cpus += controller.engines * controller.cpus_per_engine
         ray.init(
             "local",  # else it would join one that `ray start` has left, or has left a trace of
             num_cpus=max(cpus, os.cpu_count() or 1),
@@ -198,7 +198,7 @@ async def _controller(
         ranks,
         asyncio.get_running_loop(),
         timeout_s=config.controller.call_timeout_s,
-        transport=_transport(config, job.out),
+        transport=_transport(config),
     )
     fleet = Fleet(
         await make_async_engines(config, checkpoint, job.out, weights),
@@ -240,13 +240,10 @@ async def _controller(
     )
 
 
-def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
-    """Return what brings weights to engines in this process; None if all engines are servers."""
-    if config.rollout.engine != "transformers":
-        return None
-    if config.controller.cluster == "ray":  # rank 0 may be on another node, which has the folder
-        return functools.partial(DiskSender, (out / "sync").absolute())
-    return SharedMemorySender
+def _transport(config: Config) -> Callable[[], Sender] | None:
+    """Return what brings weights to engines in this process; None if all are elsewhere."""
+    here = config.rollout.engine == "transformers" and config.controller.cluster != "ray"
+    return SharedMemorySender if here else None
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:

@@ -353,7 +353,12 @@ class ControllerConfig:
     """GPUs that Ray reserves for each rank, with `cluster = "ray"`: none, or with
     `run.device = "cuda"` one or more."""
     engines: int = Field(default=1, ge=1, le=4096)
-    """Number of engines with `rollout.engine = "transformers"`, all in the controller's process."""
+    """Number of engines with `rollout.engine = "transformers"`: in the controller's process or,
+    with `cluster = "ray"`, actors that are spread over the nodes."""
+    cpus_per_engine: int = Field(default=1, ge=1)
+    """CPUs that Ray reserves for each engine, with `cluster = "ray"`."""
+    gpus_per_engine: int = Field(default=0, ge=0)
+    """GPUs that Ray reserves for each engine, with `cluster = "ray"`."""
     plane: Literal["memory", "transfer_queue"] = "memory"
     """Place in which complete groups wait: the controller's memory, or TransferQueue."""
     step_attempts: int = Field(default=3, ge=1)
@@ -379,13 +384,14 @@ class ControllerConfig:
     """True to record what each pump does, as a trace for Perfetto."""
 
     def __post_init__(self) -> None:
-        asked = self.cpus_per_rank, self.gpus_per_rank
-        if self.cluster != "ray" and asked != (1, 0):
-            raise ValueError(
-                f"controller.cpus_per_rank is {asked[0]}, gpus_per_rank is {asked[1]} and "
-                f"controller.cluster is {self.cluster!r}; allowed: controller.cluster = 'ray', "
-                "which reserves them for ranks, or 1 and 0"
-            )
+        for of in ("rank", "engine"):
+            asked = getattr(self, f"cpus_per_{of}"), getattr(self, f"gpus_per_{of}")
+            if self.cluster != "ray" and asked != (1, 0):
+                raise ValueError(
+                    f"controller.cpus_per_{of} is {asked[0]}, gpus_per_{of} is {asked[1]} and "
+                    f"controller.cluster is {self.cluster!r}; allowed: controller.cluster = 'ray', "
+                    f"which reserves them for each {of}, or 1 and 0"
+                )
 
 
 @settings(ConfigError, "evaluation.")

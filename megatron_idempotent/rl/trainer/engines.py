@@ -22,6 +22,7 @@ from torch.distributed import (
 
 from megatron_idempotent.rl.controller import Fleet
 from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
+from megatron_idempotent.rl.engines.ray import RayEngine
 from megatron_idempotent.rl.hf import Architecture
 from megatron_idempotent.rl.sync import SyncSettings, follow
 from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightSource
@@ -276,6 +277,10 @@ async def make_async_engines(
     if config.rollout.engine != "transformers":
         return server_engines(config, checkpoint, out, weights.sender)
     names = [f"engine-{number}" for number in range(config.controller.engines)]
+    if config.controller.cluster == "ray":
+        engines = _ray_engines(config, checkpoint, names, out, weights)
+        await asyncio.gather(*(engine.ready() for engine in engines))
+        return engines
     from transformers.utils import logging
 
     # Of loading a checkpoint: it would be drawn into the middle of the live table.
@@ -284,5 +289,32 @@ async def make_async_engines(
     device = "cuda" if config.run.device == "cuda" else None
     return [
         await asyncio.to_thread(_transformers, config, checkpoint, name=name, device=device)
+        for name in names
+    ]
+
+
+def _ray_engines(
+    config: Config, checkpoint: Path, names: Sequence[str], out: Path, weights: RemoteWeights
+) -> Sequence[RayEngine]:
+    """Make engines in actors of the cluster, to which ranks send weights through files of `out`.
+
+    Paths are made absolute: actors run in other folders.
+    """
+    controller = config.controller
+    sender = functools.partial(DiskSender, (out / "sync").absolute())
+    return [
+        RayEngine(
+            name,
+            functools.partial(
+                _transformers,
+                config,
+                checkpoint.absolute(),
+                name=name,
+                device="cuda" if controller.gpus_per_engine else None,
+            ),
+            transport=functools.partial(weights.sender, sender),
+            num_cpus=controller.cpus_per_engine,
+            num_gpus=controller.gpus_per_engine,
+        )
         for name in names
     ]

@@ -74,8 +74,9 @@ _FREE = {
     "rollout": "engine_url request_timeout_s",
     "sync": "transport directory address workers bucket_mb deltas",
     "optimizer": "chunks_per_step",
-    "controller": "cluster engines ray_address cpus_per_rank gpus_per_rank plane step_attempts "
-    "group_attempts restarts group_timeout_s call_timeout_s stall_s drain_s loggers timeline",
+    "controller": "cluster engines ray_address cpus_per_rank gpus_per_rank cpus_per_engine "
+    "gpus_per_engine plane step_attempts group_attempts restarts group_timeout_s call_timeout_s "
+    "stall_s drain_s loggers timeline",
     "evaluation": "every",
 }
 

@@ -1,28 +1,70 @@
 """The trainer on a Ray cluster: ranks and groups in its actors."""
 
+import contextlib
+import os
+import signal
+
 import pytest
 
 pytest.importorskip("transformers")
 
-from trainer_cases import ASYNC, job_for, rows
+from trainer_cases import ASYNC, digest, job_for, rows
 
+from megatron_idempotent.rl.controller import Fleet
+from megatron_idempotent.rl.engines.ray import RayEngine
 from megatron_idempotent.rl.trainer.async_run import run_controller
 from megatron_idempotent.rl.trainer.output import data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
+from megatron_idempotent.rl.workers.exports import RemoteBuckets
 
 
 @pytest.mark.filterwarnings("ignore")  # of what Ray and TransferQueue import, in this process
-def test_a_run_on_ray_trains_what_one_on_this_machine_does(cluster, queue, tmp_path):
-    on_ray = ("controller.cluster=ray", "controller.plane=transfer_queue")
-    found = []
-    for name, settings in (("here", ()), ("there", (*on_ray, "controller.call_timeout_s=60"))):
-        job = job_for(tmp_path / name, *ASYNC, "run.rollouts=4", *settings)
-        assert run_controller(job, read_prompts(data_path(job.config)))
-        found.append(rows(job))
-    here, there = found
+def test_a_run_on_ray_whose_engine_is_killed_has_the_bits_of_one_on_this_machine(
+    cluster, queue, tmp_path, monkeypatch
+):
+    on_ray = (
+        "controller.cluster=ray",
+        "controller.plane=transfer_queue",
+        "controller.call_timeout_s=60",
+    )
+    publish, killed = Fleet.publish, []
+
+    async def publish_and_kill(self, version):
+        published = await publish(self, version)
+        if version == 2 and isinstance(engine := self._engines["engine-1"], RayEngine):
+            pid = await engine._actor.__ray_call__.remote(lambda actor: os.getpid())
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+        return published
+
+    monkeypatch.setattr(Fleet, "publish", publish_and_kill)
+    digests, metrics = [], []
+    for name, settings in (("here", ()), ("there", on_ray)):
+        job = job_for(tmp_path / name, *ASYNC, "run.rollouts=4", "controller.engines=2", *settings)
+        with counting_weights() as received:
+            assert run_controller(job, read_prompts(data_path(job.config)))
+        digests.append(digest(job, 4))
+        metrics.append(rows(job))
+    assert len(killed) == 1
+    assert digests[0] == digests[1]
+    here, there = metrics
     assert sorted(here) == sorted(there) == list(range(5))
-    for step in here:
-        # Both engines are in this process, and their batches the same; so are all bits.
-        for name in here[step].keys() & there[step].keys():
-            if name.startswith(("train/", "evaluation/")) and "idle" not in name:
-                assert here[step][name] == there[step][name], name
+    # On Ray no tensor of an export came into this process: its buckets describe them.
+    assert received
+    assert set(received) == {"meta"}
+    assert not list((tmp_path / "there" / "sync").iterdir())
+
+
+@contextlib.contextmanager
+def counting_weights():
+    """Yield a list of where the tensors of buckets are that come to this process."""
+    next_bucket, devices = RemoteBuckets.__next__, []
+
+    def noted(self):
+        bucket = next_bucket(self)
+        devices.extend(tensor.device.type for tensor in bucket.tensors.values())
+        return bucket
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteBuckets, "__next__", noted)
+        yield devices
