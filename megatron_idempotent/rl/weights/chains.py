@@ -204,7 +204,8 @@ class Manifest:
                 field(each, "checksum", str, where, remedy)
                 self.places[names[-1]] = number
         if names != (tensors := field(found, "tensors", list, where, remedy)):
-            lacks = joined([reprlib.repr(name) for name in tensors if name not in names], ", ")
+            gone = (each for each in tensors if isinstance(each, str) and each not in self.places)
+            lacks = joined([reprlib.repr(name) for name in gone], ", ")
             raise UpdateDamaged(
                 f"{where} names {len(tensors)} tensors, and its buckets have {len(names)}"
                 f"{lacks and ', without '}{lacks or ', not the same in the same order'}; {remedy}"
