@@ -113,8 +113,17 @@ def test_a_manifest_with_something_else_in_it_is_the_right_bits_or_an_error_by_n
     assert told["right"], told
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda manifest: manifest["buckets"].pop(1), "without {}; publish everything"),
+        (lambda manifest: manifest["buckets"].reverse(), "not the same in the same order; publish"),
+        (lambda manifest: manifest["update"].update(kv_scales={"a": 1}), "kv_scales has names"),
+    ],
+    ids=["bucket", "order", "scales"],
+)
 @pytest.mark.parametrize("entry", [0, -1], ids=["anchor", "delta"])
-def test_a_manifest_without_one_bucket_names_its_tensors(entry: int) -> None:
+def test_a_manifest_says_what_is_wrong_with_it(entry: int, change: Any, said: str) -> None:
     place = url()
 
     async def scenario() -> None:
@@ -122,10 +131,11 @@ def test_a_manifest_without_one_bucket_names_its_tensors(entry: int) -> None:
         await trainer.steps(2)
         listed, key = objects.read("latest.json"), index_of(objects).updates[entry].manifest
         manifest = json.loads(objects.get(key))
-        gone = [each["name"] for each in manifest["buckets"].pop(1)["tensors"]]
+        second = [repr(each["name"]) for each in manifest["buckets"][1]["tensors"]]
+        change(manifest)
         mutated = objects.put("manifests/", json.dumps(manifest).encode())
         objects.write("latest.json", listed.replace(key.encode(), mutated.encode()))
-        with pytest.raises(UpdateDamaged, match=f"without {', '.join(map(repr, gone))}; publish"):
+        with pytest.raises(UpdateDamaged, match=said.format(", ".join(second))):
             await follower(place, WeightsEngine()).catch_up()
 
     run(scenario())

@@ -103,6 +103,7 @@ FOREIGN = [
     "reference://::s3://weights/run",
     "simplecache::s3://weights/run",
     "s3://weights/run::reference://",
+    "s3://weights/run/x::data:,{}",
     "data:,{}",
     "/etc",
     "file:///etc",
@@ -157,6 +158,7 @@ async def test_what_does_not_fit_the_model_is_refused_before_there_is_memory_for
     receiver = t.receiver(opened, expected=expected, bucket=str(tmp_path))
     assert receiver.receive(announced).index == 0
     # The object is exchanged for a larger one, of which no more is read than was announced.
+    content = (tmp_path / announced["object"]).read_bytes()
     (tmp_path / announced["object"]).write_bytes(bytes(50 << 20))
     tracemalloc.start()
     try:
@@ -165,9 +167,17 @@ async def test_what_does_not_fit_the_model_is_refused_before_there_is_memory_for
         assert tracemalloc.get_traced_memory()[1] < 5 << 20
     finally:
         tracemalloc.stop()
+    (tmp_path / announced["object"]).write_bytes(content)
     with pytest.raises(UpdateDamaged, match="with an object of 52428800, and at most 1427 are"):
         receiver.receive({**announced, "object_bytes": 50 << 20})
+    size = announced["object_bytes"] - 1
+    with pytest.raises(UpdateDamaged, match=rf"has {size + 1} bytes .*, and {size} bytes were ann"):
+        receiver.receive({**announced, "object_bytes": size})
+    # Without a model to hold it to, the object's own head says what it has.
     (entry,) = announced["tensors"]
+    large = {**announced, "tensors": [{**entry, "shape": [1 << 50]}], "nbytes": 1 << 52}
+    with pytest.raises(UpdateDamaged, match=f"holds 400 bytes or more, and {1 << 52} were"):
+        t.receiver(opened, bucket=str(tmp_path)).receive(large)
     for change, nbytes, said in (
         ({"shape": [1 << 40]}, 1 << 42, r"w: float32 \[1099511627776\], the model has float32"),
         ({"name": "x", "shape": [1 << 40]}, 1 << 42, "x: the model has no such tensor"),
