@@ -31,6 +31,7 @@ _ELSEWHERE = frozenset(
     for name in (
         "DEVICE",  # of ranks that are started without one
         "TRITON",  # whether its kernels run
+        "BUCKET",  # the URL that vLLM's workers may read
         *("PEER_PYTHON", "RAY", "VLLM_PYTHON"),  # of this project's own tests and benchmarks
     )
 )

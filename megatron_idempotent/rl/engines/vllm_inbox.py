@@ -22,6 +22,8 @@ from megatron_idempotent.rl.weights import (
 )
 from megatron_idempotent.rl.weights.records import listed
 from megatron_idempotent.rl.weights.transports import receiver
+from megatron_idempotent.rl.weights.transports.bucket import VARIABLE
+from megatron_idempotent.rl.weights.urls import place_of, refuse_secrets
 
 from .protocol import EngineUnsupported, refuse_out_of_turn
 from .vllm_in_place import Patched
@@ -46,6 +48,7 @@ class IncomingUpdate:
         expected: Iterable[TensorInfo],
         silence_s: float,
         served: Callable[[str], torch.Tensor] | None = None,
+        bucket: str = "",
     ) -> None:
         """
         Args:
@@ -55,12 +58,15 @@ class IncomingUpdate:
             expected: every tensor of the model, by its Hugging Face name.
             silence_s: seconds without an announced bucket after which the update is given up.
             served: returns a tensor as it is served; None for a worker that keeps no copy.
+            bucket: the URL at or below which objects are read, as for `transports.receiver`.
         """
         self.update = update
         self.received, self.decode_s = 0, 0.0
         self.error: Exception | None = None
         self.tensors: Mapping[str, Any] | None = None
-        self._staging: Staging | None = Staging(update, expected=expected, served=served)
+        infos = tuple(expected)
+        self._staging: Staging | None = Staging(update, expected=infos, served=served)
+        limits = {"rank": rank + 1, "expected": infos, "bucket": bucket}  # the trainer is 0
         self._announced: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._silence_s = silence_s
         # The model's: a thread that nobody tells of it has the first one.
@@ -68,7 +74,7 @@ class IncomingUpdate:
         self._gpu = torch.cuda.current_device() if started else None
         # A daemon: a sender that is stuck holds nothing up.
         threading.Thread(
-            target=self._run, args=(dict(opened), rank), name=f"stage {update.id}", daemon=True
+            target=self._run, args=(opened, limits), name=f"stage {update.id}", daemon=True
         ).start()
 
     @property
@@ -106,11 +112,11 @@ class IncomingUpdate:
     def _fail(self, error: Exception) -> None:
         self.error, self.tensors, self._staging = error, None, None
 
-    def _run(self, opened: Mapping[str, Any], rank: int) -> None:
+    def _run(self, opened: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
         try:
             if self._gpu is not None:
                 torch.cuda.set_device(self._gpu)
-            inbound = receiver(opened, rank=rank + 1)  # the trainer is 0
+            inbound = receiver(opened, **limits)
             try:
                 while (announced := self._announced.get(timeout=self._silence_s)) is not None:
                     bucket = inbound.receive(announced)
@@ -156,6 +162,7 @@ class Inbox:
         expected: Callable[[], Iterable[TensorInfo]],
         checkpoint: Callable[[], Weights],
         check_scales: Callable[[Mapping[str, float]], None],
+        bucket: str = "",
     ) -> None:
         """
         Args:
@@ -164,11 +171,18 @@ class Inbox:
             checkpoint: the tensors that the model was loaded from; called only as long as nothing
                 was committed.
             check_scales: raises for an update's `kv_scales` that the model cannot take.
+            bucket: the URL at or below which objects are read, as for `transports.receiver`.
+
+        Errors: `ValueError` for a `bucket` that is no place of a store, or has a secret.
         """
         self._rank = rank
         self._expected = expected
         self._checkpoint = checkpoint
         self._check_scales = check_scales
+        if bucket:
+            refuse_secrets(VARIABLE, bucket, "set the secret in the worker's environment")
+            place_of(bucket)
+        self._bucket = bucket
         self._arrival: IncomingUpdate | None = None
         self._version: int | None = None
         self._committed = ""
@@ -325,6 +339,7 @@ class Inbox:
             expected=self._expected(),
             silence_s=float(command["silence_s"]),
             served=None if base is None else base.__getitem__,
+            bucket=self._bucket,
         )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from vllm.platforms import current_platform
 
 from megatron_idempotent.rl.weights import TensorInfo
 from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, expected_tensors
+from megatron_idempotent.rl.weights.transports.bucket import VARIABLE as BUCKET_URL
 
 from .vllm_in_place import NotInPlace, Patched, Places
 from .vllm_inbox import CacheScales, Inbox, LayerScales, Weights
@@ -125,6 +127,7 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             expected=self._expected,
             checkpoint=lambda: Checkpoint(self._directory),
             check_scales=self._scales.check,
+            bucket=os.environ.get(BUCKET_URL, ""),
         )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

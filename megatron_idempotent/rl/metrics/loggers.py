@@ -215,11 +215,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def write_whole(path: Path, text: str) -> None:
     """Write a file beside its place and rename it: a kill in between costs nothing that was there.
 
-    A draft that a writer who died has left is written over.
+    A draft that a writer who died has left is written over; an error, as of a full disk, leaves
+    none.
     """
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 class JsonlLogger:

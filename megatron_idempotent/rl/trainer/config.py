@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_idempotent.rl.weights.urls import refuse_secrets
+from megatron_idempotent.rl.weights.urls import place_of, refuse_secrets
 from megatron_idempotent.settings import Field, SettingsReader, allowed, schema, settings
 
 from . import ConfigError
@@ -209,7 +209,8 @@ class SyncConfig:
     Engines of transformers in the controller take shared memory, and files on Ray."""
     directory: str = ""
     """Folder for weights that go through files, which servers must see too, or for `bucket` a URL
-    without a password, such as `s3://weights/run`; empty for `sync/` in the output directory."""
+    without a password, such as `s3://weights/run`, which servers must be started with
+    (`MEGATRON_IDEMPOTENT_BUCKET`); empty for `sync/` in the output directory."""
     address: str = ""
     """Address at which servers reach this machine, for `gloo` and `nccl`; empty for 127.0.0.1."""
     workers: int = Field(default=1, ge=1)
@@ -227,6 +228,11 @@ class SyncConfig:
             "config.toml would keep it: give the URL without it, and the secret in the "
             "environment, as AWS_SECRET_ACCESS_KEY for s3, or in fsspec's own configuration",
         )
+        if self.transport == "bucket":
+            try:
+                place_of(self.directory)
+            except ValueError as error:
+                raise ValueError(f"sync.directory: {error}") from None
 
 
 @settings(ConfigError, "loss.")

@@ -18,13 +18,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .deltas import CODEC, EncodedDelta, apply, join
-from .records import DELTA, Bucket, UpdateDamaged, WeightUpdate, checksum
+from .records import (
+    DELTA,
+    Bucket,
+    UpdateDamaged,
+    WeightUpdate,
+    check_kv_scales,
+    checksum,
+    field,
+)
+from .records import listed as joined
 from .transports.bucket import Objects, get_bucket
 from .transports.layout import BucketLayout
 
@@ -62,32 +72,33 @@ class Index:
         content = objects.read(LATEST)
         if content is None:
             return None
-        try:
-            found = json.loads(content)
-            if found["format"] != _FORMAT:
-                raise ValueError(f"it has format {found['format']!r}, this release reads {_FORMAT}")
-            index = cls(
-                run=found["run"], updates=tuple(Listed(**each) for each in found["updates"])
-            )
-            before = None
-            for each in index.updates:
-                if each.base_version not in (None, before):
-                    raise ValueError(
-                        f"version {each.version} builds on {each.base_version}, and comes after "
-                        f"{before}"
-                    )
-                if not isinstance(each.manifest, str):
-                    raise TypeError(f"version {each.version} has manifest {each.manifest!r}")
-                if before is not None and each.version <= before:
-                    raise ValueError(f"version {each.version} is listed after {before}")
-                before = each.version
-            index.updates[-1]
-        except (LookupError, RecursionError, TypeError, ValueError) as error:
+        where, remedy = f"{objects.address}: {LATEST}", "publish again, into an empty bucket"
+        found = _parsed(content, where, remedy)
+        if (format_ := field(found, "format", int, where, remedy)) != _FORMAT:
             raise UpdateDamaged(
-                f"{objects.address}: {LATEST} cannot be read: {type(error).__name__}: {error}; "
-                "publish again, into an empty bucket"
-            ) from error
-        return index
+                f"{where} has format {format_}, this release reads {_FORMAT}; {remedy}"
+            )
+        run = field(found, "run", str, where, remedy)
+        updates = tuple(
+            Listed(
+                **_named(each, where, remedy),
+                manifest=field(each, "manifest", str, where, remedy),
+                nbytes=field(each, "nbytes", int, where, remedy),
+            )
+            for each in field(found, "updates", list, where, remedy)
+        )
+        before = None
+        for each in updates:
+            late = before is not None and each.version <= before
+            if late or each.base_version not in (None, before):
+                raise UpdateDamaged(
+                    f"{where} has version {each.version}, which builds on {each.base_version}, "
+                    f"after {before}; {remedy}"
+                )
+            before = each.version
+        if not updates:
+            raise UpdateDamaged(f"{where} lists no updates; {remedy}")
+        return cls(run=run, updates=updates)
 
     def write(self, objects: Objects) -> None:
         """Make this what the bucket has, at once."""
@@ -114,6 +125,21 @@ class Index:
         return self.updates[max(starts) :]
 
 
+def _parsed(content: bytes, where: str, remedy: str) -> Any:
+    """Return JSON. Errors: `UpdateDamaged` naming what it is of."""
+    try:
+        return json.loads(content)
+    except (RecursionError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise UpdateDamaged(f"{where} cannot be read: {told}; {remedy}") from error
+
+
+def _named(fields: Any, where: str, remedy: str) -> dict[str, Any]:
+    """Return the id, version and base version of an update. Errors: `UpdateDamaged`."""
+    kinds: dict[str, Any] = {"id": str, "version": int, "base_version": (int, type(None))}
+    return {key: field(fields, key, kind, where, remedy) for key, kind in kinds.items()}
+
+
 def write_manifest(
     objects: Objects, run: str, update: WeightUpdate, buckets: Sequence[Mapping[str, Any]]
 ) -> Listed:
@@ -125,7 +151,8 @@ def write_manifest(
         update: the update.
         buckets: for each bucket its layout as JSON, and what `put_bucket` returned.
     """
-    fields = {"run": run, "codec": CODEC, "update": dataclasses.asdict(update)}
+    names = [each["name"] for bucket in buckets for each in bucket["tensors"]]
+    fields = {"run": run, "codec": CODEC, "update": dataclasses.asdict(update), "tensors": names}
     content = json.dumps({**fields, "buckets": buckets}, indent=1).encode()
     return Listed(
         id=update.id,
@@ -145,23 +172,44 @@ class Manifest:
     def __init__(self, objects: Objects, run: str, listed: Listed) -> None:
         """Fetch the manifest. Errors: `UpdateDamaged` if it is another's, or cannot be read."""
         self._objects, self._listed = objects, listed
-        found = json.loads(objects.get(listed.manifest))
-        update = found["update"]
-        says = found["codec"], found["run"], update["id"], update["version"], update["base_version"]
+        where, remedy = f"{objects.address}: {listed.manifest}", "publish everything"
+        found = _parsed(objects.get(listed.manifest), where, remedy)
+        update = field(found, "update", dict, where, remedy)
+        told = [field(found, key, str, where, remedy) for key in ("codec", "run")]
+        says = *told, *_named(update, where, remedy).values()
         said = CODEC, run, listed.id, listed.version, listed.base_version
         if says != said:
             raise UpdateDamaged(
-                f"{objects.address}: {listed.manifest} is of codec, run, id, version and base "
-                f"{says}, listed as {said}: it was exchanged; publish everything"
+                f"{where} is of codec, run, id, version and base {says}, listed as {said}: it was "
+                f"exchanged; {remedy}"
             )
-        self.kv_scales: Mapping[str, float] | None = update["kv_scales"]
+        self.kv_scales: Mapping[str, float] | None = field(
+            update, "kv_scales", (dict, type(None)), where, remedy
+        )
+        if self.kv_scales is not None:
+            try:
+                check_kv_scales(self.kv_scales)
+            except ValueError as error:
+                raise UpdateDamaged(f"{where}: {error}; {remedy}") from error
+        self._buckets: list[Any] = field(found, "buckets", list, where, remedy)
+        self.keys = {listed.manifest}
+        """The keys of all that belongs to the update."""
         self.places: dict[str, int] = {}
         """The number of the bucket of each tensor, in the model's order."""
-        self._buckets = found["buckets"]
+        names = []
         for number, announced in enumerate(self._buckets):
-            self.places |= dict.fromkeys((each["name"] for each in announced["tensors"]), number)
-        self.keys = {listed.manifest, *(each["object"] for each in self._buckets)}
-        """The keys of all that belongs to the update."""
+            self.keys.add(field(announced, "object", str, where, remedy))
+            for each in field(announced, "tensors", list, where, remedy):
+                names.append(field(each, "name", str, where, remedy))
+                field(each, "checksum", str, where, remedy)
+                self.places[names[-1]] = number
+        if names != (tensors := field(found, "tensors", list, where, remedy)):
+            gone = (each for each in tensors if isinstance(each, str) and each not in self.places)
+            lacks = joined([reprlib.repr(name) for name in gone], ", ")
+            raise UpdateDamaged(
+                f"{where} names {len(tensors)} tensors, and its buckets have {len(names)}"
+                f"{lacks and ', without '}{lacks or ', not the same in the same order'}; {remedy}"
+            )
         self.bytes_read = 0
         self._held: tuple[int, Bucket | None] = -1, None
 

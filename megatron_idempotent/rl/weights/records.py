@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -34,6 +36,26 @@ class UpdateRefused(WeightsError):
 
 
 _LISTED = 20
+#: NumPy's most dimensions.
+_DIMS = 32
+
+
+def field(fields: Any, key: str, kind: type | tuple[type, ...], where: str, remedy: str) -> Any:
+    """Return what a JSON object has under a key; a number is no bool, and from 0 to 2**63 - 1.
+
+    Errors: `UpdateDamaged` for an object that is none, lacks the key, or has something else there.
+    """
+    fact = "is not an object"
+    if isinstance(fields, Mapping):
+        fact = f"lacks {key!r}"
+        if key in fields:
+            value: Any = fields[key]
+            number = isinstance(value, (int, float))
+            in_range = not number or (not isinstance(value, bool) and 0 <= value < 2**63)
+            if isinstance(value, kind) and in_range:
+                return value
+            fact = f"has {reprlib.repr(value)} as {key!r}"
+    raise UpdateDamaged(f"{where} {fact}; {remedy}")
 
 
 def listed(texts: Sequence[str], separator: str = "; ") -> str:
@@ -228,25 +250,64 @@ class TensorInfo:
         return {"name": self.name, "shape": list(self.shape), "dtype": dtype}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> TensorInfo:
-        """Return the tensor that `as_json` described.
+    def from_json(
+        cls, fields: Any, where: str = "a record", remedy: str = "pass on what as_json() gave"
+    ) -> TensorInfo:
+        """Return the tensor that `as_json` described; errors begin and end with the texts.
 
-        Errors: `ValueError` for a type torch lacks.
+        Errors: `UpdateDamaged` for what is absent or malformed, and for a type torch lacks.
         """
         import torch
 
-        dtype = getattr(torch, str(fields["dtype"]), None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(
-                f"{fields['name']} has dtype {fields['dtype']!r}, unknown to torch "
-                f"{torch.__version__}: install the sender's release"
+        name = field(fields, "name", str, where, remedy)
+        where, found = f"{where}, {name},", field(fields, "dtype", str, where, remedy)
+        dtype = getattr(torch, found, None)
+        # Of quantised types and parts of bytes torch makes no tensor.
+        if not isinstance(dtype, torch.dtype) or re.fullmatch("q.*|bit|u?int[1-7]", found):
+            raise UpdateDamaged(
+                f"{where} has dtype {found!r}, of which torch {torch.__version__} makes no tensor: "
+                "install the sender's release"
             )
-        return cls(name=str(fields["name"]), shape=tuple(fields["shape"]), dtype=dtype)
+        sizes = field(fields, "shape", list, where, remedy)
+        for size in sizes:
+            field({"size": size}, "size", int, where, remedy)
+        if len(sizes) > _DIMS or math.prod(filter(None, sizes)) * dtype.itemsize >= 2**63:
+            raise UpdateDamaged(f"{where} has the shape {reprlib.repr(sizes)}; {remedy}")
+        return cls(name=name, shape=tuple(sizes), dtype=dtype)
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
         """Return the record of a tensor."""
         return cls(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+
+def refuse_misfits(
+    update_id: str, came: Iterable[TensorInfo], expected: Mapping[str, TensorInfo]
+) -> None:
+    """Raise `UpdateMismatch` unless tensors are the model's, and deltas no longer than they get.
+
+    Args:
+        update_id: the update's id, for the error.
+        came: the tensors and deltas of an update.
+        expected: every tensor of the model by name, as the update is to bring it.
+    """
+    wrong = []
+    for given in came:
+        name = given.name.removesuffix(DELTA)
+        info = expected.get(name)
+        if info is None:
+            wrong.append(f"{name}: the model has no such tensor")
+        elif given.name != name:
+            # Each byte of a difference, its sign, and two bits for its place; then headers.
+            if given.nbytes > (most := 2 * info.nbytes + 1024):
+                wrong.append(f"{name}: a delta of {given.nbytes} bytes, at most {most} are needed")
+        elif (given.shape, given.dtype) != (info.shape, info.dtype):
+            wrong.append(f"{name}: {given.describe()}, the model has {info.describe()}")
+    if wrong:
+        raise UpdateMismatch(
+            f"update {update_id} does not fit the model: {listed(wrong)}; send the weights of the "
+            "model that this engine serves"
+        )
 
 
 def check_kv_scales(kv_scales: Mapping[str, float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,12 @@ from .records import (
     Bucket,
     TensorInfo,
     UpdateDamaged,
-    UpdateMismatch,
     UpdateRefused,
     WeightsError,
     WeightUpdate,
     checksum,
     listed,
+    refuse_misfits,
 )
 
 if TYPE_CHECKING:
@@ -73,9 +74,7 @@ class Staging:
                 f"update {self.update.id}: bucket {bucket.index} arrived, and bucket "
                 f"{self._buckets} is next; send the update again from its first bucket"
             )
-        self._check_fit(
-            {name: each for name, each in bucket.tensors.items() if not name.endswith(DELTA)}
-        )
+        self._check_fit(bucket.tensors)
         for name, tensor in bucket.tensors.items():
             if name.removesuffix(DELTA) in self._tensors:
                 raise UpdateDamaged(
@@ -118,8 +117,6 @@ class Staging:
 
         started = time.perf_counter()
         try:
-            if name not in self._expected:
-                raise UpdateMismatch("the model has no such tensor")
             if self._served is None or self.update.base_version is None:
                 raise UpdateRefused("a delta came, and no version that it builds on is kept here")
             new = verify(EncodedDelta(tensor.cpu()), self._served(name))
@@ -129,18 +126,8 @@ class Staging:
         return name, new
 
     def _check_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        wrong = []
-        for name, tensor in tensors.items():
-            expected, given = self._expected.get(name), TensorInfo.of(name, tensor)
-            if expected is None:
-                wrong.append(f"{name}: the model has no such tensor")
-            elif (given.shape, given.dtype) != (expected.shape, expected.dtype):
-                wrong.append(f"{name}: {given.describe()}, the model has {expected.describe()}")
-        if wrong:
-            raise UpdateMismatch(
-                f"update {self.update.id} does not fit the model: {listed(wrong)}; send the "
-                "weights of the model that this engine serves"
-            )
+        came = itertools.starmap(TensorInfo.of, tensors.items())
+        refuse_misfits(self.update.id, came, self._expected)
 
 
 class SideStream:

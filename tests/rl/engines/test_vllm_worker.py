@@ -29,7 +29,7 @@ from megatron_idempotent.rl.weights import (
     WeightUpdate,
 )
 from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, expected_tensors
-from megatron_idempotent.rl.weights.transports import DiskSender
+from megatron_idempotent.rl.weights.transports import BucketSender, DiskSender, Sender
 
 OLD = {name: torch.full((8,), value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
 NEW = {name: tensor + 10 for name, tensor in OLD.items()}
@@ -38,8 +38,8 @@ NEW = {name: tensor + 10 for name, tensor in OLD.items()}
 class Worker:
     """An inbox, and what vLLM and a trainer do with it."""
 
-    def __init__(self, directory: Path) -> None:
-        self.sender = DiskSender(directory)
+    def __init__(self, directory: Path, sender: Sender | None = None, bucket: str = "") -> None:
+        self.sender = sender or DiskSender(directory)
         infos = [TensorInfo.of(name, tensor) for name, tensor in OLD.items()]
         self.checked: list[Any] = []
         self.inbox = Inbox(
@@ -47,6 +47,7 @@ class Worker:
             expected=lambda: infos,
             checkpoint=lambda: OLD,
             check_scales=self.checked.append,
+            bucket=bucket,
         )
 
     def tell(self, do: str, **command: Any) -> dict[str, Any]:
@@ -101,6 +102,36 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     yield worker
     worker.inbox.forget()
     asyncio.run(worker.sender.close())
+
+
+def test_a_worker_reads_objects_where_its_operator_has_named_a_url(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    place = str(tmp_path / "run")
+    for bucket in ("", f"{place}2"):
+        worker = Worker(tmp_path, BucketSender(place), bucket)
+        failed = worker.stage(FIRST, NEW)["error"]
+        assert failed["kind"] == "TransportError"
+        for words in (place, f"opens {bucket or 'no URL'}", "MEGATRON_IDEMPOTENT_BUCKET"):
+            assert words in failed["message"]
+    worker = Worker(tmp_path, BucketSender(place), str(tmp_path))
+    worker.stage(FIRST, NEW)
+    assert worker.commit() == ALL_NEW
+    # What does not fit the model is refused before its bytes are read.
+    worker = Worker(tmp_path, BucketSender(place), str(tmp_path))
+    worker.open(FIRST)
+    entry = {"name": "a", "shape": [1 << 40], "dtype": "float32", "offset": 0}
+    announced = {"update": "u", "index": 0, "nbytes": 1 << 42, "tensors": [entry]}
+    state = worker.tell("bucket", id="u", announced=announced)
+    deadline = time.monotonic() + 30
+    while not state["failed"]:
+        assert time.monotonic() < deadline
+        state = worker.tell("state")
+    assert state["failed"]["kind"] == "UpdateMismatch"
+    assert "a: float32 [1099511627776], the model has float32 [8]" in state["failed"]["message"]
+    asyncio.run(worker.sender.close())
+    for wrong in ("reference://::data:,{}", "s3://key:secret@weights"):
+        with pytest.raises(ValueError, match=r"is no place of a store|BUCKET has a password"):
+            Worker(tmp_path, bucket=wrong)
 
 
 def test_a_worker_is_dirty_from_a_commits_begin_to_its_end(worker: Worker) -> None:

@@ -1,10 +1,16 @@
 """Several loggers as one: what raises is dropped, what is slow holds up nothing."""
 
+import resource
 import threading
 
 import pytest
 
-from megatron_idempotent.rl.metrics.loggers import JsonlLogger, Loggers, read_metrics
+from megatron_idempotent.rl.metrics.loggers import (
+    JsonlLogger,
+    Loggers,
+    read_metrics,
+    write_whole,
+)
 
 
 class Remembering:
@@ -185,3 +191,17 @@ def test_a_metrics_file_that_cannot_be_made_anew_keeps_its_rows(tmp_path, monkey
     with pytest.raises(OSError, match="full"):
         JsonlLogger(path, first_step=1)
     assert read_metrics(path) == [{"step": 1, "loss": 0.5}]
+
+
+def test_a_file_that_does_not_fit_leaves_the_old_one_and_no_draft(tmp_path):
+    path = tmp_path / "status.json"
+    write_whole(path, "old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(path, "new" * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "old"

@@ -342,12 +342,14 @@ def test_a_list_of_no_use_is_refused() -> None:
 
     for content, said in (
         ("{", "JSONDecodeError"),
-        ('{"format": 2}', "it has format 2, this release reads 1"),
-        ('{"format": 1, "run": "run", "updates": []}', "IndexError"),
-        ('{"format": 1, "run": "run", "updates": [{}]}', "TypeError"),
-        ([entry(3, 2)], "version 3 builds on 2, and comes after None"),
-        ([entry(3, None), entry(3, None)], "version 3 is listed after 3"),
-        ([{**entry(3, None), "manifest": 5}], "version 3 has manifest 5"),
+        ('{"format": 2}', "has format 2, this release reads 1"),
+        ('{"format": 1, "run": "run", "updates": []}', "lists no updates; publish again"),
+        ('{"format": 1, "run": "run", "updates": [{}]}', "lacks 'id'"),
+        ('{"format": 1, "run": "run", "updates": 1}', "has 1 as 'updates'"),
+        ("[]", "latest.json is not an object"),
+        ([entry(3, 2)], "has version 3, which builds on 2, after None; publish again"),
+        ([entry(3, None), entry(3, None)], "has version 3, which builds on None, after 3"),
+        ([{**entry(3, None), "manifest": 5}], "has 5 as 'manifest'"),
         ("[" * 100_000, "RecursionError"),
     ):
         text = content

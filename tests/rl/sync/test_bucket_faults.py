@@ -147,8 +147,8 @@ def _changed(
     """Have the store give back something else for one key of a folder."""
     read, chosen = following._objects.read, []
 
-    def lied(key: str) -> bytes | None:
-        content = read(key)
+    def lied(key: str, nbytes: int | None = None) -> bytes | None:
+        content = read(key, nbytes)
         if key.startswith(folder) and (not chosen or key in chosen):
             chosen.append(key)
             assert content is not None
@@ -196,7 +196,7 @@ def renamed(following: BucketFollower, lists: list[bytes], chance: random.Random
 
 
 def silent(following: BucketFollower, lists: list[bytes], chance: random.Random) -> None:
-    def fails(key: str) -> bytes:
+    def fails(key: str, nbytes: int | None = None) -> bytes:
         raise TransportError("the store does not answer")
 
     following._objects.read = fails

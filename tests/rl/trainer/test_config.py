@@ -220,11 +220,14 @@ def test_a_bucket_is_a_transport_by_its_url(tmp_path):
     from megatron_idempotent.rl.trainer.engines import _sender
     from megatron_idempotent.rl.weights.transports import BucketSender
 
-    place = f"memory://{tmp_path.name}"
+    place = str(tmp_path)
     config = load_config(None, ["sync.transport=bucket", f"sync.directory={place}"])
     sender = _sender(config, tmp_path)
     assert isinstance(sender, BucketSender)
     assert sender._objects.address == place
+    for wrong in ("reference://::data:,{}", "http://a/b", "s3://a/../b"):
+        with pytest.raises(ConfigError, match=r"sync.directory: .* is no place of a store; give"):
+            load_config(None, ["sync.transport=bucket", f"sync.directory={wrong}"])
 
 
 @pytest.mark.parametrize(

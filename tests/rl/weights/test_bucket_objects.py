@@ -9,6 +9,7 @@ import logging
 import sys
 import threading
 import traceback
+import tracemalloc
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,14 +19,26 @@ import torch
 
 pytest.importorskip("zstandard")
 
-from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, WeightUpdate
+from megatron_idempotent.rl.weights import (
+    Bucket,
+    TensorInfo,
+    UpdateDamaged,
+    UpdateMismatch,
+    WeightUpdate,
+    urls,
+)
 from megatron_idempotent.rl.weights import transports as t
-from megatron_idempotent.rl.weights.transports.bucket import Objects
+from megatron_idempotent.rl.weights.transports.bucket import VARIABLE, Objects
 from megatron_idempotent.rl.weights.transports.layout import BucketLayout
 from megatron_idempotent.rl.weights.urls import split_secrets
 
 UPDATE = WeightUpdate(id="run/1", version=1)
 KEY, SECRET, TOKEN = "AKIA-fake-key", "fake/secret+of=nobody", "fake-token-0123"
+
+
+@pytest.fixture(autouse=True)
+def stores_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "SCHEMES", urls.SCHEMES | {"memory"})
 
 
 def url() -> str:
@@ -48,19 +61,137 @@ def test_an_object_that_is_not_what_was_written_is_refused() -> None:
             objects.get(wrong)
 
 
-@pytest.mark.parametrize("content", [b"", b"no zstd at all", "shorter", "longer"])
+@pytest.mark.parametrize("content", [b"", b"no zstd at all", "shorter", "longer", "cut"])
 async def test_an_object_that_holds_something_else_is_refused(content: bytes | str) -> None:
     import zstandard
 
-    sender = t.BucketSender(url())
+    place = url()
+    sender = t.BucketSender(place)
     bucket = Bucket.of(0, {"w": torch.arange(100.0)})
-    receiver = t.receiver(await sender.open(UPDATE))
+    receiver = t.receiver(await sender.open(UPDATE), bucket=place)
     announced = dict(await sender.announce(bucket))
-    size = {"shorter": 399, "longer": 1 << 30}.get(content, 0)
+    size = {"shorter": 399, "longer": 1 << 20, "cut": 400}.get(content, 0)
     stored = zstandard.compress(bytes(size)) if size else content
+    if content == "cut":  # its head says 400 bytes
+        stored = stored[:-1]
     announced["object"] = receiver._objects.put("transfer-0-", stored)
+    announced["object_bytes"] = len(stored)
     with pytest.raises(UpdateDamaged, match=r"cannot be decompressed|bytes or more, and 400 w"):
         receiver.receive(announced)
+    await sender.close()
+
+
+RUN = "s3://weights/run"
+FOREIGN = [
+    "s3://weights/run2",
+    "s3://weights",
+    "s3://other/run",
+    "s3://weights/run/../x",
+    "s3://weights/run/./x",
+    "s3://weights/run//x",
+    "s3://weights/run/%2e%2e/x",
+    "s3://weights/run/x?versionId=1",
+    "s3://weights/run/x#y",
+    "s3://weights/run\\..\\x",
+    "s3://weights/run/\n",
+    "s3://key:secret@weights/run",
+    "s3://key@weights/run",
+    "S3://weights/run",
+    "gs://weights/run",
+    "http://169.254.169.254/weights/run",
+    "reference://::data:,{}",
+    "reference://::s3://weights/run",
+    "simplecache::s3://weights/run",
+    "s3://weights/run::reference://",
+    "s3://weights/run/x::data:,{}",
+    "data:,{}",
+    "/etc",
+    "file:///etc",
+    "memory://weights/run",
+    "",
+]
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_a_url_that_no_operator_named_is_not_opened(
+    foreign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the schemes are those that every program has
+    opened = {"format": 1, "kind": "bucket", "update": "run/1", "url": foreign}
+    for allowed, shown in ((RUN, RUN), ("", "no URL")):
+        with pytest.raises(t.TransportError, match=f"this receiver opens {shown}") as caught:
+            t.receiver(opened, bucket=allowed)
+        assert repr(foreign)[1:-1].partition("?")[0] in str(caught.value) or "@" in foreign
+        assert "secret" not in str(caught.value)
+
+
+def test_what_lies_at_or_below_the_named_url_is_opened(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for allowed, url in (
+        (folder, folder),
+        (f"{folder}/", f"file://{folder}/a"),
+        (f"file://{folder}", f"{folder}/a/../b"),
+        ("memory://weights/run", "memory://weights/run/a"),
+        ("memory://weights/", "memory://weights"),
+    ):
+        opened = {"format": 1, "kind": "bucket", "update": "run/1", "url": url}
+        assert t.receiver(opened, bucket=allowed)._objects.address == url
+    # Below it by its text alone.
+    opened["url"] = f"{folder}/../x"
+    with pytest.raises(t.TransportError, match=f"start it with {VARIABLE} set to that URL"):
+        t.receiver(opened, bucket=folder)
+
+
+@pytest.mark.parametrize("url", ["reference://::data:,{}", "ftp://a/b", "s3://a/../b", "s3://"])
+def test_a_sender_refuses_what_no_receiver_would_open(url: str) -> None:
+    with pytest.raises(ValueError, match=r"is no place of a store; give a path, or a URL of abfs"):
+        t.BucketSender(url)
+
+
+async def test_what_does_not_fit_the_model_is_refused_before_there_is_memory_for_it(
+    tmp_path: Path,
+) -> None:
+    sender = t.BucketSender(str(tmp_path))
+    expected = [TensorInfo(name="w", shape=(100,), dtype=torch.float32)]
+    opened = await sender.open(UPDATE)
+    announced = dict(await sender.announce(Bucket.of(0, {"w": torch.arange(100.0)})))
+    receiver = t.receiver(opened, expected=expected, bucket=str(tmp_path))
+    assert receiver.receive(announced).index == 0
+    # The object is exchanged for a larger one, of which no more is read than was announced.
+    content = (tmp_path / announced["object"]).read_bytes()
+    (tmp_path / announced["object"]).write_bytes(bytes(50 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UpdateDamaged, match=r"and \d+ bytes were announced: it was cut"):
+            receiver.receive(announced)
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20
+    finally:
+        tracemalloc.stop()
+    (tmp_path / announced["object"]).write_bytes(content)
+    with pytest.raises(UpdateDamaged, match="with an object of 52428800, and at most 1427 are"):
+        receiver.receive({**announced, "object_bytes": 50 << 20})
+    size = announced["object_bytes"] - 1
+    with pytest.raises(UpdateDamaged, match=rf"has {size + 1} bytes .*, and {size} bytes were ann"):
+        receiver.receive({**announced, "object_bytes": size})
+    # Without a model to hold it to, the object's own head says what it has.
+    (entry,) = announced["tensors"]
+    large = {**announced, "tensors": [{**entry, "shape": [1 << 50]}], "nbytes": 1 << 52}
+    with pytest.raises(UpdateDamaged, match=f"holds 400 bytes or more, and {1 << 52} were"):
+        t.receiver(opened, bucket=str(tmp_path)).receive(large)
+    for change, nbytes, said in (
+        ({"shape": [1 << 40]}, 1 << 42, r"w: float32 \[1099511627776\], the model has float32"),
+        ({"name": "x", "shape": [1 << 40]}, 1 << 42, "x: the model has no such tensor"),
+        (
+            {"name": "w:delta", "dtype": "uint8", "shape": [1825]},
+            1825,
+            "w: a delta of 1825 bytes, at most 1824 are needed",
+        ),
+    ):
+        large = {**announced, "tensors": [{**entry, **change}], "nbytes": nbytes}
+        with pytest.raises(UpdateMismatch, match=said):
+            receiver.receive(large)
+    with pytest.raises(UpdateDamaged, match=r"has \d+ bytes, and its tensors fill 448 at most"):
+        receiver.receive({**announced, "nbytes": 1 << 42})
     await sender.close()
 
 
@@ -145,7 +276,8 @@ async def test_a_worker_has_the_credentials_of_its_own_environment(
         ("AWS_ENDPOINT_URL", s3["endpoint_url"]),
     ):
         monkeypatch.setenv(name, value)
-    received = await asyncio.to_thread(lambda: t.receiver(opened).receive(announced))
+    inbound = t.receiver(opened, bucket="s3://weights")
+    received = await asyncio.to_thread(lambda: inbound.receive(announced))
     assert torch.equal(received.tensors["w"], bucket.tensors["w"])
     await sender.close()
     left = sender._objects._store.find("weights")
@@ -160,9 +292,9 @@ def test_no_error_log_or_announcement_shows_a_key_or_a_token(
     private = {**s3, "token": TOKEN, "client_kwargs": {"aws_session_token": TOKEN}}
     places = [
         (made, private),
-        (f"ftp://{KEY}:{TOKEN}@127.0.0.1:9/weights", {}),
+        (f"s3://{KEY}:{TOKEN}@weights", {"endpoint_url": "http://127.0.0.1:9"}),
         (f"ftp://{KEY}:{SECRET}@127.0.0.1:9/weights", {}),  # with a slash that nobody quoted
-        (f"http://127.0.0.1:9/weights?signature={TOKEN}", {}),
+        (f"s3://weights/run?signature={TOKEN}", {}),
         (f"pigeon://{KEY}:{TOKEN}@coop", {"secret": SECRET}),
         (made, {**s3, "wrong": [TOKEN], "config_kwargs": {TOKEN: TOKEN}}),
     ]

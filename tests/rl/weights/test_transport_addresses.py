@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_idempotent.rl.weights import Bucket, WeightUpdate
+from megatron_idempotent.rl.weights import Bucket, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights import transports as t
+from megatron_idempotent.rl.weights.transports.layout import BucketLayout
 
 UPDATE = WeightUpdate(id="run/1", version=1)
 SMALL = Bucket.of(0, {"w": torch.arange(10.0)})
@@ -70,6 +71,32 @@ async def test_a_rank_that_the_sender_does_not_have_is_refused() -> None:
     sender = t.ProcessGroupSender(ranks=2)
     opening = await sender.open(UPDATE)
     for rank in (0, 3):
-        with pytest.raises(ValueError, match=f"rank={rank}; this sender has workers 1 to 2"):
+        with pytest.raises(UpdateDamaged, match=f"rank={rank}; this sender has workers 1 to 2"):
             t.receiver(opening, rank=rank)
+    await sender.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"host": "a\0b"}, UpdateDamaged, "does not answer at 'a.x00b'"),
+        ({"host": None}, UpdateDamaged, "announcement has None as 'host'; pass on what open"),
+        ({"port": 65536}, UpdateDamaged, "port 65536 and"),
+        ({"timeout_s": 1e18}, UpdateDamaged, "timeout_s 1e\\+18; pass on"),
+        ({"timeout_s": True}, UpdateDamaged, "has True as 'timeout_s'"),
+        ({"backend": "mpi"}, UpdateDamaged, "has backend 'mpi'"),
+        pytest.param(
+            *({"backend": "nccl"}, t.TransportError, "this process sees none; use 'gloo'"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it needs no GPU"),
+        ),
+    ],
+)
+async def test_an_announcement_that_makes_no_sense_is_refused(
+    change: dict, error: type[Exception], message: str
+) -> None:
+    sender = t.ProcessGroupSender()
+    opening = {**await sender.open(UPDATE), **change}
+    layout = BucketLayout.of(UPDATE.id, Bucket.of(0, {"w": torch.ones(3)})).as_json()
+    with pytest.raises(error, match=message):
+        await asyncio.to_thread(lambda: t.receiver(opening).receive(layout))
     await sender.close()

@@ -31,15 +31,15 @@ async def test_what_cannot_be_opened_is_named(peers: Peers) -> None:
     with pytest.raises(UpdateDamaged, match=r"failed with 201: .* is this another process"):
         receiver.receive(announced)
     for broken, why in (
-        ({"handle": "x"}, "has no segment that can be opened"),
-        ({"handle": "00" * 8}, r"a handle of 8 bytes \(it has to be 64\)"),
+        ({"handle": "x"}, r"the handle 'x' \(it has to be of 64 bytes\)"),
+        ({"handle": "00" * 8}, r"the handle '0{16}' \(it has to be of 64 bytes\)"),
         ({"segment_bytes": 1000}, r"to 1000 bytes \(it has to be 1048576 or more\)"),
-        ({"segment_bytes": None}, "has no segment that can be opened"),
+        ({"segment_bytes": None}, "has None as 'segment_bytes'"),
     ):
         with pytest.raises(UpdateDamaged, match=why):
             receiver.receive({**announced, **broken})
     del announced["handle"]
-    with pytest.raises(UpdateDamaged, match=r"KeyError.'handle'"):
+    with pytest.raises(UpdateDamaged, match="lacks 'handle'; pass on what announce"):
         receiver.receive(announced)
     # The trainer has gone on: nobody has that memory any more.
     peers[0].ask("open", name="late", opened=opened, rank=1)

@@ -92,7 +92,7 @@ async def test_files_outside_of_the_updates_folder_are_not_read(tmp_path: pathli
     for name in ("../outside", str(tmp_path / "outside")):
         with pytest.raises(UpdateDamaged, match=f"{folder.name}/outside is absent"):
             receiver.receive({**announced, "file": name})
-    with pytest.raises(UpdateDamaged, match="None is absent"):
+    with pytest.raises(UpdateDamaged, match="has None as 'file'; pass on what announce"):
         receiver.receive({**announced, "file": None})
     await sender.close()
 

@@ -45,10 +45,53 @@ async def test_nothing_but_a_segment_is_read() -> None:
     sender = t.SharedMemorySender()
     receiver = t.receiver(await sender.open(UPDATE))
     announced = await sender.announce(filled(0))
-    for name in ("/etc/passwd", "other", f"{shared_memory.PREFIX}./../../etc/passwd", None):
+    for name in ("/etc/passwd", "other", f"{shared_memory.PREFIX}./../../etc/passwd"):
         with pytest.raises(UpdateDamaged, match="is not a trainer's segment"):
             receiver.receive({**announced, "segment": name})
+    with pytest.raises(UpdateDamaged, match="has None as 'segment'; pass on what announce"):
+        receiver.receive({**announced, "segment": None})
     await sender.close()
+
+
+LIMITED = """
+import asyncio, resource
+from weight_peers import filled
+from megatron_idempotent.rl.weights import WeightUpdate
+from megatron_idempotent.rl.weights import transports as t
+async def main():
+    sender = t.SharedMemorySender()
+    await sender.open(WeightUpdate(id="run/1", version=1))
+    for most in (0, 4096):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        try:
+            await sender.announce(filled(0))
+        except t.TransportError as error:
+            print(error)
+    print([path for path in t.shared_memory.DIRECTORY.iterdir() if SELF in path.name])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    print((await sender.announce(filled(0)))["index"])
+    await sender.close()
+import os
+SELF = f".{os.getpid()}."
+asyncio.run(main())
+"""
+
+
+def test_a_limit_on_files_is_named_and_leaves_nothing() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LIMITED],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    *said, left, index = ended.stdout.splitlines()
+    assert len(said) == 2
+    for line in said:
+        assert "no room for a segment of 2 MB" in line
+        assert "files of at most 0 MB (ulimit -f): [Errno 27] File too large" in line
+    assert (left, index, ended.stderr) == ("[]", "0", "")
 
 
 async def test_a_worker_that_ends_unlinks_nothing_and_complains_of_nothing(peers: Peers) -> None:

@@ -230,7 +230,7 @@ async def test_an_open_and_a_close_that_are_cancelled_leave_nothing_behind(
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_bucket_of_another_update_is_refused(kind: str, make: Make) -> None:
     sender = make(kind)
-    receiver = t.receiver(await sender.open(UPDATE))
+    receiver = t.receiver(await sender.open(UPDATE), bucket="/")
     announced = dict(await sender.announce(Bucket.of(0, {"w": torch.ones(3)})))
     with pytest.raises(UpdateDamaged, match="is of update 'run/9'; open a receiver for that"):
         receiver.receive({**announced, "update": "run/9"})

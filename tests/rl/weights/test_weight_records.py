@@ -7,7 +7,13 @@ import json
 import pytest
 import torch
 
-from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightUpdate, checksum
+from megatron_idempotent.rl.weights import (
+    Bucket,
+    TensorInfo,
+    UpdateDamaged,
+    WeightUpdate,
+    checksum,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64])
@@ -26,9 +32,9 @@ def test_a_tensor_info_describes_itself() -> None:
     assert info.describe() == "bfloat16 [32000, 64]"
 
 
-@pytest.mark.parametrize("dtype", ["float33", "zeros", "nn"])
+@pytest.mark.parametrize("dtype", ["float33", "zeros", "nn", "quint8", "int4", "bit"])
 def test_a_type_that_torch_lacks_is_refused(dtype: str) -> None:
-    with pytest.raises(ValueError, match=f"w has dtype '{dtype}', unknown to torch"):
+    with pytest.raises(UpdateDamaged, match=f"w, has dtype '{dtype}', of which torch"):
         TensorInfo.from_json({"name": "w", "shape": [3], "dtype": dtype})
 
 

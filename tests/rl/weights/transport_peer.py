@@ -64,7 +64,7 @@ class Peer:
         return {"python": sys.version, "torch": torch.__version__, "heavy": heavy}
 
     def open(self, name: str, opened: dict[str, Any], rank: int) -> None:
-        self._receivers[name] = transports.receiver(opened, rank=rank)
+        self._receivers[name] = transports.receiver(opened, rank=rank, bucket="/")
 
     def receive(self, name: str, announced: dict[str, Any]) -> dict[str, Any]:
         began = time.perf_counter()

@@ -10,7 +10,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from megatron_idempotent.rl.weights.records import Bucket, WeightUpdate
+from megatron_idempotent.rl.weights.records import (
+    Bucket,
+    TensorInfo,
+    WeightUpdate,
+    field,
+    refuse_misfits,
+)
 
 from .layout import FORMAT, BucketLayout
 
@@ -18,18 +24,29 @@ Announcement = Mapping[str, Any]
 """JSON that the engine's controller passes on, so that its workers find the bytes."""
 
 
+def opened_field(opened: Announcement, key: str, kind: type | tuple[type, ...]) -> Any:
+    """Return a field of a sender's announcement. Errors: `UpdateDamaged`."""
+    return field(opened, key, kind, "the sender's announcement", "pass on what open() gave")
+
+
 class Receiver:
     """Receives buckets in a worker. Its methods block: call them in a thread, beside the model."""
 
     def __init__(self, opened: Announcement) -> None:
-        self._update_id = str(opened["update"])
+        self._update_id = opened_field(opened, "update", str)
+        self.expected: Mapping[str, TensorInfo] | None = None
+        """Every tensor of the model, which announced tensors are held to before there is memory for
+        them; None to take any."""
 
     def receive(self, announced: Announcement) -> Bucket:
         """Return the bucket, in memory of this process: the CPU's, or its GPU's over CUDA IPC.
 
-        Errors: `UpdateDamaged` for a bucket that is incomplete, or did not come in time.
+        Errors: `UpdateDamaged` for a bucket that is incomplete, or did not come in time;
+            `UpdateMismatch` for one that does not fit the model.
         """
         layout = BucketLayout.from_json(announced, update_id=self._update_id)
+        if self.expected is not None:
+            refuse_misfits(self._update_id, layout.tensors, self.expected)
         return self._receive(layout, announced)
 
     def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:

@@ -1,4 +1,4 @@
-"""Sends buckets as objects of a store that fsspec reaches: S3 and its like, a folder, memory.
+"""Sends buckets as objects of a store that fsspec reaches: S3 and its like, or a folder.
 
 A store gives back what it was given, or something older, or something else. So each object is named
 by the SHA-256 of its bytes, and is held to it whenever it is read.
@@ -21,14 +21,17 @@ from typing import Any
 import torch
 
 from megatron_idempotent.lazy import naming_the_remedy
-from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
+from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate, field
 from megatron_idempotent.rl.weights.safetensors_io import flush
-from megatron_idempotent.rl.weights.urls import split_secrets
+from megatron_idempotent.rl.weights.urls import place_of, split_secrets
 
-from .base import Announcement, Receiver, Sender, Session, TransportError
-from .layout import BucketLayout
+from .base import Announcement, Receiver, Sender, Session, TransportError, opened_field
+from .layout import REMEDY, BucketLayout
 
 KIND = "bucket"
+VARIABLE = "MEGATRON_IDEMPOTENT_BUCKET"
+"""The variable with the URL at or below which vLLM's workers read objects; unset, they read none.
+"""
 #: The options of file systems whose values errors may show.
 _PUBLIC = {"endpoint_url", "region_name", "host", "port", "protocol"}
 _LEVEL, _THREADS = 1, 4  # bf16 weights shrink by a fifth, and at higher levels by no more
@@ -46,12 +49,13 @@ class Objects:
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         """
         Args:
-            url: a folder's path, or a URL of any scheme that fsspec knows.
+            url: a folder's path, or a URL of one of `urls.SCHEMES`.
             options: arguments of fsspec's file system, such as `key` and `secret` for S3; None for
                 those of the environment.
 
         Errors: `ModuleNotFoundError` without fsspec, zstandard or the package of the scheme;
-            `ValueError` for a URL or options that fsspec does not take.
+            `ValueError` for a URL that is no place of a store, and for options that fsspec does not
+            take.
         """
         with naming_the_remedy("a bucket of objects"):
             import fsspec
@@ -59,6 +63,9 @@ class Objects:
         self.address, self._secrets = split_secrets(url)
         """The URL, less what is secret in it."""
         self._secrets |= {*_values(options or {})}
+        scheme, *folders = place_of(url)
+        if scheme == "file":
+            url = "file:///" + "/".join(folders)
         failure: Exception
         try:
             self._store, root = fsspec.core.url_to_fs(url, **(options or {}))
@@ -84,22 +91,26 @@ class Objects:
         self.write(key, content)
         return key
 
-    def get(self, key: str) -> bytes:
-        """Return an object. Errors: `UpdateDamaged` if it is absent, or is not what was written."""
+    def get(self, key: str, nbytes: int | None = None) -> bytes:
+        """Return an object, of which no more than its announced bytes and one are read.
+
+        Errors: `UpdateDamaged` if it is absent, is not what was written, or has other bytes.
+        """
         expected = re.fullmatch(r"(?:\w+/|transfer-\w+-)([0-9a-f]{64})", key)
         if expected is None:
             raise UpdateDamaged(f"{self.address}: {key!r} is no object's key; send everything")
-        content = self.read(key)
+        content = self.read(key, nbytes)
         if content is None:
             raise UpdateDamaged(
                 f"{self.address}: object {key} is missing; it was removed, or never written: send "
                 "everything"
             )
         found = hashlib.sha256(content).hexdigest()
-        if found != expected[1]:
+        if found != expected[1] or nbytes not in (None, len(content)):
             raise UpdateDamaged(
-                f"{self.address}: object {key} has {len(content)} bytes with SHA-256 {found}: it "
-                "was cut short, damaged or exchanged; send everything"
+                f"{self.address}: object {key} has {len(content)} bytes with SHA-256 {found}"
+                f"{'' if nbytes is None else f', and {nbytes} bytes were announced'}: it was cut "
+                "short, damaged or exchanged; send everything"
             )
         return content
 
@@ -123,11 +134,12 @@ class Objects:
 
         self._do(f"writing {key}", replace)
 
-    def read(self, key: str) -> bytes | None:
-        """Return what a key has; None if it is absent."""
+    def read(self, key: str, nbytes: int | None = None) -> bytes | None:
+        """Return what a key has, no more than so many bytes and one; None if it is absent."""
         path = f"{self._root}/{key}"
+        part = {} if nbytes is None else {"start": 0, "end": nbytes + 1}
         found: bytes | None = self._do(
-            f"reading {key}", lambda: self._store.cat_file(path), absent=None
+            f"reading {key}", lambda: self._store.cat_file(path, **part), absent=None
         )
         return found
 
@@ -226,24 +238,36 @@ def get_bucket(objects: Objects, layout: BucketLayout, announced: Mapping[str, A
     """Return the bucket that `put_bucket` wrote. Errors: `UpdateDamaged`."""
     import zstandard
 
-    key = str(announced.get("object"))
-    # Never more than was announced, whatever the object says of itself.
-    flat_N = torch.empty(layout.nbytes, dtype=torch.uint8)
-    memory = memoryview(flat_N.numpy())
-    with zstandard.ZstdDecompressor().stream_reader(objects.get(key)) as reader:
-        try:
-            done = 0
-            while done < len(memory) and (count := reader.readinto(memory[done:])):
-                done += count
-            more = len(reader.read(1))
-        except zstandard.ZstdError as error:
-            raise UpdateDamaged(
-                f"{objects.address}: object {key} cannot be decompressed: {error}; send everything"
-            ) from error
-    if done < len(memory) or more:
+    where = f"{objects.address}: a bucket"
+    key: str = field(announced, "object", str, where, REMEDY)
+    size: int = field(announced, "object_bytes", int, where, REMEDY)
+    # More than what zstandard makes of bytes that do not shrink.
+    if size > (most := layout.nbytes + layout.nbytes // 128 + 1024):
         raise UpdateDamaged(
-            f"{objects.address}: object {key} holds {done + more} bytes or more, and "
-            f"{layout.nbytes} were announced; send everything"
+            f"{where} of {layout.nbytes} bytes is announced with an object of {size}, and at most "
+            f"{most} are needed; {REMEDY}"
+        )
+    content = objects.get(key, size)
+    try:
+        # Before there is memory for it; the sender writes its size into its head.
+        found = zstandard.frame_content_size(content)
+        if found == layout.nbytes:
+            # Never more than that, whatever comes after the head.
+            flat_N = torch.empty(layout.nbytes, dtype=torch.uint8)
+            memory = memoryview(flat_N.numpy())
+            with zstandard.ZstdDecompressor().stream_reader(content) as reader:
+                done = 0
+                while done < len(memory) and (count := reader.readinto(memory[done:])):
+                    done += count
+                found = done + len(reader.read(1))
+    except zstandard.ZstdError as error:
+        raise UpdateDamaged(
+            f"{objects.address}: object {key} cannot be decompressed: {error}; send everything"
+        ) from error
+    if found != layout.nbytes:
+        raise UpdateDamaged(
+            f"{objects.address}: object {key} holds {found} bytes or more, and {layout.nbytes} "
+            "were announced; send everything"
         )
     return layout.unpack(flat_N)
 
@@ -251,7 +275,8 @@ def get_bucket(objects: Objects, layout: BucketLayout, announced: Mapping[str, A
 class BucketSender(Sender):
     """Writes each bucket of an update as an object, and removes it once all workers have it.
 
-    Credentials are never announced: workers take those of their own environment.
+    Credentials are never announced: workers take those of their own environment, in which
+    `MEGATRON_IDEMPOTENT_BUCKET` names the URL, or one above it.
     Example: `VllmEngine(url, transport=lambda: BucketSender("s3://weights/run-7"))`.
     """
 
@@ -288,11 +313,30 @@ class _Objects(Session):
 
 
 class BucketReceiver(Receiver):
-    """Reads what a `BucketSender` writes, with the credentials of its own environment."""
+    """Reads what a `BucketSender` writes, with the credentials of its own environment.
 
-    def __init__(self, opened: Announcement) -> None:
+    It opens no other URL than what its operator has named, and what is below that.
+    """
+
+    def __init__(self, opened: Announcement, allowed: str) -> None:
+        """Take an announcement, and the URL that was named; empty for none.
+
+        Errors: `TransportError` for any other URL; those of `Objects`.
+        """
         super().__init__(opened)
-        self._objects = Objects(opened["url"])
+        url: str = opened_field(opened, "url", str)
+        try:
+            place, root = place_of(url), place_of(allowed) if allowed else ()
+            foreign = not root or place[: len(root)] != root or bool(split_secrets(url)[1])
+        except ValueError as error:
+            raise TransportError(f"this receiver opens {allowed or 'no URL'}: {error}") from error
+        if foreign:
+            raise TransportError(
+                f"the sender has its objects at {split_secrets(url)[0]}, and this receiver opens "
+                f"{allowed or 'no URL'}; if it is to read there, start it with {VARIABLE} set to "
+                "that URL, else correct the sender's"
+            )
+        self._objects = Objects(url)
 
     def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
         return get_bucket(self._objects, layout, announced)

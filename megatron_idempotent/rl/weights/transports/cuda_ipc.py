@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
+from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate, field
 from megatron_idempotent.rl.weights.staging import SideStream
 
-from .base import Announcement, Receiver, Sender, TransportError, TwoSegments
-from .layout import BucketLayout
+from .base import Announcement, Receiver, Sender, TransportError, TwoSegments, opened_field
+from .layout import REMEDY, BucketLayout
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
@@ -177,7 +178,7 @@ class CudaIpcReceiver(Receiver):
     def __init__(self, opened: Announcement) -> None:
         super().__init__(opened)
         try:
-            self._gpu = Gpu.of(str(opened["gpu"]))  # the trainer's
+            self._gpu = Gpu.of(opened_field(opened, "gpu", str))  # the trainer's
             self._mine = Gpu.current()
         except TransportError as error:
             raise UpdateDamaged(f"update {self._update_id} cannot be received: {error}") from error
@@ -303,15 +304,11 @@ def _segment_of(announced: Announcement, layout: BucketLayout, where: str) -> tu
 
     Errors: `UpdateDamaged` for malformed ones.
     """
-    try:
-        handle, nbytes = bytes.fromhex(announced["handle"]), int(announced["segment_bytes"])
-    except (KeyError, TypeError, ValueError) as error:
+    text = field(announced, "handle", str, where, REMEDY)
+    nbytes: int = field(announced, "segment_bytes", int, where, REMEDY)
+    if not re.fullmatch(f"[0-9a-f]{{{2 * HANDLE_BYTES}}}", text) or nbytes < layout.nbytes:
         raise UpdateDamaged(
-            f"{where} has no segment that can be opened: {error!r}; pass on what announce() gave"
-        ) from error
-    if len(handle) != HANDLE_BYTES or nbytes < layout.nbytes:
-        raise UpdateDamaged(
-            f"{where} has a handle of {len(handle)} bytes (it has to be {HANDLE_BYTES}) to "
-            f"{nbytes} bytes (it has to be {layout.nbytes} or more); pass on what announce() gave"
+            f"{where} has the handle {text[:40]!r} (it has to be of {HANDLE_BYTES} bytes) to "
+            f"{nbytes} bytes (it has to be {layout.nbytes} or more); {REMEDY}"
         )
-    return handle, nbytes
+    return bytes.fromhex(text), nbytes

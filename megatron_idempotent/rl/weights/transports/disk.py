@@ -13,11 +13,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_idempotent.json_text import parse_json
-from megatron_idempotent.rl.weights.records import Bucket, TensorInfo, UpdateDamaged, WeightUpdate
+from megatron_idempotent.rl.weights.records import (
+    Bucket,
+    TensorInfo,
+    UpdateDamaged,
+    WeightUpdate,
+    field,
+)
 from megatron_idempotent.rl.weights.safetensors_io import write_tensors
 
-from .base import Announcement, Receiver, Sender, Session, TransportError
-from .layout import BucketLayout, read_tensor
+from .base import Announcement, Receiver, Sender, Session, TransportError, opened_field
+from .layout import REMEDY, BucketLayout, read_tensor
 
 KIND = "disk"
 #: In the folder of an update.
@@ -126,10 +132,11 @@ class DiskReceiver(Receiver):
 
     def __init__(self, opened: Announcement) -> None:
         super().__init__(opened)
-        self._folder = pathlib.Path(opened["folder"])
+        self._folder = pathlib.Path(opened_field(opened, "folder", str))
 
     def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
-        path = self._folder / pathlib.Path(str(announced.get("file"))).name
+        where = f"update {self._update_id}: bucket {layout.index}"
+        path = self._folder / pathlib.Path(field(announced, "file", str, where, REMEDY)).name
         try:
             with open(path, "rb") as file:
                 size, announced_size = os.fstat(file.fileno()).st_size, announced.get("file_bytes")

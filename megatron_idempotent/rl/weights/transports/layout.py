@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from megatron_idempotent.rl.weights.records import Bucket, TensorInfo, UpdateDamaged
+from megatron_idempotent.rl.weights.records import (
+    DELTA,
+    Bucket,
+    TensorInfo,
+    UpdateDamaged,
+    field,
+    listed,
+)
 
 #: Version of the announcements. Receivers refuse any other.
 FORMAT = 1
 #: Tensors begin at multiples of it, so that views in their type are aligned, for vector loads too.
 _ALIGNMENT = 64
+REMEDY = "pass on what announce() gave"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,30 +87,28 @@ class BucketLayout:
             or outside of the bucket's bytes.
         """
         where = f"update {update_id}: an announced bucket"
-        if (found := announced.get("update")) != update_id:
+        if (found := field(announced, "update", str, where, REMEDY)) != update_id:
             raise UpdateDamaged(
                 f"{where} is of update {found!r}; open a receiver for that update and pass it there"
             )
-        try:
-            entries = announced["tensors"]
-            layout = cls(
-                update_id=update_id,
-                index=int(announced["index"]),
-                tensors=tuple(TensorInfo.from_json(entry) for entry in entries),
-                offsets=tuple(int(entry["offset"]) for entry in entries),
-                checksums={
-                    str(entry["name"]): int(entry["checksum"], 16)
-                    for entry in entries
-                    if "checksum" in entry
-                },
-                nbytes=int(announced["nbytes"]),
-            )
-        except KeyError as error:
-            raise UpdateDamaged(f"{where} lacks {error}; pass on what announce() gave") from error
-        except (TypeError, ValueError) as error:
-            raise UpdateDamaged(
-                f"{where} cannot be read: {error}; pass on what announce() gave"
-            ) from error
+        entries = field(announced, "tensors", list, where, REMEDY)
+        tensors = tuple(TensorInfo.from_json(entry, where, REMEDY) for entry in entries)
+        checksums = {
+            entry["name"]: field(entry, "checksum", str, where, REMEDY)
+            for entry in entries
+            if "checksum" in entry
+        }
+        for name, text in checksums.items():
+            if not re.fullmatch("[0-9a-f]{16}", text):
+                raise UpdateDamaged(f"{where} has {name} with checksum {text[:40]!r}; {REMEDY}")
+        layout = cls(
+            update_id=update_id,
+            index=field(announced, "index", int, where, REMEDY),
+            tensors=tensors,
+            offsets=tuple(field(entry, "offset", int, where, REMEDY) for entry in entries),
+            checksums={name: int(text, 16) for name, text in checksums.items()},
+            nbytes=field(announced, "nbytes", int, where, REMEDY),
+        )
         layout._check(where)
         return layout
 
@@ -109,21 +116,24 @@ class BucketLayout:
         names = [info.name for info in self.tensors]
         if len(set(names)) < len(names):
             raise UpdateDamaged(
-                f"{where} lists a tensor twice, among {', '.join(sorted(names))}; pass on what "
-                "announce() gave"
+                f"{where} lists a tensor twice, among {listed(sorted(names), ', ')}; {REMEDY}"
             )
         for info, offset in zip(self.tensors, self.offsets, strict=True):
-            if any(not isinstance(size, int) or size < 0 for size in info.shape):
+            if info.name.endswith(DELTA) and (info.dtype, len(info.shape)) != (torch.uint8, 1):
                 raise UpdateDamaged(
-                    f"{where} has {info.name} of shape {list(info.shape)}; sizes are integers, 0 "
-                    "or more: pass on what announce() gave"
+                    f"{where} has {info.name} as {info.describe()}, and a delta is uint8 [bytes]; "
+                    f"{REMEDY}"
                 )
-            if not 0 <= offset <= offset + info.nbytes <= self.nbytes or offset % _ALIGNMENT:
+            if offset + info.nbytes > self.nbytes or offset % _ALIGNMENT:
                 raise UpdateDamaged(
                     f"{where} has {info.name} at bytes {offset} to {offset + info.nbytes}: not a "
-                    f"multiple of {_ALIGNMENT}, or outside of its {self.nbytes} bytes; pass on "
-                    "what announce() gave"
+                    f"multiple of {_ALIGNMENT}, or outside of its {self.nbytes} bytes; {REMEDY}"
                 )
+        room = sum(-(-info.nbytes // _ALIGNMENT) * _ALIGNMENT for info in self.tensors)
+        if self.nbytes > room:
+            raise UpdateDamaged(
+                f"{where} has {self.nbytes} bytes, and its tensors fill {room} at most; {REMEDY}"
+            )
 
     def pack(self, tensors: Mapping[str, torch.Tensor], flat_N: torch.Tensor) -> None:
         """Copy tensors, of any device and strides, into at least `nbytes` bytes of type uint8."""

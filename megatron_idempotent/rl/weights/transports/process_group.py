@@ -8,17 +8,26 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed
 
 from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
 
-from .base import Announcement, Receiver, Sender, Session, TransportError, TransportTimeout
+from .base import (
+    Announcement,
+    Receiver,
+    Sender,
+    Session,
+    TransportError,
+    TransportTimeout,
+    opened_field,
+)
 from .layout import BucketLayout
 
 Backend = Literal["gloo", "nccl"]
+_LONGEST_S = 1e9
 #: Its stubs leave out what is used here.
 dist: Any = torch.distributed
 #: Time between two looks at an NCCL operation, whose own deadline would end the process.
@@ -61,7 +70,7 @@ def _reach(host: str, port: int, timeout_s: float) -> tuple[Any, str]:
             probe.connect(address)  # which sends nothing
             mine = str(probe.getsockname()[0])
         return _store(host, port, timeout_s, is_master=False, listening=None), mine
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # the last for what is no host's name
         raise TransportTimeout(
             f"the trainer does not answer at {host!r}, port {port}, within {timeout_s} s: "
             f"{_first_line(error)}; is the update still open, and can this machine reach that "
@@ -294,10 +303,20 @@ class ProcessGroupReceiver(Receiver):
         self._opened, self._rank = opened, rank
         self._end: _Broadcasts | None = None
         self._closed = False
-        self._device = _device(opened["backend"])
-        ranks = int(opened["ranks"])
+        kinds = {"host": str, "port": int, "token": str, "ranks": int, "backend": str}
+        for key, kind in kinds.items():
+            opened_field(opened, key, kind)
+        opened_field(opened, "timeout_s", (int, float))
+        backend, ranks = opened["backend"], opened["ranks"]
+        port, timeout_s = opened["port"], opened["timeout_s"]
+        if backend not in get_args(Backend) or port > 65535 or not 0 < timeout_s < _LONGEST_S:
+            raise UpdateDamaged(
+                f"the sender's announcement has backend {backend[:40]!r}, port {port} and "
+                f"timeout_s {timeout_s}; pass on what open() gave"
+            )
+        self._device = _device(backend)
         if not 1 <= rank <= ranks:
-            raise ValueError(f"receiver() got rank={rank}; this sender has workers 1 to {ranks}")
+            raise UpdateDamaged(f"receiver() got rank={rank}; this sender has workers 1 to {ranks}")
 
     def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
         opened = self._opened
@@ -328,4 +347,10 @@ def _device(backend: Backend) -> int | None:
 
     The thread that transfers has a current device of its own.
     """
-    return torch.cuda.current_device() if backend == "nccl" else None
+    if backend != "nccl":
+        return None
+    if not torch.cuda.is_available():
+        raise TransportError(
+            f"backend {backend!r} connects GPUs, and this process sees none; use 'gloo'"
+        )
+    return torch.cuda.current_device()

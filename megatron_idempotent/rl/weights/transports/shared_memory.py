@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
+import resource
 import secrets
 from collections.abc import Mapping
-from multiprocessing import shared_memory
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
 
-from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
+from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate, field
 
 from .base import Announcement, Receiver, Sender, TransportError, TwoSegments
-from .layout import BucketLayout, read_tensor
+from .layout import REMEDY, BucketLayout, read_tensor
 
 #: Where Linux shows POSIX shared memory as files.
 DIRECTORY = pathlib.Path("/dev/shm")
@@ -32,23 +32,25 @@ class Segment:
         self.nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
         self.name = f"{PREFIX}.{_namespace()}.{os.getpid()}.{_started(os.getpid())}"
         self.name += f".{secrets.token_hex(4)}"
-        # Made by the standard library, whose resource tracker unlinks it if this process is killed.
-        self._memory = shared_memory.SharedMemory(name=self.name, create=True, size=self.nbytes)
+        # The standard library's tracker unlinks it if this process is killed. Its `SharedMemory`
+        # has that forget a name that it never knew, where there is no room.
+        resource_tracker.register(f"/{self.name}", "shared_memory")
         try:
-            self._memory.close()
-            # Without it, writing where /dev/shm is full kills the process (SIGBUS).
-            with open(DIRECTORY / self.name, "r+b") as file:
+            with open(DIRECTORY / self.name, "xb", opener=_private) as file:
+                # Without it, writing where /dev/shm is full kills the process (SIGBUS).
                 os.posix_fallocate(file.fileno(), 0, self.nbytes)
             self.flat_N = torch.from_file(
                 str(DIRECTORY / self.name), shared=True, size=self.nbytes, dtype=torch.uint8
             )
-        except OSError as error:
-            self._memory.unlink()
+        except (OSError, RuntimeError) as error:
+            self._forget()
             free = os.statvfs(DIRECTORY)
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            limit = "" if most < 0 else f", and files of at most {most / 1e6:.0f} MB (ulimit -f)"
             raise TransportError(
                 f"no room for a segment of {self.nbytes / 1e6:.0f} MB in {DIRECTORY}, which has "
-                f"{free.f_bavail * free.f_frsize / 1e6:.0f} MB free: {error}; send smaller buckets "
-                "or give the container more (--shm-size)"
+                f"{free.f_bavail * free.f_frsize / 1e6:.0f} MB free{limit}: {error}; send smaller "
+                "buckets, raise the limit, or give the container more (--shm-size)"
             ) from error
 
     def announced(self) -> Mapping[str, Any]:
@@ -58,8 +60,16 @@ class Segment:
     def unlink(self) -> None:
         """Give the name back; the memory goes when no process reads it any more."""
         del self.flat_N
-        with contextlib.suppress(FileNotFoundError):  # removed by an administrator
-            self._memory.unlink()
+        self._forget()
+
+    def _forget(self) -> None:
+        # Absent where it was never made, or removed by an administrator.
+        (DIRECTORY / self.name).unlink(missing_ok=True)
+        resource_tracker.unregister(f"/{self.name}", "shared_memory")
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def remove_stale_segments() -> tuple[str, ...]:
@@ -137,8 +147,10 @@ class SharedMemoryReceiver(Receiver):
     """
 
     def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
-        name, expected = str(announced.get("segment")), announced.get("segment_bytes")
-        if not name.startswith(f"{PREFIX}.") or "/" in name:
+        where = f"update {self._update_id}: bucket {layout.index}"
+        name: str = field(announced, "segment", str, where, REMEDY)
+        expected: int = field(announced, "segment_bytes", int, where, REMEDY)
+        if not name.startswith(f"{PREFIX}.") or {"/", "\0"} & set(name):
             raise UpdateDamaged(f"update {self._update_id}: {name!r} is not a trainer's segment")
         try:
             with open(DIRECTORY / name, "rb", buffering=0) as file:
