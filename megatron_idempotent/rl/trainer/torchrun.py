@@ -9,7 +9,6 @@ Importing the module does not import torch.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import faulthandler
 import json
@@ -99,7 +98,7 @@ def join(config: Config, job: Job | None = None) -> Job:
     dist.broadcast_object_list(told, src=0)
     given = told[0]
     assert given is not None
-    return given if job is not None else dataclasses.replace(given, quiet=True)
+    return given
 
 
 def _store_of_this_start(timeout: datetime.timedelta) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
 import kill_points
+import torch
 from trainer_cases import SYNC, TIMEOUT_S, digest, job_for, needs_megatron_training, rows
 
 from megatron_idempotent.rl.trainer import main as command
@@ -122,26 +123,62 @@ def test_a_run_has_the_bits_of_one_that_starts_its_own_ranks(torchrun, embedded,
         assert (out / name).stat().st_size > 0
 
 
-def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on(torchrun, embedded, tmp_path):
+def test_ranks_that_fail_are_started_again_and_the_run_goes_on(torchrun, embedded, tmp_path):
     out = tmp_path / "run"
-    # The command of the restart is that of the first start, when there is nothing to resume.
-    started = torchrun(*OPTIONS, "--resume", "--out", str(out), restarts=1)
+    (tmp_path / "verifier.py").write_text(
+        "import os\n"
+        "from megatron_idempotent.rl.trainer.task.reward import position_reward\n"
+        "def broken_once(response, answer, *, finished):\n"
+        "    if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10':\n"
+        "        raise ValueError('a bug of mine')\n"
+        "    return position_reward(response, answer, finished=finished)\n"
+    )
+    # The words of a restart are those of the first start, when there is nothing to resume.
+    again = ["--resume", "--out", str(out), "--set", "task.reward=verifier:broken_once"]
+    started = torchrun(*OPTIONS, *again, restarts=2)
     started.until(lambda: output.complete_checkpoints(out / "checkpoints"))
+    log = out / "logs" / "rank-1.log"
+    told = f"rank 1 failed; what it printed is in {log}\ncontinue with --resume --out {out}\n"
+    assert "ValueError: a bug of mine" in started.said()
+    assert told in started.said()
     os.kill(started.ranks()[1], signal.SIGKILL)
     assert started.ended() == 0, started.said()
-    assert started.said().count("building the model") == 2, started.said()
-    assert output.rollouts_of(output.complete_checkpoints(out / "checkpoints")[-1]) == LAST
+    assert started.said().count("building the model") == 3, started.said()
     check(out, embedded)
 
 
-def test_an_asynchronous_run_is_refused_on_every_rank(torchrun, tmp_path):
-    started = torchrun("--async")
+def test_ranks_end_with_their_torchrun(torchrun):
+    started = torchrun(*OPTIONS, "--rollouts", "1000")
+    started.until(lambda: "building the model" in started.said())
+    ranks = started.ranks()
+    assert sorted(ranks) == [0, 1]
+    started.process.kill()
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in ranks.values() if kill_points.alive(pid)]:
+        if time.monotonic() > deadline:
+            for pid in alive:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"ranks go on without torchrun: {alive}")
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--async"], "starts its ranks itself: leave torchrun out, and use --cluster ray"),
+        pytest.param(
+            ["--device", "cuda"],
+            "no NVIDIA GPU here: ",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_ranks_that_cannot_run_end_with_2_and_the_reason(arguments, message, torchrun):
+    started = torchrun(*arguments)
     assert started.ended() == 1
-    said = started.said()
-    assert "exitcode: 2" in said
-    assert "use --cluster ray" in said
-    assert "Traceback" not in said.partition("ChildFailedError")[0].partition("error: ")[0]
-    assert not (tmp_path / "runs").exists()
+    before, _, _ = started.said().partition("Traceback")  # torchrun's own
+    assert "(exitcode: 2)" in before
+    assert message in before
 
 
 def test_a_run_that_takes_too_long_is_ended_with_its_stacks(torchrun, tmp_path):
@@ -151,26 +188,27 @@ def test_a_run_that_takes_too_long_is_ended_with_its_stacks(torchrun, tmp_path):
     assert "most recent call first" in started.said()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+_OTHERS = "and torchrun has started 2 (WORLD_SIZE); start as many"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("rank", "arguments", "message"),
     [
-        (["--async"], "run.mode is 'async', and torchrun has started this process; an asynch"),
-        (["--ranks", "4"], "run.ranks is 4, and torchrun has started 2 (WORLD_SIZE); start as m"),
-        (["--config", "mine.toml"], "run.ranks is 4, and torchrun has started 2 (WORLD_SIZE)"),
-        (["--resume"], "runs: no run to resume; name its directory with --out"),
-        (["--resume", "--out", "foreign"], "foreign: neither a complete checkpoint nor the config"),
+        (0, ["--async"], "run.mode is 'async', and torchrun has started this process; an asynch"),
+        (1, ["--async"], "run.mode is 'async', and torchrun has started this process; an asynch"),
+        (0, ["--ranks", "4"], f"run.ranks is 4, {_OTHERS}"),
+        (1, ["--config", "mine.toml"], f"run.ranks is 4, {_OTHERS}"),
+        (0, ["--resume"], "runs: no run to resume; name its directory with --out"),
+        (0, ["--resume", "--out", "foreign"], "foreign: neither a complete checkpoint nor the con"),
     ],
 )
-def test_what_torchrun_cannot_run_is_told(arguments, message, rank, tmp_path, monkeypatch, capsys):
+def test_what_torchrun_cannot_run_is_told(rank, arguments, message, tmp_path, monkeypatch, capsys):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text("[run]\nranks = 4\n")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "file").touch()
-    if rank and "foreign" in arguments:
-        pytest.skip("rank 0 tells what is wrong with the directory")
     assert main([*arguments, "--quiet"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: {message}")
