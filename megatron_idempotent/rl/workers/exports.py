@@ -97,7 +97,7 @@ class Exports:
     """Gives a worker the methods that `RemoteWeights` calls, over a source of its rank.
 
     Derive a worker from it, or hand its methods on. There is one export at a time; a new one ends
-    the one before. Rank 0 keeps the two newest buckets, which senders send.
+    the one before. Rank 0 keeps the two newest buckets until senders have sent them.
 
     Example:
         class Worker(Exports):
@@ -130,6 +130,7 @@ class Exports:
         Errors: those of the source, as for a `bucket_bytes` below 1.
         """
         self.export_end()
+        self._held.clear()
         source: Any = self._export_source
         finds_changes = getattr(source, "finds_changes", False)
         more = {"whole": whole} if finds_changes and whole is not None else {}
@@ -182,13 +183,19 @@ class Exports:
         sender = self._senders.pop(key, None)
         if sender is not None:
             asyncio.run(sender.close())
+        self._let_go()
 
     def export_end(self) -> None:
         """End the export, also half-way. Collective. Without one: no-op."""
         export, self._export = self._export, None
-        self._held.clear()
+        self._let_go()
         if export is not None:
             end_export(export)
+
+    def _let_go(self) -> None:
+        """Let go of the last buckets, once the export has ended and nobody sends them."""
+        if self._export is None and not self._senders:
+            self._held.clear()
 
     def _keeps(self) -> bool:
         return not dist.is_initialized() or dist.get_rank() == 0
