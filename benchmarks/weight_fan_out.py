@@ -123,8 +123,13 @@ async def measure(engines: int, rounds: int, checkpoint: Path, folder: Path) -> 
         side: dict(zip(names, map(statistics.median, zip(*rows[1:], strict=True)), strict=True))
         for side, rows in taken.items()
     }
-    ratio = found[SIDES[0]]["controller_cpu_s"] / found[SIDES[1]]["controller_cpu_s"]
-    return {**found, "controller's CPU, from rank 0 ÷ through the controller": ratio}
+    ranks_send, controller_sends = (found[side] for side in SIDES)
+    return {
+        **found,
+        "CPU ÷ through the controller": ranks_send["controller_cpu_s"]
+        / controller_sends["controller_cpu_s"],
+        "total ÷ through the controller": ranks_send["total_s"] / controller_sends["total_s"],
+    }
 
 
 def main() -> None:
