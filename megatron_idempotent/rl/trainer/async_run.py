@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -31,7 +32,8 @@ from megatron_idempotent.rl.metrics.timeline import Timeline
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, PromptStream
 from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
-from megatron_idempotent.rl.weights.transports import Sender, SharedMemorySender
+from megatron_idempotent.rl.weights.transports import DiskSender, Sender, SharedMemorySender
+from megatron_idempotent.rl.weights.transports.shared_memory import DIRECTORY
 from megatron_idempotent.rl.workers import RankGroup, RemoteWeights
 from megatron_idempotent.rl.workers.ray import import_ray
 
@@ -198,7 +200,7 @@ async def _controller(
         ranks,
         asyncio.get_running_loop(),
         timeout_s=config.controller.call_timeout_s,
-        transport=_transport(config),
+        transport=_transport(config, job.out),
     )
     fleet = Fleet(
         await make_async_engines(config, checkpoint, job.out, weights),
@@ -240,10 +242,13 @@ async def _controller(
     )
 
 
-def _transport(config: Config) -> Callable[[], Sender] | None:
+def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
     """Return what brings weights to engines in this process; None if all are elsewhere."""
-    here = config.rollout.engine == "transformers" and config.controller.cluster != "ray"
-    return SharedMemorySender if here else None
+    if config.rollout.engine != "transformers" or config.controller.cluster == "ray":
+        return None
+    if DIRECTORY.is_dir():
+        return SharedMemorySender
+    return functools.partial(DiskSender, (out / "sync").absolute())  # as on macOS
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:
