@@ -1,4 +1,4 @@
-"""What an engine in a Ray actor does with an update, without Ray: `tests/rl/ray` has the actor."""
+"""An engine in a Ray actor takes an update by a transport; tests/rl/ray has the actor itself."""
 
 from __future__ import annotations
 

@@ -217,12 +217,12 @@ def test_the_settings_in_the_documentation_are_those_of_the_classes():
 
 def test_a_bucket_is_a_transport_by_its_url(tmp_path):
     pytest.importorskip("zstandard")
-    from megatron_idempotent.rl.trainer.engines import _sender
+    from megatron_idempotent.rl.trainer.engines import make_sender
     from megatron_idempotent.rl.weights.transports import BucketSender
 
     place = str(tmp_path)
     config = load_config(None, ["sync.transport=bucket", f"sync.directory={place}"])
-    sender = _sender(config, tmp_path)
+    sender = make_sender(config, tmp_path)
     assert isinstance(sender, BucketSender)
     assert sender._objects.address == place
     for wrong in ("reference://::data:,{}", "http://a/b", "s3://a/../b"):

@@ -87,7 +87,7 @@ async def test_tensors_and_buckets_come_as_rank_0_has_them(megatron_rank_pool) -
 
 
 def senders(folder: Path) -> dict[str, MakeSender]:
-    """What makes a sender of each transport that needs no GPU."""
+    """Return what makes a sender of each transport that needs no GPU."""
     return {
         "disk": functools.partial(DiskSender, folder),
         "shared_memory": SharedMemorySender,
