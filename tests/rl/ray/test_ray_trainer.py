@@ -6,7 +6,7 @@ pytest.importorskip("transformers")
 
 from trainer_cases import ASYNC, job_for, rows
 
-from megatron_idempotent.rl.trainer.async_run import run_controller
+from megatron_idempotent.rl.trainer.async_run import connect, run_controller
 from megatron_idempotent.rl.trainer.output import data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
 
@@ -26,3 +26,15 @@ def test_a_run_on_ray_trains_what_one_on_this_machine_does(cluster, queue, tmp_p
         for name in here[step].keys() & there[step].keys():
             if name.startswith(("train/", "evaluation/")) and "idle" not in name:
                 assert here[step][name] == there[step][name], name
+
+
+def test_a_cluster_that_is_started_for_a_run_has_the_cpus_that_ranks_ask_for(
+    cluster, tmp_path, monkeypatch
+):
+    asked = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "init", lambda *where, **how: asked.append(how["num_cpus"]))
+    on_ray = ("controller.cluster=ray", "controller.cpus_per_rank=100")
+    connect(job_for(tmp_path / "run", *ASYNC, *on_ray).config)
+    assert asked == [204]
