@@ -104,6 +104,7 @@ class Round:
                 )
                 pid = os.fork()
                 if pid == 0:
+                    store.close()  # or its port would outlive rank 0
                     for descriptor in self._pipes:
                         if descriptor != slot.pipe_fd:  # or another rank's end would not be seen
                             os.close(descriptor)

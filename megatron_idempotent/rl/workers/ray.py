@@ -13,6 +13,7 @@ import datetime
 import importlib
 import os
 import pickle
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -92,9 +93,13 @@ class RankActor:
         """Listen where ranks meet if this actor becomes rank 0; return the place where it runs."""
         ray = import_ray()
         address = ray.util.get_node_ip_address()
-        self._store = _store(address, 0, size, timeout_s, listens=True)
+        # torch itself would listen at every address.
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, 0), family=family, backlog=128)
+        port = listening.getsockname()[1]
+        self._store = _store(address, port, size, timeout_s, listening)
         node = ray.get_runtime_context().get_node_id()
-        return NodePlacement(node=node, address=address, port=self._store.port)
+        return NodePlacement(node=node, address=address, port=port)
 
     def take(
         self,
@@ -133,7 +138,7 @@ class RankActor:
             cpu.enable()
         if rank > 0:
             at = meeting.at
-            self._store = _store(at.address, at.port, size, meeting.timeout_s, listens=False)
+            self._store = _store(at.address, at.port, size, meeting.timeout_s, None)
         torch.distributed.init_process_group(
             meeting.backend,
             store=self._store,
@@ -143,12 +148,24 @@ class RankActor:
         )
 
 
-def _store(address: str, port: int, size: int, timeout_s: float, *, listens: bool) -> Any:
+def _store(
+    address: str, port: int, size: int, timeout_s: float, listening: socket.socket | None
+) -> Any:
+    """Serve a store at a listening socket, which it takes over; without one, connect to it."""
     import torch.distributed as dist
 
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
-    timeout = datetime.timedelta(seconds=timeout_s)
-    return make(address, port, size, is_master=listens, timeout=timeout, wait_for_workers=False)
+    # Not libuv's, which in torch 2.6 takes no socket that is bound already.
+    return make(
+        address,
+        port,
+        size,
+        is_master=listening is not None,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=None if listening is None else listening.detach(),
+        use_libuv=False,
+    )
 
 
 def _for_ray(parts: Sequence[Bytes]) -> list[Any]:

@@ -12,7 +12,7 @@ from trainer_cases import ASYNC, digest, job_for, rows
 
 from megatron_idempotent.rl.controller import Fleet
 from megatron_idempotent.rl.engines.ray import RayEngine
-from megatron_idempotent.rl.trainer.async_run import run_controller
+from megatron_idempotent.rl.trainer.async_run import connect, run_controller
 from megatron_idempotent.rl.trainer.output import data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
 from megatron_idempotent.rl.workers.exports import RemoteBuckets
@@ -68,3 +68,15 @@ def counting_weights():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RemoteBuckets, "__next__", noted)
         yield devices
+
+
+def test_a_cluster_that_is_started_for_a_run_has_the_cpus_that_ranks_and_engines_ask_for(
+    cluster, tmp_path, monkeypatch
+):
+    asked = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "init", lambda *where, **how: asked.append(how["num_cpus"]))
+    on_ray = ("controller.cluster=ray", "controller.cpus_per_rank=100")
+    connect(job_for(tmp_path / "run", *ASYNC, *on_ray).config)
+    assert asked == [205]

@@ -1,0 +1,48 @@
+"""What ranks on Ray and their driver listen at, besides Ray itself."""
+
+import os
+import socket
+
+from listeners import Row, listening, report, rows_of_ranks, table
+
+from megatron_idempotent.rl.workers.protocol import WorkerSpec
+from megatron_idempotent.rl.workers.ray import RayRanks
+
+
+class Told:
+    """Tells what its process listens at: as a worker of ranks, or as an actor of nothing else."""
+
+    def __init__(self, argument=None):
+        pass
+
+    def report(self):
+        return report()
+
+    def listeners(self):
+        return listening(os.getpid())
+
+
+async def test_ranks_and_driver_listen_at_what_the_table_says_and_rays_own_ports(cluster):
+    every = "every interface"
+    of_driver = listening(os.getpid())
+    of_ray = await cluster.remote(Told).remote().listeners.remote()
+    ranks = RayRanks(WorkerSpec(factory="test_ray_listeners:Told"), 2)
+    try:
+        await ranks.start()
+        reports = await ranks.call("report")
+        assert listening(os.getpid()) == of_driver
+    finally:
+        await ranks.close()
+    rows = {
+        Row("driver", "Ray's gRPC", str(sum(each.address == every for each in of_driver)), every)
+    }
+    assert [(each.kind, each.address) for each in of_ray] == [("TCP", every)]
+    for each in reports:
+        own = {listener for listener in each["listeners"] if listener.address == every}
+        each["listeners"] -= own
+        rows.add(Row("each rank", "Ray's gRPC", str(len(own)), every))
+    node, host = cluster.util.get_node_ip_address(), socket.gethostbyname(socket.gethostname())
+    names = {"gloo": {host: "the host name's"}}
+    for row in rows_of_ranks(reports):
+        rows.add(row._replace(address=names.get(row.socket, {node: "the node's"})[row.address]))
+    assert rows == {row for row in table("Ray") if not row.process.startswith("GCS")}
