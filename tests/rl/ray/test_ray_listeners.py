@@ -1,4 +1,4 @@
-"""What ranks on Ray and their driver listen at, besides Ray itself."""
+"""Listeners of ranks on Ray and of their driver: Ray's own, and those of SECURITY.md's table."""
 
 import os
 import socket

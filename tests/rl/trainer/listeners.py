@@ -1,4 +1,4 @@
-"""What processes listen at, by /proc, and what the table of SECURITY.md says of it."""
+"""Listening sockets of processes, by /proc, and the table of SECURITY.md that lists them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPORT = "rank-{}.report"
 
 
 class Row(NamedTuple):
-    """What a process listens at, as the table says it."""
+    """A row of the table, without what it says to readers."""
 
     process: str
     socket: str
@@ -112,7 +112,7 @@ def report():
 
 
 def rows_of_ranks(reports):
-    """What ranks listen at when they have all their groups, as rows of the table."""
+    """Return the listeners of ranks that have all their groups, as rows of the table."""
     found = {}
     for each in reports:
         kinds = {}
