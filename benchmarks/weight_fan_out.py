@@ -63,7 +63,8 @@ def make(folder: str) -> Exports:
     return Exports(CheckpointSource(folder))
 
 
-def _make_engine(folder: str, name: str) -> Any:
+def make_engine(folder: str, name: str) -> Any:
+    """Make an actor's engine."""
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
     return TransformersEngine(folder, name=name)
@@ -102,7 +103,7 @@ async def measure(engines: int, rounds: int, checkpoint: Path, folder: Path) -> 
     actors = [
         RayEngine(
             f"engine-{number}",
-            functools.partial(_make_engine, str(checkpoint), f"engine-{number}"),
+            functools.partial(make_engine, str(checkpoint), f"engine-{number}"),
             transport=lambda: sources[side].sender(sender) if side == SIDES[0] else sender(),
         )
         for number in range(engines)
