@@ -10,10 +10,13 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import importlib
 import os
 import pickle
 import socket
+import struct
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -136,6 +139,9 @@ class RankActor:
             from megatron_idempotent.proof import cpu
 
             cpu.enable()
+        name = _interface(import_ray().util.get_node_ip_address())
+        if name is not None:  # else gloo listens where the host's name leads, maybe to 127.0.0.1
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if rank > 0:
             at = meeting.at
             self._store = _store(at.address, at.port, size, meeting.timeout_s, None)
@@ -146,6 +152,25 @@ class RankActor:
             world_size=size,
             timeout=datetime.timedelta(seconds=meeting.timeout_s),
         )
+
+
+def _interface(address: str) -> str | None:
+    """Return the network interface that has an IPv4 address; None if that cannot be found."""
+    if sys.platform != "linux":
+        return None
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            try:
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+        if socket.inet_ntoa(answer[20:24]) == address:
+            return name
+    return None
+
+
+#: Of <linux/sockios.h>: the request for an interface's address.
+_SIOCGIFADDR = 0x8915
 
 
 def _store(

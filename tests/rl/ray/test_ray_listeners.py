@@ -1,7 +1,6 @@
 """Listeners of ranks on Ray and of their driver: Ray's own, and those of SECURITY.md's table."""
 
 import os
-import socket
 
 from listeners import Row, listening, report, rows_of_ranks, table
 
@@ -41,8 +40,7 @@ async def test_ranks_and_driver_listen_at_what_the_table_says_and_rays_own_ports
         own = {listener for listener in each["listeners"] if listener.address == every}
         each["listeners"] -= own
         rows.add(Row("each rank", "Ray's gRPC", str(len(own)), every))
-    node, host = cluster.util.get_node_ip_address(), socket.gethostbyname(socket.gethostname())
-    names = {"gloo": {host: "the host name's"}}
+    names = {cluster.util.get_node_ip_address(): "the node's"}
     for row in rows_of_ranks(reports):
-        rows.add(row._replace(address=names.get(row.socket, {node: "the node's"})[row.address]))
+        rows.add(row._replace(address=names[row.address]))
     assert rows == {row for row in table("Ray") if not row.process.startswith("GCS")}
