@@ -196,6 +196,9 @@ async def _controller(
     tokenizer = make_tokenizer(config, prompts)
     scorer = Scorer(load_reward(config.task.reward), tokenizer)
     checkpoint = Path(config.model.path) if config.model.path else job.out / INITIAL
+    stack.callback(
+        _remove_if_empty, job.out / "sync"
+    )  # a transport has made it
     weights = RemoteWeights(
         ranks,
         asyncio.get_running_loop(),
@@ -240,6 +243,11 @@ async def _controller(
         timeline=timeline,
         evaluate=Evaluation(config, fleet, tokenizer, scorer, prompts.held_out),
     )
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # it is not there, or has something that is not ours
+        folder.rmdir()
 
 
 def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
