@@ -196,9 +196,7 @@ async def _controller(
     tokenizer = make_tokenizer(config, prompts)
     scorer = Scorer(load_reward(config.task.reward), tokenizer)
     checkpoint = Path(config.model.path) if config.model.path else job.out / INITIAL
-    stack.callback(
-        _remove_if_empty, job.out / "sync"
-    )  # a transport has made it
+    stack.callback(_remove_if_empty, job.out / "sync")  # a transport has made it
     weights = RemoteWeights(
         ranks,
         asyncio.get_running_loop(),
