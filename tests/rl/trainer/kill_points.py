@@ -196,12 +196,23 @@ def _saved(local):
 def _published(local):
     """The bytes that each engine serves for a version of the trainer."""
     rank = os.environ.get("RANK", "command")
-    served = {
-        name: _digest(engine._updates._weights._tensors)
-        for name, engine in local["self"]._engines.items()
-        if hasattr(engine, "_updates")  # the weights of a server are not here
-    }
+    served = {}
+    for name, engine in local["self"]._engines.items():
+        if hasattr(engine, "_updates"):  # the weights of a server are not here
+            served[name] = _served(engine)
+        elif hasattr(engine, "_actor"):
+            import ray
+
+            served[name] = ray.get(engine._actor.__ray_call__.remote(_served_by_actor))
     return {f"version {local['version']}, {rank}": served}
+
+
+def _served_by_actor(actor):
+    return _served(actor._engine)
+
+
+def _served(engine):
+    return _digest(engine._updates._weights._tensors)
 
 
 #: The command comes by the first of these, and each rank by the second.
