@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.rl.weights import Bucket, WeightUpdate
@@ -30,6 +31,35 @@ class EngineActor:
         self._receiver: Any = None
         self._buckets: asyncio.Queue[Bucket | None] = asyncio.Queue()
         self._staging: asyncio.Future[None] | None = None
+        self._answers: dict[int, asyncio.Future[asyncio.Future[Sample]]] = {}
+
+    async def take(self, requests: Sequence[tuple[int, Request]]) -> None:
+        """Begin with requests, each with a ticket for `answer`.
+
+        Those that come together are sampled together, as they are by an engine of this process: the
+        rounding of log-probs depends on that.
+        """
+        for ticket, request in requests:
+            answer = self._answer(ticket)
+            if answer.cancelled():  # nobody waits for it any more
+                del self._answers[ticket]
+            else:
+                answer.set_result(asyncio.ensure_future(self._engine.generate(request)))
+
+    async def answer(self, ticket: int) -> Sample:
+        """Return the sample for a ticket, also of a request that is still to come."""
+        sampling = await self._answer(ticket)
+        try:
+            return await sampling
+        finally:
+            sampling.cancel()  # if this is
+            del self._answers[ticket]
+
+    def _answer(self, ticket: int) -> asyncio.Future[asyncio.Future[Sample]]:
+        # Ray does not promise that calls begin in the order in which they were made.
+        if ticket not in self._answers:
+            self._answers[ticket] = asyncio.get_running_loop().create_future()
+        return self._answers[ticket]
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine."""
@@ -122,6 +152,8 @@ class RayEngine:
         self._name, self._transport = name, transport
         self._health_timeout_s = health_timeout_s
         self._closed = False
+        self._tickets = itertools.count()
+        self._waiting: list[tuple[int, Request]] = []
         options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         if runtime_env:
             options["runtime_env"] = dict(runtime_env)
@@ -149,8 +181,18 @@ class RayEngine:
 
     async def generate(self, request: Request) -> Sample:
         """See `RolloutEngine.generate`."""
-        sample: Sample = await self._ask("call", "generate", request)
+        ticket = next(self._tickets)
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._waiting.append((ticket, request))
+        await asyncio.sleep(0)  # in which all that came at once are sent
+        sample: Sample = await self._ask("answer", ticket)
         return sample
+
+    def _send(self) -> None:
+        requests, self._waiting = self._waiting, []
+        if not self._closed:
+            self._actor.take.remote(requests)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See `RolloutEngine.pause`."""

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from contract_base import cut, next_update
 from tiny import read_weights
 
+from megatron_idempotent.rl.engines import Request
 from megatron_idempotent.rl.engines.ray import EngineActor
 from megatron_idempotent.rl.engines.transformers import TransformersEngine
 from megatron_idempotent.rl.weights import UpdateDamaged, UpdateRefused
@@ -71,3 +72,26 @@ async def test_what_the_engine_refuses_is_raised_and_nothing_is_staged(actor, se
     await actor.call("commit", late.id)
     with pytest.raises(UpdateRefused):
         await sent(actor, update)
+
+
+async def test_requests_are_answered_by_their_ticket_in_any_order_and_given_up(actor):
+    def request(name):
+        return Request(id=name, prompt=(7, 3, 21), max_tokens=8, seed=5)
+
+    early = asyncio.ensure_future(actor.answer(1))  # before it was taken
+    gone = asyncio.ensure_future(actor.answer(2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await actor.take([(0, request("a")), (1, request("b")), (2, request("c"))])
+    late = await actor.answer(0)
+    assert (late.request_id, (await early).request_id) == ("a", "b")
+    assert late.tokens == (await early).tokens
+    long = Request(id="d", prompt=(7, 3), max_tokens=200, temperature=50.0)
+    await actor.take([(3, long)])
+    waiting = asyncio.ensure_future(actor.answer(3))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    while (await actor.call("health")).running:  # what it held is freed
+        await asyncio.sleep(0.01)
+    assert not actor._answers

@@ -39,8 +39,6 @@ def launched(cluster, megatron_rank_pool, tmp_path_factory):
                     f"controller.ray_address={address}",
                     "controller.call_timeout_s=60",
                 )
-            # An engine's log-probs are rounded by what it computes them beside.
-            more = (*more, "loss.correction=none")
             return recovery_cases.launch(
                 megatron_rank_pool, folder, runner, mode, *kills, more=more
             )
