@@ -34,7 +34,7 @@ RANK, FIRST, CONTROLLER = "rank 1", "rank 0", "command"
 PHASES = {
     "start: the model is built": ("megatron_setup:build_megatron_model", "call", RANK, RANK),
     "start: the checkpoint is loaded": ("checkpoint:load_weights", "call", RANK, RANK),
-    "start: ranks are awaited": ("socket_ranks:SocketRanks._complete", "call", "", CONTROLLER),
+    "start: ranks are awaited": ("ranks:_Session.exchange", "call", "", CONTROLLER),
     "start: the state is put back": ("checkpoint:put_back", "return", "", CONTROLLER),
     "generation": ("transformers_batch:DecodeBatch.draw", "return", RANK, CONTROLLER),
     "scoring": ("rewards:Scorer.rewards", "call", RANK, CONTROLLER),
