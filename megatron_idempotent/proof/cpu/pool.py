@@ -185,7 +185,10 @@ class RankPool:
             device=self.device,
             has_pipes=bool(pipes),
         )
-        with self._lock, contextlib.ExitStack() as unless_answered:
+        closing, unless_answered = contextlib.ExitStack(), contextlib.ExitStack()
+        with self._lock, closing, unless_answered:
+            for pipe in pipes:
+                closing.callback(pipe.close)
             # Also on KeyboardInterrupt: ranks without a listener must not go on.
             unless_answered.callback(self.close)
             if self._launcher is None:

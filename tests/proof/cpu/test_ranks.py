@@ -462,8 +462,10 @@ def test_a_start_that_fails_names_what_the_runtime_emulates_there(tmp_path, monk
         failed = (
             r"could not be started: AttributeError: .*'gone'; .* emulates torch.cuda.memory_usage"
         )
-        with pytest.raises(RuntimeError, match=failed):
-            pool.run(1, os.getpid)
+        ours, theirs = socket.socketpair()
+        with ours, pytest.raises(RuntimeError, match=failed):
+            pool.run(1, say_and_close, pipes=[theirs])
+        assert theirs.fileno() == -1
 
 
 @pytest.mark.parametrize(

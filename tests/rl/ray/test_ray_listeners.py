@@ -4,6 +4,8 @@ import os
 
 from listeners import Row, listening, report, rows_of_ranks, table
 
+from megatron_idempotent.rl.engines.ray import RayEngine
+from megatron_idempotent.rl.weights.transports import DiskSender
 from megatron_idempotent.rl.workers.protocol import WorkerSpec
 from megatron_idempotent.rl.workers.ray import RayRanks
 
@@ -32,8 +34,12 @@ async def test_ranks_and_driver_listen_at_what_the_table_says_and_rays_own_ports
         assert listening(os.getpid()) == of_driver
     finally:
         await ranks.close()
+    engine = RayEngine("engine-0", Told, transport=DiskSender)
+    of_engine = await engine._actor.__ray_call__.remote(lambda actor: listening(os.getpid()))
+    cluster.kill(engine._actor)
     rows = {
-        Row("driver", "Ray's gRPC", str(sum(each.address == every for each in of_driver)), every)
+        Row(process, "Ray's gRPC", str(sum(each.address == every for each in found)), every)
+        for process, found in (("driver", of_driver), ("each engine", of_engine))
     }
     assert [(each.kind, each.address) for each in of_ray] == [("TCP", every)]
     for each in reports:
