@@ -21,9 +21,18 @@ from functools import lru_cache
 from typing import Any
 
 from .base import Record
-from .source import Body, canonical, computed, digest, nodes_of, parse_body, watches
-
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+from .source import (
+    SCOPES,
+    Body,
+    bound_by,
+    canonical,
+    computed,
+    digest,
+    nodes_of,
+    own_nodes,
+    parse_body,
+    watches,
+)
 
 
 class Contract(Record):
@@ -55,7 +64,7 @@ def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
         contract = contract_of(wrapper)
     except (OSError, TypeError, ValueError) as error:
         return f"cannot be compared with what its wrapper needs: {error}"
-    return next(_unmet(contract, body.tree, body.module), None)
+    return next(_unmet(contract, body), None)
 
 
 @lru_cache(maxsize=256)
@@ -79,7 +88,7 @@ def contract_of(wrapper: Callable[..., Any]) -> Contract:
         takes_all=arguments.vararg is not None and arguments.kwarg is not None,
         items=items,
         or_more=or_more,
-        yields=_yields(_own_nodes(tree)),
+        yields=_yields(own_nodes(tree)),
     )
 
 
@@ -152,12 +161,10 @@ def _last_name(target: ast.expr) -> str:
     raise ValueError(f"the result is unpacked into {ast.unparse(target)}, which has no name")
 
 
-def _unmet(
-    contract: Contract, tree: ast.FunctionDef | ast.AsyncFunctionDef, module: str
-) -> Iterator[str]:
+def _unmet(contract: Contract, body: Body) -> Iterator[str]:
+    tree, own = body.tree, body.own_nodes
     if isinstance(tree, ast.AsyncFunctionDef):
         yield "is async, and its wrapper calls a plain function"
-    own = _own_nodes(tree)
     if _yields(own) and not contract.yields:
         yield "is a generator, and its wrapper calls a plain function"
     if contract.yields and not _yields(own):
@@ -180,27 +187,25 @@ def _unmet(
     if not contract.takes_all and (len(named) > len(contract.leading) or arguments.vararg):
         yield "has parameters that its wrapper does not know"
     if contract.items is not None:
-        yield from _unmet_items(contract.items, contract.or_more, _returning(tree, module))
+        yield from _unmet_items(contract.items, contract.or_more, _returning(body))
 
 
-def _returning(
-    tree: ast.FunctionDef | ast.AsyncFunctionDef, module: str
-) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+def _returning(body: Body) -> list[Body]:
     """Return the function, and those of its module whose results it returns as they are."""
-    functions = [tree]
-    for function in functions:  # it grows while it is read
-        for node in _own_nodes(function):
+    bodies = [body]
+    for function in bodies:  # it grows while it is read
+        for node in function.own_nodes:
             name = _called(node.value) if isinstance(node, ast.Return) and node.value else ""
-            body = parse_body(module, name) if name else None
-            if body is not None and body.tree.name not in [known.name for known in functions]:
-                functions.append(body.tree)
-    return functions
+            returned = parse_body(body.module, name) if name else None
+            if returned is not None and name not in [known.tree.name for known in bodies]:
+                bodies.append(returned)
+    return bodies
 
 
 def _unmet_items(
     items: tuple[str, ...],
     or_more: bool,
-    functions: list[ast.FunctionDef | ast.AsyncFunctionDef],
+    functions: list[Body],
 ) -> Iterator[str]:
     """Say where the result is not what the wrapper unpacks.
 
@@ -208,12 +213,12 @@ def _unmet_items(
     another value may stand for it, as where nothing is to be returned.
     """
     wanted = f"`{', '.join(items)}{', ...' if or_more else ''}`"
-    known = {function.name for function in functions}
+    known = {function.tree.name for function in functions}
     named: set[str] = {"_"}
     for function in functions:
-        if not _leaves(function.body):
+        if not _leaves(function.tree.body):
             yield f"does not end with a return of {wanted}, which its wrapper takes from it"
-        for node in _own_nodes(function):
+        for node in function.own_nodes:
             if not isinstance(node, ast.Return) or (node.value and _called(node.value) in known):
                 continue
             given = node.value.elts if isinstance(node.value, ast.Tuple) else []
@@ -243,12 +248,6 @@ def _yields(own: Iterable[ast.AST]) -> bool:
     return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in own)
 
 
-def _own_nodes(tree: ast.AST) -> list[ast.AST]:
-    """Return the nodes of the function, without those of functions and classes in it."""
-    return nodes_of(tree, (*_FUNCTIONS, ast.ClassDef))[1:]
-
-
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 #: Of compound statements: what they decide by, and the blocks that they decide over.
 _HEADS = ("test", "target", "iter", "items", "subject")
@@ -289,7 +288,7 @@ class BodyPart:
     @computed
     def _lines(self) -> list[tuple[_Step, ...]]:
         tree = self._body.tree
-        things = _Things(self._fragments, _locals(self._body.nodes))
+        things = _Things(self._fragments, self._body.bound)
         declared = _declarations(tree.args)
         parameters = [
             ((f"parameter {name}", declared[name]),)
@@ -307,7 +306,7 @@ def _touching(
     `own` is True for statements of the function itself, not of a function inside of it.
     """
     for statement in statements:
-        if isinstance(statement, _SCOPES):
+        if isinstance(statement, SCOPES):
             step = (f"def {statement.name}", ())
             yield from _touching(things, statement.body, (*above, step), own=False)
             continue
@@ -419,32 +418,10 @@ class _Things:
             binds = not isinstance(node.ctx, ast.Load)
             return node.id in self._names and (binds or node.id not in self._bound_here)
         if isinstance(node, ast.alias):
-            return _bound_by(node) in self._names
+            return bound_by(node) in self._names
         if isinstance(node, (ast.Global, ast.Nonlocal)):
             return not self._names.isdisjoint(node.names)
         return False
-
-
-def _locals(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return the names that a function with these nodes, or one in it, binds."""
-    bound: set[str] = set()
-    elsewhere: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            bound.add(node.id)
-        elif isinstance(node, ast.alias):
-            bound.add(_bound_by(node))
-        elif isinstance(node, _SCOPES):
-            bound.add(node.name)
-        elif isinstance(node, ast.Global):
-            elsewhere.update(node.names)
-    return bound - elsewhere
-
-
-def _bound_by(alias: ast.alias) -> str:
-    return (alias.asname or alias.name).partition(".")[0]
 
 
 def _readable(step: _Step) -> str:

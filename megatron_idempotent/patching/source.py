@@ -66,7 +66,8 @@ class computed(Generic[_T]):
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+#: Nodes with a scope of their own, and a docstring.
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # ctx repeats the position of a node; kind and type_params come and go with the Python version.
 _UNSTABLE_FIELDS = frozenset({"ctx", "kind", "type_params", "type_comment"})
 _ANNOTATIONS = frozenset({"annotation", "returns"})
@@ -132,6 +133,29 @@ class Body:
     def nodes(self) -> list[ast.AST]:
         """Return the nodes of the syntax tree, parents first."""
         return nodes_of(self.tree)
+
+    @computed
+    def own_nodes(self) -> list[ast.AST]:
+        """Return the nodes of the function, without those of functions and classes in it."""
+        return own_nodes(self.tree)
+
+    @computed
+    def bound(self) -> set[str]:
+        """Return the names that the function, or one in it, binds."""
+        bound: set[str] = set()
+        elsewhere: set[str] = set()
+        for node in self.nodes:
+            if isinstance(node, ast.arg):
+                bound.add(node.arg)
+            elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                bound.add(node.id)
+            elif isinstance(node, ast.alias):
+                bound.add(bound_by(node))
+            elif isinstance(node, SCOPES):
+                bound.add(node.name)
+            elif isinstance(node, ast.Global):
+                elsewhere.update(node.names)
+        return bound - elsewhere
 
     def contains(self, fragment: str, *, outside_loops: bool = False) -> bool:
         """Return whether the body has an expression or statement with the code of `fragment`.
@@ -380,7 +404,7 @@ def canonical(node: object) -> str:
         value = getattr(node, name, None)
         if value is None or value == []:
             continue
-        if name == "body" and kind in _DEFINITIONS:
+        if name == "body" and kind in SCOPES:
             value = without_docstring(value)
         if kind is ast.JoinedStr:
             # Python 3.12 puts an empty text after some nested format specifications.
@@ -408,6 +432,16 @@ def nodes_of(tree: ast.AST, without: tuple[type[ast.AST], ...] = ()) -> list[ast
             ]
     return nodes
     return nodes
+
+
+def own_nodes(tree: ast.AST) -> list[ast.AST]:
+    """Return the nodes below a function, without those of functions and classes in it."""
+    return nodes_of(tree, (*SCOPES, ast.Lambda))[1:]
+
+
+def bound_by(alias: ast.alias) -> str:
+    """Return the name that an import binds."""
+    return (alias.asname or alias.name).partition(".")[0]
 
 
 def occurrences(nodes: Iterable[ast.AST], fragment: str) -> list[ast.AST]:
