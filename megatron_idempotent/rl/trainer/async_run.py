@@ -252,9 +252,13 @@ def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
     """Return what brings weights to engines in this process; None if all are elsewhere."""
     if config.rollout.engine != "transformers" or config.controller.cluster == "ray":
         return None
-    if DIRECTORY.is_dir():
-        return SharedMemorySender
-    return functools.partial(DiskSender, (out / "sync").absolute())  # as on macOS
+    files = functools.partial(DiskSender, (out / "sync").absolute())
+    if not DIRECTORY.is_dir():  # as on macOS
+        return files
+    free = os.statvfs(DIRECTORY)
+    # A container has 64 MB, unless it was given more: too little for two buckets of most models.
+    has_room = free.f_bavail * free.f_frsize >= 2 * (config.sync.bucket_mb << 20)
+    return SharedMemorySender if has_room else files
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:

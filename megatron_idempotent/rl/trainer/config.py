@@ -206,7 +206,8 @@ class SyncConfig:
         "shared_memory"
     )
     """Transport of weights from rank 0 to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU).
-    Engines of transformers in the controller take shared memory, and files on Ray."""
+    Engines of transformers in the controller take shared memory if there is room for two buckets,
+    else files, as do engines on Ray."""
     directory: str = ""
     """Folder for weights that go through files, which servers must see too, or for `bucket` a URL
     without a password, such as `s3://weights/run`, which servers must be started with

@@ -21,9 +21,10 @@ from megatron_idempotent.rl.controller import Fleet, train
 from megatron_idempotent.rl.engines.transformers import _load
 from megatron_idempotent.rl.engines.transformers_weights import ServedWeights
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
-from megatron_idempotent.rl.trainer import CheckpointError, async_ranks, output
+from megatron_idempotent.rl.trainer import CheckpointError, async_ranks, async_run, output
 from megatron_idempotent.rl.trainer.async_run import run_controller
 from megatron_idempotent.rl.trainer.batch import Batch
+from megatron_idempotent.rl.trainer.config import load_config
 from megatron_idempotent.rl.trainer.main import main
 from megatron_idempotent.rl.trainer.output import data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
@@ -33,6 +34,23 @@ DELTAS = "sync.deltas=true"
 #: The command's words for such a run.
 OPTIONS = ["--async", "--quiet", *(word for text in (*ASYNC, DELTAS) for word in ("--set", text))]
 FAULTY = "faulty_worker:FaultyWorker"
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ((), "shared_memory"),
+        (("sync.bucket_mb=1000000000",), "disk"),
+        (("rollout.engine=vllm", "rollout.engine_url=http://127.0.0.1:1"), None),
+        (("controller.cluster=ray",), None),
+    ],
+)
+def test_weights_come_to_engines_of_this_process_by_shared_memory_if_there_is_room(
+    tmp_path, settings, kind
+):
+    config = load_config(overrides=[*ASYNC, *settings])
+    make = async_run._transport(config, tmp_path)
+    assert (None if make is None else make().kind) == kind
 
 
 def run(job, pool):
