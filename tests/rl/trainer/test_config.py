@@ -94,7 +94,7 @@ def test_a_configuration_survives_the_way_through_toml(tmp_path):
         ("optimizer.chunks_per_step=3", "is 3; allowed: a divisor of optimizer.microbatches_per"),
         ("optimizer.steps_per_rollout=7", "allowed: a divisor of the 512 samples each rank"),
         ("controller.cpus_per_rank=0", "controller.cpus_per_rank is 0; allowed: 1 or more"),
-        ("controller.cpus_per_engine=2", "cpus_per_engine is 2, gpus_per_engine is 0 and contro"),
+        ("controller.cpus_per_engine=2", "cpus_per_engine is 2, gpus_per_engine is 0 and"),
         ("controller.gpus_per_rank=-1", "controller.gpus_per_rank is -1; allowed: 0 or more"),
         ("controller.cpus_per_rank=2", "cpus_per_rank is 2, gpus_per_rank is 0 and controller.cl"),
         ("controller.gpus_per_rank=1", "is 'embedded'; allowed: controller.cluster = 'ray', which"),
