@@ -315,6 +315,13 @@ def _left(text: str, indent: str) -> list[int]:
     return sorted(line.start for line in lines if line.indent == indent)
 
 
+@lru_cache(maxsize=256)
+def _quotes(text: str) -> tuple[list[int], list[int]]:
+    """Return where texts over several lines begin or end, by their kind of quotes."""
+    double, single = (re.finditer(quotes, text) for quotes in ('"""', "'''"))
+    return [found.start() for found in double], [found.start() for found in single]
+
+
 def _starts(text: str, name: str, begin: int = 0, end: int = sys.maxsize) -> list[Line]:
     return [line for line in definitions(text).get(name, ()) if begin <= line.start < end]
 
@@ -341,7 +348,7 @@ def _span(
     above = max(begin, others[before - 1] + 1 if before else 0)
     decorator = re.compile(rf"^{indent}@", re.MULTILINE).search(text, above, start)
     start = decorator.start() if decorator else start
-    if any(text.count(quotes, begin, start) % 2 for quotes in ('"""', "'''")):
+    if any((bisect_left(at, start) - bisect_left(at, begin)) % 2 for at in _quotes(text)):
         return None
     after = re.compile(rf"^ {{0,{len(indent)}}}[\w@]", re.MULTILINE)
     found = after.search(text, starts[0].end, end)
@@ -635,6 +642,6 @@ def forget() -> None:
     """Let go of all texts, trees and code: they are read again when they are needed."""
     for cached in (
         *(_read_text, parse_body, parse_function, _parse_definition, definitions, difference),
-        *(_read_kept, known_texts, imports_of, _parsed, _left),
+        *(_read_kept, known_texts, imports_of, _parsed, _left, _quotes),
     ):
         cached.cache_clear()
