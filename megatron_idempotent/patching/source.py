@@ -89,13 +89,12 @@ class Body:
         body.contains("config.param_sync_func = None")
     """
 
-    def __init__(self, qualname: str, module: str, piece: Piece | None) -> None:
+    def __init__(self, qualname: str, module: str, **known: Any) -> None:
+        """Take what is known of the function without parsing it, by the names of properties."""
         self.qualname = qualname
         self.module = module
         """The source of the module that the function is from."""
-        known = None if piece is None else known_texts().get(piece.digest)
-        if piece is not None and known is not None:  # nothing has to be parsed to know it
-            self.__dict__.update(hash=known, line=piece.line)
+        self.__dict__.update(known)
 
     @computed
     def tree(self) -> ast.FunctionDef | ast.AsyncFunctionDef:
@@ -212,9 +211,10 @@ def parse_body(text: str, qualname: str) -> Body | None:
         SyntaxError: this Python cannot parse the source.
     """
     piece = cut(text, qualname)
-    if piece is not None and piece.digest in known_texts():
-        return Body(qualname, text, piece)
-    return Body(qualname, text, piece) if parse_function(text, qualname) is not None else None
+    known = None if piece is None else known_texts().get(piece.digest)
+    if piece is not None and known is not None:
+        return Body(qualname, text, hash=known, line=piece.line)
+    return None if parse_function(text, qualname) is None else Body(qualname, text)
 
 
 @lru_cache(maxsize=1024)
