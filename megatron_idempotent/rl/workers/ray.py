@@ -91,11 +91,12 @@ class RankActor:
         os.environ.update(environment)
         self._store: Any = None
         self._served: Any = None
+        self._address = ""
 
     def placement(self, size: int, timeout_s: float) -> NodePlacement:
         """Listen where ranks meet if this actor becomes rank 0; return the place where it runs."""
         ray = import_ray()
-        address = ray.util.get_node_ip_address()
+        address = self._address = ray.util.get_node_ip_address()
         # torch itself would listen at every address.
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family, backlog=128)
@@ -110,8 +111,8 @@ class RankActor:
         meeting: Meeting,
         factory: str,
         argument: Sequence[Bytes],
-    ) -> int:
-        """Take a rank's place; return the process id. The worker is made when it is asked for."""
+    ) -> None:
+        """Take a rank's place. The worker is made when it is asked for."""
         os.environ.update(variables)
         rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
 
@@ -120,7 +121,6 @@ class RankActor:
             return make_worker(WorkerSpec(factory=factory, argument=load(_own(argument))))
 
         self._served = Served(rank, make)
-        return os.getpid()
 
     def answer(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
         """Answer a frame of the controller's."""
@@ -139,7 +139,7 @@ class RankActor:
             from megatron_idempotent.proof import cpu
 
             cpu.enable()
-        name = _interface(import_ray().util.get_node_ip_address())
+        name = _interface(self._address)
         if name is not None:  # else gloo listens where the host's name leads, maybe to 127.0.0.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if rank > 0:
