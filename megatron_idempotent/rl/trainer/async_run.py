@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import os
 import signal
 import sys
@@ -32,7 +31,7 @@ from megatron_idempotent.rl.metrics.timeline import Timeline
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, PromptStream
 from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
-from megatron_idempotent.rl.weights.transports import DiskSender, Sender, SharedMemorySender
+from megatron_idempotent.rl.weights.transports import Sender, SharedMemorySender
 from megatron_idempotent.rl.weights.transports.shared_memory import DIRECTORY
 from megatron_idempotent.rl.workers import RankGroup, RemoteWeights
 from megatron_idempotent.rl.workers.ray import import_ray
@@ -41,8 +40,8 @@ from . import ConfigError
 from .async_ranks import RankPolicy, make_ranks
 from .checkpoint import CheckpointStore
 from .config import Config
-from .engines import make_async_engines, sync_settings
-from .output import INITIAL, TRAINED, Job
+from .engines import files_sender, make_async_engines, sync_settings
+from .output import INITIAL, SYNC, TRAINED, Job
 from .policy import training_positions
 from .report import make_loggers
 from .rewards import Evaluation, GrpoRecipe, Scorer, make_requests
@@ -196,7 +195,7 @@ async def _controller(
     tokenizer = make_tokenizer(config, prompts)
     scorer = Scorer(load_reward(config.task.reward), tokenizer)
     checkpoint = Path(config.model.path) if config.model.path else job.out / INITIAL
-    stack.callback(_remove_if_empty, job.out / "sync")  # a transport has made it
+    stack.callback(_remove_if_empty, job.out / SYNC)  # a transport has made it
     weights = RemoteWeights(
         ranks,
         asyncio.get_running_loop(),
@@ -252,7 +251,7 @@ def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
     """Return what brings weights to engines in this process; None if all are elsewhere."""
     if config.rollout.engine != "transformers" or config.controller.cluster == "ray":
         return None
-    files = functools.partial(DiskSender, (out / "sync").absolute())
+    files = files_sender(out)
     if not DIRECTORY.is_dir():  # as on macOS
         return files
     free = os.statvfs(DIRECTORY)

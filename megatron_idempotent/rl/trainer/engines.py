@@ -37,6 +37,7 @@ from megatron_idempotent.rl.weights.transports import (
 from megatron_idempotent.rl.workers import RemoteWeights
 
 from .config import Config
+from .output import SYNC
 from .policy import MegatronPolicy
 
 
@@ -236,7 +237,7 @@ def server_engines(
     from megatron_idempotent.rl.engines.vllm import VllmEngine
 
     own = config.sync.directory
-    directory = Path(own) if own else (out / "sync").absolute()
+    directory = Path(own) if own else (out / SYNC).absolute()
     if not own:  # what a run that died was sending: whole models
         shutil.rmtree(directory, ignore_errors=True)
     urls = [url.strip() for url in config.rollout.engine_url.split(",") if url.strip()]
@@ -264,6 +265,11 @@ def make_sender(config: Config, directory: Path) -> Sender:
         ranks=sync.workers,
         backend="nccl" if sync.transport == "nccl" else "gloo",
     )
+
+
+def files_sender(out: Path) -> Callable[[], Sender]:
+    """Return what makes a sender through files of the output directory, for any process."""
+    return functools.partial(DiskSender, (out / SYNC).absolute())
 
 
 async def make_async_engines(
@@ -301,7 +307,6 @@ def _ray_engines(
     Paths are made absolute: actors run in other folders.
     """
     controller = config.controller
-    sender = functools.partial(DiskSender, (out / "sync").absolute())
     return [
         RayEngine(
             name,
@@ -312,7 +317,7 @@ def _ray_engines(
                 name=name,
                 device="cuda" if controller.gpus_per_engine else None,
             ),
-            transport=functools.partial(weights.sender, sender),
+            transport=functools.partial(weights.sender, files_sender(out)),
             num_cpus=controller.cpus_per_engine,
             num_gpus=controller.gpus_per_engine,
         )

@@ -31,6 +31,8 @@ from .config import SECTIONS, Config, as_toml
 #: Folders of Hugging Face checkpoints in the output directory: the random one that a run without
 #: `model.path` began from, and the trained one.
 INITIAL, TRAINED = "model-initial", "model"
+#: The folder there of transports that go through files.
+SYNC = "sync"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
