@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Literal, Protocol
 
 from megatron_idempotent.rl.weights import Bucket, UpdateRefused, WeightUpdate
@@ -298,3 +299,17 @@ def split_mix(state: int) -> int:
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
     return state ^ (state >> 31)
+
+
+async def both_ends(*calls: Coroutine[Any, Any, None]) -> None:
+    """Run the calls of both ends of a transfer at once; if one fails, cancel the other.
+
+    Example: `await both_ends(sender.transmit(bucket), received(bucket))`.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_idempotent.rl.weights import Bucket, WeightUpdate
 from megatron_idempotent.rl.workers.ray import connected_ray
 
-from .protocol import EngineDead, EngineHealth, PauseMode, Request, RolloutEngine, Sample
+from .protocol import (
+    EngineDead,
+    EngineHealth,
+    PauseMode,
+    Request,
+    RolloutEngine,
+    Sample,
+    both_ends,
+)
 
 if TYPE_CHECKING:
     from megatron_idempotent.rl.weights.transports.base import Announcement, Sender
@@ -185,11 +193,11 @@ class RayEngine:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send)
         self._waiting.append((ticket, request))
-        await asyncio.sleep(0)  # in which all that came at once are sent
         sample: Sample = await self._ask("answer", ticket)
         return sample
 
     def _send(self) -> None:
+        """Send all that came at once."""
         requests, self._waiting = self._waiting, []
         if not self._closed:
             self._actor.take.remote(requests)
@@ -210,7 +218,7 @@ class RayEngine:
                 return
             async for bucket in buckets:
                 announced = dict(await sender.announce(bucket))
-                await asyncio.gather(sender.transmit(bucket), self._ask("receive", announced))
+                await both_ends(sender.transmit(bucket), self._ask("receive", announced))
                 await sender.release(bucket)
             await self._ask("complete")
         except BaseException:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_idempotent.rl.weights import (
@@ -20,7 +20,7 @@ from megatron_idempotent.rl.weights import (
 from megatron_idempotent.rl.weights.transports import TransportError, TransportTimeout
 from megatron_idempotent.rl.weights.transports.base import Sender
 
-from .protocol import EngineError, EngineTimeout, EngineUnsupported
+from .protocol import EngineError, EngineTimeout, EngineUnsupported, both_ends
 from .vllm_server import Control
 
 _KINDS: dict[str, type[Exception]] = {
@@ -239,7 +239,7 @@ class VllmUpdates:
                 announced = await sender.announce(bucket)
                 await self._tell({"do": "bucket", "id": update.id, "announced": dict(announced)})
                 sent += 1
-                await _both(sender.transmit(bucket), self._received(update.id, sent))
+                await both_ends(sender.transmit(bucket), self._received(update.id, sent))
                 await sender.release(bucket)
             await self._tell({"do": "complete", "id": update.id, "buckets": sent})
         except BaseException:
@@ -297,14 +297,3 @@ class VllmUpdates:
         """Send a command to all workers; return their state. Errors: those of `WorkersState.of`."""
         answers = await self._control.rpc(command)
         return WorkersState.of(answers, engine=self.name, receiving=receiving)
-
-
-async def _both(*calls: Coroutine[Any, Any, None]) -> None:
-    """Run two calls at once; if one fails, cancel the other, whose peer is gone."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
