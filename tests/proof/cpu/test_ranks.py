@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -58,6 +59,9 @@ def hang_on(rank):
 
 def say_and_close(pipe):
     pipe.sendall(b"rank " + os.environ["RANK"].encode())
+    if os.environ["RANK"] == "1":  # it lives on until the end of rank 0's pipe was seen
+        pipe.settimeout(20)
+        assert pipe.recv(100) == b"seen"
     pipe.close()
     return True
 
@@ -399,15 +403,23 @@ def test_ranks_may_have_the_patches_from_their_start(megatron_ranks):
 def test_each_rank_has_a_pipe_of_its_own_whose_end_is_seen(megatron_ranks, already_applied):
     pipes = [socket.socketpair() for _ in range(2)]
     theirs = [end for _, end in pipes]
-    alive = megatron_ranks(
-        2, say_and_close, pipes=theirs, distributed=False, already_applied=already_applied
-    )
+
+    def read():
+        for rank, (ours, _) in enumerate(pipes):
+            with ours:
+                ours.settimeout(20)
+                assert ours.recv(100) == b"rank %d" % rank
+                if rank == 1:
+                    ours.sendall(b"seen")
+                assert ours.recv(100) == b""  # neither the launcher nor a peer holds it
+
+    with ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(read)
+        alive = megatron_ranks(
+            2, say_and_close, pipes=theirs, distributed=False, already_applied=already_applied
+        )
+        reading.result()
     assert alive == [True, True]
-    for rank, (ours, _) in enumerate(pipes):
-        with ours:
-            ours.settimeout(20)
-            assert ours.recv(100) == b"rank %d" % rank
-            assert ours.recv(100) == b""  # neither the launcher nor a peer holds it
     with pytest.raises(ValueError, match="1 pipes, and there are 2 ranks"):
         megatron_ranks(2, say_and_close, pipes=theirs[:1])
 
