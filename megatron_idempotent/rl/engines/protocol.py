@@ -304,7 +304,7 @@ def split_mix(state: int) -> int:
 async def both_ends(*calls: Coroutine[Any, Any, None]) -> None:
     """Run the calls of both ends of a transfer at once; if one fails, cancel the other.
 
-    Example: `await both_ends(sender.transmit(bucket), received(bucket))`.
+    Example: `await both_ends(engine.pause(), engine.sleep())`.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
