@@ -22,7 +22,7 @@ import argparse
 import functools
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,11 @@ QUANTIZED = ((29568, 8192), (64, 2048, 4096))
 LAYOUTS = {"tensor parallel": {"tp": 2}, "two stages": {"pp": 2}}
 
 
-def _source(megabytes: int, layout: dict[str, int]) -> Any:
-    """Runs on a rank; makes a model in float32 of about that number of bytes."""
+def make_source(megabytes: int, layout: dict[str, int], senders: Sequence[int] = (1,)) -> list[Any]:
+    """Runs on a rank; makes a model in float32 of about that size.
+
+    Return a source of its weights for each number of senders.
+    """
     import logging
 
     from megatron.core import parallel_state
@@ -55,7 +58,8 @@ def _source(megabytes: int, layout: dict[str, int]) -> Any:
     per_layer = 4 * HIDDEN * (HIDDEN + 2 * HIDDEN // 4 + HIDDEN + 3 * 4 * HIDDEN)
     vocabulary = 8192
     both = 2 * 4 * vocabulary * HIDDEN
-    layers = 2 * max(1, round((megabytes * 2**20 - both) / per_layer / 2))
+    stages = max(2, pp)
+    layers = stages * max(1, round((megabytes * 2**20 - both) / per_layer / stages))
     arch = Architecture.of(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -77,7 +81,8 @@ def _source(megabytes: int, layout: dict[str, int]) -> Any:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
-    return MegatronWeights([stage.cuda()], arch)
+    stage = stage.cuda()
+    return [MegatronWeights([stage], arch, senders=number) for number in senders]
 
 
 def _fetch_only(source: Any, bucket_bytes: int) -> None:
@@ -99,7 +104,7 @@ def measure(
 
     from megatron_idempotent.proof.cpu.probes import peak_bytes
 
-    source = _source(megabytes, layout)
+    (source,) = make_source(megabytes, layout)
     first = torch.distributed.get_rank() == 0
     infos = source.tensors()
     size = sum(info.nbytes for info in infos)

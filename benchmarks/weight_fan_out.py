@@ -20,10 +20,10 @@ from typing import Any
 
 from benchmarks._record import options, tell
 from megatron_idempotent.rl.engines.ray import RayEngine
-from megatron_idempotent.rl.sync import SyncSettings, WeightSync
+from megatron_idempotent.rl.sync import Exports, RemoteWeights, SyncSettings, WeightSync
 from megatron_idempotent.rl.weights import Bucket, TensorInfo
 from megatron_idempotent.rl.weights.transports import DiskSender
-from megatron_idempotent.rl.workers import EmbeddedRanks, Exports, RemoteWeights, WorkerSpec
+from megatron_idempotent.rl.workers import EmbeddedRanks, WorkerSpec
 
 RANKS = 2
 BUCKET_BYTES = 32 << 20

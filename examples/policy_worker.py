@@ -13,7 +13,8 @@ from transformers import AutoConfig
 import megatron_idempotent
 from megatron_idempotent.rl.controller import StepOutcome
 from megatron_idempotent.rl.hf import Architecture, MegatronWeights, build_gpt
-from megatron_idempotent.rl.workers import Exports, RankGroup
+from megatron_idempotent.rl.sync import Exports
+from megatron_idempotent.rl.workers import RankGroup
 
 SIZES = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,10 @@ Named = Iterator[tuple[str, torch.Tensor]]
 Convert = Callable[[Named], Named]
 
 
-Fetch = Callable[[range], Mapping[str, torch.Tensor]]
-"""Brings some tensors by name to rank 0, and none to others.
+Fetch = Callable[[Sequence[int]], Mapping[str, torch.Tensor]]
+"""Takes numbers of tensors; returns those that this rank keeps, by name.
 
-All ranks enter, with the same range, each range once.
+All ranks enter, with the same numbers, each number once.
 """
 
 
@@ -59,47 +59,59 @@ class BucketStream(Iterator[Bucket]):
         fetch: Fetch,
         *,
         sources: Sequence[int] | None = None,
+        keepers: Sequence[int] | None = None,
+        rank: int,
         bucket_bytes: int,
         convert: Convert | None = None,
         checksums: dict[str, int] | None = None,
-        keeps: bool,
     ) -> None:
         """
         Args:
             units: the tensors to yield, in order; those of a unit come in one bucket.
-            fetch: brings to rank 0 the tensors that units are made from.
+            fetch: brings to their keepers the tensors that units are made from.
             sources: for each unit the number of the fetched tensor that it is made from, which
                 never decreases; None for the unit's own number.
-            bucket_bytes: the most bytes of units in a bucket, which has at least one.
-            convert: makes all units' tensors from the fetched ones, in turn, on rank 0; None if
-                they are the same.
+            keepers: for each unit the rank that keeps it; None for rank 0. Several fill their parts
+                of a bucket side by side.
+            rank: this rank.
+            bucket_bytes: the most bytes of units in a bucket on all ranks together; each keeper has
+                at least one unit in a bucket, as long as it has any.
+            convert: makes a keeper's tensors from its fetched ones, in turn; None if they are the
+                same.
             checksums: is given those of the buckets; None for nothing.
-            keeps: True on rank 0, which keeps the tensors.
         """
         sources = range(len(units)) if sources is None else sources
+        keepers = [0] * len(units) if keepers is None else keepers
         self._feed = _Feed(fetch, sources[-1] + 1 if sources else 0)
         weakref.finalize(self, _warn_if_waited_for, self._feed).atexit = False
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             self.close()  # the other ranks may have been given another number
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
-        sizes = [sum(info.nbytes for info in infos) for infos in units]
-        self._ranges = split(sizes, bucket_bytes)
-        self._units, self._sources = units, sources
+        self._ends: list[tuple[int, int]] = []
+        """For each bucket the number of tensors that this rank keeps in it, and the number of
+        fetched tensors after which it is complete."""
+        order: dict[int, None] = {}
+        for parts in _side_by_side(units, keepers, bucket_bytes):
+            order.update((sources[unit], None) for part in parts for unit in part)
+            kept = (unit for part in parts for unit in part if keepers[unit] == rank)
+            self._ends.append((sum(len(units[unit]) for unit in kept), len(order)))
+        self._feed.order = list(order)
         self._index, self._checksums = 0, checksums
+        keeps = rank in keepers
         self._converted = convert(self._feed.one_by_one()) if convert and keeps else None
 
     def __next__(self) -> Bucket:
-        if self._feed.closed or self._index == len(self._ranges):
+        if self._feed.closed or self._index == len(self._ends):
             raise StopIteration
-        members = self._ranges[self._index]
+        count, end = self._ends[self._index]
         try:
             if self._converted is None:
-                tensors = self._feed.take_until(self._sources[members.stop - 1] + 1)
+                tensors = self._feed.take_until(end)
             else:
-                count = sum(len(self._units[member]) for member in members)
                 tensors = dict(islice(self._converted, count))
-                if members.stop == len(self._units):
+                if self._index + 1 == len(self._ends):
                     next(self._converted, None)  # which checks what it can only at the end
+                self._feed.take_until(end)  # other ranks' tensors
             bucket = Bucket.of(self._index, tensors)
             if self._checksums is not None:
                 self._checksums.update(bucket.checksums)
@@ -120,6 +132,21 @@ class BucketStream(Iterator[Bucket]):
         self._feed.drain()
 
 
+def _side_by_side(
+    units: Sequence[Sequence[TensorInfo]], keepers: Sequence[int], bucket_bytes: int
+) -> Iterator[Sequence[Sequence[int]]]:
+    """Yield for each bucket the consecutive units that each keeper puts into it."""
+    by_keeper: dict[int, list[int]] = {}
+    for unit, keeper in enumerate(keepers):
+        by_keeper.setdefault(keeper, []).append(unit)
+    most = max(1, bucket_bytes // max(1, len(by_keeper)))
+    columns = []
+    for numbers in by_keeper.values():
+        sizes = [sum(info.nbytes for info in units[unit]) for unit in numbers]
+        columns.append([numbers[places.start : places.stop] for places in split(sizes, most)])
+    yield from zip_longest(*columns, fillvalue=())
+
+
 def _warn_if_waited_for(feed: _Feed) -> None:
     # No collective from here: which ranks collect garbage, and when, nobody knows.
     if feed.is_waited_for and dist.is_initialized():
@@ -136,6 +163,7 @@ class _Feed:
 
     def __init__(self, fetch: Fetch, count: int) -> None:
         self._fetch, self.count = fetch, count
+        self.order: Sequence[int] = range(count)
         self.done = 0
         self._broken = self.closed = False
 
@@ -145,8 +173,10 @@ class _Feed:
         return self.done < self.count and not self._broken
 
     def take_until(self, stop: int) -> Mapping[str, torch.Tensor]:
+        if stop <= self.done:
+            return {}
         self._broken = True  # until it has come back
-        tensors = self._fetch(range(self.done, stop))
+        tensors = self._fetch(self.order[self.done : stop])
         self._broken = False
         self.done = stop
         return tensors

@@ -1,4 +1,4 @@
-"""Gives a Megatron model's weights under Hugging Face names, whole, on rank 0."""
+"""Gives a Megatron model's weights under Hugging Face names, whole, on ranks that send them."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ class Shipping:
     """Fetches tensors of a plan, as `BucketStream` asks for them.
 
     Rows go straight from a parameter into their tensor. Parts whose bytes are not consecutive, or
-    that have another type, are packed first: at a time never more bytes than the largest such part,
-    and on rank 0 never more than the largest tensor.
+    that have another type, are packed first: at a time never more bytes than the largest part that
+    a rank sends, or the largest tensor that it keeps.
     """
 
     def __init__(
@@ -161,44 +161,46 @@ class Shipping:
         infos: tuple[TensorInfo, ...],
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        *,
+        senders: int | None = 1,
     ) -> None:
         """
         Args:
             plan: the result of `make_plan`.
             infos: the tensors as they are to arrive.
-            device: the device on which rank 0 wants them.
+            device: the device on which ranks want the tensors that they keep.
             group: the plan's group; None for the default group.
+            senders: as for `MegatronWeights`.
         """
         self._plan, self._infos, self._device, self._group = plan, infos, device, group
-        self._rank = dist.get_rank(group) if dist.is_initialized() else 0
-        self._largest = max((info.nbytes for info in infos), default=0)
-        mine = (
-            info.nbytes // info.shape[part.dim] * part.size
-            for info, parts in zip(infos, plan.parts, strict=True)
-            for part in parts
-            if part.rank == self._rank
-        )
-        self._packing = max(mine, default=0)
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.keepers = _keepers(plan, senders)
+        """For each tensor the rank at which it arrives."""
+        packed = [
+            info.nbytes for info, at in zip(infos, self.keepers, strict=True) if self.rank == at
+        ]
+        for info, parts in zip(infos, plan.parts, strict=True):
+            packed += [
+                info.nbytes // info.shape[part.dim] * part.size
+                for part in parts
+                if part.rank == self.rank
+            ]
+        self._packing = max(packed, default=0)
 
-    @property
-    def keeps(self) -> bool:
-        """True on the rank at which tensors arrive."""
-        return self._rank == 0
-
-    def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
-        """Return the tensors, whole, on rank 0; nothing on others."""
+    def __call__(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        """Return the tensors that this rank keeps, whole."""
         tensors: dict[str, torch.Tensor] = {}
-        flight = _Flight(self._largest if self.keeps else self._packing, self._group)
+        flight = _Flight(self._packing, self._group)
         for member in members:
-            info = self._infos[member]
-            if self.keeps:
+            info, keeper = self._infos[member], self.keepers[member]
+            if keeper == self.rank:
                 whole = torch.empty(info.shape, dtype=info.dtype, device=self._device)
                 tensors[info.name] = whole
             for part in self._plan.parts[member]:
-                if self.keeps:
+                if keeper == self.rank:
                     self._receive(info, part, flight, tensors[info.name])
-                elif part.rank == self._rank:
-                    self._send(info, part, flight)
+                elif part.rank == self.rank:
+                    self._send(info, part, flight, keeper)
         flight.land()
         return tensors
 
@@ -206,7 +208,7 @@ class Shipping:
         """Yield this rank's parts of a tensor, in the type that is sent; each may be a view."""
         info = self._infos[member]
         for part in self._plan.parts[member]:
-            if part.rank == self._rank:
+            if part.rank == self.rank:
                 held = self._held(info, part)
                 rows = held.consecutive()
                 if rows is None or rows.dtype != info.dtype:
@@ -216,19 +218,19 @@ class Shipping:
                     held.copy(rows)
                 yield part, rows
 
-    def _send(self, info: TensorInfo, part: TensorPart, flight: _Flight) -> None:
+    def _send(self, info: TensorInfo, part: TensorPart, flight: _Flight, keeper: int) -> None:
         held = self._held(info, part)
         rows = held.consecutive()
         if rows is None or rows.dtype != info.dtype:
             rows = flight.room(info, part, held.placed.parameter.device)
             held.copy(rows)
-        flight.add(dist.isend, rows, 0)
+        flight.add(dist.isend, rows, keeper)
 
     def _receive(
         self, info: TensorInfo, part: TensorPart, flight: _Flight, whole: torch.Tensor
     ) -> None:
         rows = whole.narrow(part.dim, part.start, part.size)
-        if part.rank == self._rank:
+        if part.rank == self.rank:
             self._held(info, part).copy(rows)
         elif rows.is_contiguous():
             flight.add(dist.irecv, rows, part.rank)
@@ -240,9 +242,9 @@ class Shipping:
         parts: Sequence[tuple[int, TensorPart]],
         found: Mapping[tuple[int, TensorPart], EncodedDelta],
     ) -> Sequence[tuple[int, EncodedDelta | None]]:
-        """Bring `after` and the parts' deltas to rank 0, in order; None if nothing has changed.
+        """Bring `after` and the parts' deltas to their keepers, in order; None if nothing changed.
 
-        All ranks enter, with the same parts; others than rank 0 get None alone.
+        All ranks enter, with the same parts, and get `after` of all; deltas are None elsewhere.
         """
         sent = [
             found[each].data if each in found and found[each].changed else None for each in parts
@@ -264,16 +266,19 @@ class Shipping:
         sizes, shares = told.tolist()
         flight = _Flight(0, self._group)
         came: list[torch.Tensor | None] = []
-        for (_, part), size, data in zip(parts, sizes, sent, strict=True):
-            if self.keeps and size and part.rank != self._rank:
+        for (member, part), size, data in zip(parts, sizes, sent, strict=True):
+            keeper = self.keepers[member]
+            if keeper != self.rank:
+                if data is not None:
+                    flight.add(dist.isend, data.to(self._device), keeper)
+                    data = None
+            elif size and part.rank != self.rank:
                 data = torch.empty(size, dtype=torch.uint8, device=self._device)
                 flight.add(dist.irecv, data, part.rank)
-            elif not self.keeps and data is not None:
-                flight.add(dist.isend, data.to(self._device), 0)
             came.append(data)
         flight.land()
         return [
-            (share, None if data is None or not self.keeps else EncodedDelta(data.cpu()))
+            (share, None if data is None else EncodedDelta(data.cpu()))
             for share, data in zip(shares, came, strict=True)
         ]
 
@@ -281,16 +286,28 @@ class Shipping:
         return self._plan.held[(info.name, part.dim, part.start, part.size)]
 
 
+def _keepers(plan: Plan, senders: int | None) -> list[int]:
+    """Return for each tensor the rank that keeps it: one that has the tensor, or one near it."""
+    owners = sorted({0, *(parts[0].rank for parts in plan.parts)})
+    count = min(senders or len(owners), len(owners))
+    # Consecutive owners share the first of them.
+    shared = {owner: place * count // len(owners) for place, owner in enumerate(owners)}
+    firsts = [next(owner for owner in owners if shared[owner] == group) for group in range(count)]
+    return [firsts[shared[parts[0].rank]] for parts in plan.parts]
+
+
 class Changes:
     """Fetches what has changed since the last export, found on the ranks that have it.
 
     Each rank keeps a copy, in host memory, of the parts that it sends. Of tensors with parts that
-    split a word of 8 bytes, rank 0 gets everything, and leaves out those that have not changed.
+    split a word of 8 bytes, the keeper gets everything, and leaves out those that have not changed.
     """
 
     def __init__(self, whole: Shipping, plan: Plan, infos: tuple[TensorInfo, ...]) -> None:
         self.checksums: dict[str, int] = {}
-        """Rank 0's checksums of the tensors as they were last sent."""
+        """The checksums of this rank's tensors as they were last sent."""
+        self.began = False
+        """True once there is something to find changes from."""
         self._whole, self._plan, self._infos = whole, plan, infos
         self._last = LastSent()
         self._split = [
@@ -298,15 +315,16 @@ class Changes:
             for info, parts in zip(infos, plan.parts, strict=True)
         ]
 
-    def everything(self, members: range) -> Mapping[str, torch.Tensor]:
+    def everything(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """Fetch tensors whole; see `Shipping`."""
+        self.began = True
         for member in members:
             for part, rows in () if self._split[member] else self._whole.mine(member):
                 self._last.keep((member, part), rows)
         return self._whole(members)
 
-    def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
-        """Return the deltas of tensors that have changed, on rank 0; nothing on others."""
+    def __call__(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        """Return the deltas of tensors that have changed and that this rank keeps."""
         whole = [member for member in members if not self._split[member]]
         parts = [(member, part) for member in whole for part in self._plan.parts[member]]
         found = {}
@@ -326,9 +344,9 @@ class Changes:
         tensors: dict[str, torch.Tensor] = {}
         for member in members:
             name, nbytes = self._infos[member].name, self._infos[member].nbytes
-            before = self.checksums.get(name, 0)  # rank 0's
+            before = self.checksums.get(name, 0)
             if self._split[member]:
-                for tensor in self._whole(range(member, member + 1)).values():
+                for tensor in self._whole((member,)).values():
                     if (now := checksum(tensor)) != before:
                         self.checksums[name], tensors[name] = now, tensor
             elif member in changed:
@@ -385,14 +403,14 @@ class MegatronWeights:
 
     The layout may have tensor, pipeline, virtual pipeline, expert and data parallel ranks. When the
     source is made, ranks tell each other once what they have. Then every part of a tensor goes to
-    rank 0 from the lowest rank that has it, in one message. Tied embeddings are sent once, as the
-    embedding; rows that pad the vocabulary are not sent.
+    rank 0, or to the tensor's sender, from the lowest rank that has it, in one message. Tied
+    embeddings are sent once, as the embedding; rows that pad the vocabulary are not sent.
 
     Parameters are read while a bucket is made: change none between the first bucket and the last.
     Iterating again reads them again.
 
-    Rank 0 holds a bucket and at most one more tensor, in addition to what its caller keeps; others
-    hold at most the largest of their shards.
+    A sender holds its part of a bucket and at most one more tensor, in addition to what its caller
+    keeps; others hold at most the largest of their shards.
 
     Example:
         source = MegatronWeights(chunks, Architecture.read(directory), dtype=torch.bfloat16)
@@ -411,6 +429,7 @@ class MegatronWeights:
         group: dist.ProcessGroup | None = None,
         deltas: bool = False,
         lora: Lora | None = None,
+        senders: int | None = 1,
     ) -> None:
         """Begin with a collective of all ranks of the group.
 
@@ -420,22 +439,29 @@ class MegatronWeights:
             arch: the chunks' architecture; the same on all ranks.
             dtype: the type that weights are cast to before they are sent; None for the parameters'
                 own.
-            fp8: quantizes matrices, on rank 0, once they are whole. A ValueError of it, as for
-                values that are not finite, is raised there only.
+            fp8: quantizes matrices, on their senders, once they are whole. A ValueError of it, as
+                for values that are not finite, is raised there only.
             group: ranks that have the whole model between them, the first of which is rank 0 here;
                 None for the default group. With a group for each replica, each may have an engine
                 of its own.
             deltas: True to find what has changed since the last export where it is, so that what
-                goes to rank 0 scales with it. Ranks keep a copy of what they send, in host memory.
+                goes to senders scales with it. Ranks keep a copy of what they send, in host memory.
                 Without effect with `fp8`, which needs whole tensors.
             lora: the chunks' adapters, which are sent alone, by PEFT's names, to engines that have
                 the base; None for a model without adapters.
+            senders: the most ranks at which tensors arrive, each with a part of every bucket: the
+                first ranks of pipeline stages and of expert-parallel ranks, which have the tensors.
+                1 for rank 0 alone, which `save_hf` and `WeightSync` on a rank need; None for all.
 
         Raises:
             CheckpointMismatch: chunks that are not of that architecture, or not all of it.
             FailedElsewhere: the same on other ranks.
-            ValueError: a dtype that is not of floating point.
+            ValueError: a dtype that is not of floating point; no sender.
         """
+        if senders is not None and (type(senders) is not int or senders < 1):
+            raise ValueError(
+                f"MegatronWeights() got senders={senders!r}; allowed: 1 or more, or None"
+            )
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"MegatronWeights() got dtype={dtype}; allowed: floating point")
         self._chunks, self._fp8 = list(chunks), fp8
@@ -452,13 +478,18 @@ class MegatronWeights:
             infos = tuple(dataclasses.replace(info, dtype=dtype) for info in infos)
         self._outputs = [_outputs(info, fp8) for info in infos]
         device = placed[0].parameter.device if placed else torch.device("cpu")
-        self._fetch = Shipping(plan, infos, device, group)
+        self._fetch = Shipping(plan, infos, device, group, senders=senders)
         self._group, self._device = group, device
         self._changes = Changes(self._fetch, plan, infos) if deltas and fp8 is None else None
 
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Return all tensors in the order in which they are sent; move no data."""
         return tuple(info for infos in self._outputs for info in infos)
+
+    @property
+    def keeps(self) -> bool:
+        """True on ranks whose buckets have tensors."""
+        return self._fetch.rank in (0, *self._fetch.keepers)
 
     @property
     def finds_changes(self) -> bool:
@@ -477,7 +508,7 @@ class MegatronWeights:
         finish_gathers(self._chunks)
         fetch: Fetch = self._fetch
         if self._changes is not None:
-            whole = whole or not self._changes.checksums  # rank 0's: nothing was sent yet
+            whole = whole or not self._changes.began
             if dist.is_initialized() and dist.get_world_size(self._group) > 1:
                 told = torch.tensor([whole], dtype=torch.int64, device=self._device)
                 dist.broadcast(told, group=self._group, group_src=0)
@@ -489,7 +520,8 @@ class MegatronWeights:
             checksums=None if self._changes is None or not whole else self._changes.checksums,
             bucket_bytes=bucket_bytes,
             convert=None if self._fp8 is None else self._fp8.weights,
-            keeps=self._fetch.keeps,
+            keepers=self._fetch.keepers,
+            rank=self._fetch.rank,
         )
 
     def quantization_config(self) -> dict[str, Any] | None:

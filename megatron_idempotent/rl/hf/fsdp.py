@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,10 +68,10 @@ class FSDPWeights:
             sources=[n for n, infos in enumerate(self._outputs) for _ in infos],
             bucket_bytes=bucket_bytes,
             convert=iter,  # one tensor after the other: all of a layer's experts are one
-            keeps=_is_first(),
+            rank=dist.get_rank() if dist.is_initialized() else 0,
         )
 
-    def _fetch(self, members: range) -> Mapping[str, torch.Tensor]:
+    def _fetch(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
         parameters = list(_parameters(self._model).values())
         tensors: dict[str, torch.Tensor] = {}
         for member in members:

@@ -1,6 +1,8 @@
 from .bucket import BucketFollower as BucketFollower
 from .bucket import BucketPublisher as BucketPublisher
 from .bucket import CatchUp as CatchUp
+from .exports import Exports as Exports
+from .exports import RemoteWeights as RemoteWeights
 from .records import EngineOutcome as EngineOutcome
 from .records import Outcome as Outcome
 from .records import Phase as Phase

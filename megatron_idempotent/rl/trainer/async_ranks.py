@@ -11,7 +11,8 @@ import torch
 
 from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankPool
 from megatron_idempotent.rl.controller import LogprobsOf, StepOutcome
-from megatron_idempotent.rl.workers import EmbeddedRanks, Exports, RankGroup, WorkerSpec
+from megatron_idempotent.rl.sync import Exports
+from megatron_idempotent.rl.workers import EmbeddedRanks, RankGroup, WorkerSpec
 
 from .batch import Batch
 from .checkpoint import load_weights, save_weights
@@ -110,7 +111,11 @@ class PolicyWorker(Exports):
     def __init__(self, job: Job) -> None:
         """Build the model and the optimizer of the run that the job describes."""
         self._policy, *_ = start_policy(job)
-        super().__init__(self._policy.source(deltas=job.config.sync.deltas))
+        super().__init__(
+            self._policy.source(
+                deltas=job.config.sync.deltas, senders=job.config.sync.senders or None
+            )
+        )
 
     def begin(self, step_id: str) -> None:
         """Open an optimizer step."""

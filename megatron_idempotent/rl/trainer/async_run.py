@@ -28,12 +28,13 @@ from megatron_idempotent.rl.controller.samplers import SamplerError, configured_
 from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
 from megatron_idempotent.rl.metrics.console import StatusLines, keep_showing, make_table
 from megatron_idempotent.rl.metrics.timeline import Timeline
+from megatron_idempotent.rl.sync import RemoteWeights
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, PromptStream
 from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
 from megatron_idempotent.rl.weights.transports import Sender, SharedMemorySender
 from megatron_idempotent.rl.weights.transports.shared_memory import DIRECTORY
-from megatron_idempotent.rl.workers import RankGroup, RemoteWeights
+from megatron_idempotent.rl.workers import RankGroup
 from megatron_idempotent.rl.workers.ray import import_ray
 
 from . import ConfigError

@@ -205,7 +205,7 @@ class SyncConfig:
     transport: Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc", "bucket"] = (
         "shared_memory"
     )
-    """Transport of weights from rank 0 to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU).
+    """Transport of weights from ranks to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU).
     Engines of transformers in the controller take shared memory if there is room for two buckets,
     else files, as do engines on Ray."""
     directory: str = ""
@@ -218,6 +218,9 @@ class SyncConfig:
     """Workers of each vLLM server (its tensor-parallel size), for `gloo` and `nccl`."""
     bucket_mb: int = Field(default=256, ge=1)
     """Largest bucket of weights that is sent at once, in MiB; up to two are in memory."""
+    senders: int = Field(default=0, ge=0)
+    """Most ranks of an asynchronous run that send side by side: the first ones of pipeline stages
+    and of expert-parallel ranks, each what it has. 0 for all of them, and 1 for rank 0."""
     deltas: bool = False
     """True to send only the elements whose bits have changed since the last publish, if all engines
     have it. Ranks keep a copy in host memory of the weights that they send."""

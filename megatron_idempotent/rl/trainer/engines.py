@@ -24,7 +24,7 @@ from megatron_idempotent.rl.controller import Fleet
 from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
 from megatron_idempotent.rl.engines.ray import RayEngine
 from megatron_idempotent.rl.hf import Architecture
-from megatron_idempotent.rl.sync import SyncSettings, follow
+from megatron_idempotent.rl.sync import RemoteWeights, SyncSettings, follow
 from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightSource
 from megatron_idempotent.rl.weights.transports import (
     BucketSender,
@@ -34,7 +34,6 @@ from megatron_idempotent.rl.weights.transports import (
     Sender,
     SharedMemorySender,
 )
-from megatron_idempotent.rl.workers import RemoteWeights
 
 from .config import Config
 from .output import SYNC

@@ -111,13 +111,17 @@ class MegatronPolicy:
         with self.step.reading() as chunks:
             yield tuple(chunk.module for chunk in chunks)
 
-    def source(self, group: Any = None, *, deltas: bool = False) -> WeightSource:
+    def source(
+        self, group: Any = None, *, deltas: bool = False, senders: int | None = 1
+    ) -> WeightSource:
         """Return a source of the weights under Hugging Face names; read it within `weights()`.
 
-        The first rank of the group alone gets tensors; the group's ranks have the whole model
-        between them. None is all ranks. With `deltas` it finds what has changed.
+        The group's ranks have the whole model between them; None is all ranks. For `deltas` and
+        `senders` see `MegatronWeights`.
         """
-        return MegatronWeights(self.stock.chunks, self.architecture, group=group, deltas=deltas)
+        return MegatronWeights(
+            self.stock.chunks, self.architecture, group=group, deltas=deltas, senders=senders
+        )
 
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint, with its files' hashes in SHA256SUMS.

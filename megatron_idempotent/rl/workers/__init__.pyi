@@ -1,6 +1,4 @@
 from .embedded import EmbeddedRanks as EmbeddedRanks
-from .exports import Exports as Exports
-from .exports import RemoteWeights as RemoteWeights
 from .protocol import RankFailed as RankFailed
 from .protocol import RankGroup as RankGroup
 from .protocol import RanksLost as RanksLost

@@ -170,6 +170,40 @@ def deltas_follow(
     assert [dict(each.tensors) for each in with_none] == [{}]
 
 
+def sent_by_rank(source: Any, **asked: Any) -> list[list[dict[str, torch.Tensor]]]:
+    """Return on all ranks what each rank has of each bucket; a bucket has a tensor once."""
+    mine = [
+        # As bytes: Megatron's pickles take no tensors of FP8.
+        {
+            name: (tensor.reshape(-1).view(torch.uint8), tensor.dtype, tensor.shape)
+            for name, tensor in bucket.tensors.items()
+        }
+        for bucket in source.buckets(bucket_bytes=4000, **asked)
+    ]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    by_rank = [
+        [
+            {name: flat.view(dtype).view(shape) for name, (flat, dtype, shape) in part.items()}
+            for part in buckets
+        ]
+        for buckets in gathered
+    ]
+    assert len({len(buckets) for buckets in by_rank}) == 1
+    for parts in zip(*by_rank, strict=True):
+        tensors = [tensor for part in parts for tensor in part.values()]
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        assert nbytes <= 4000 or any(len(part) == 1 for part in parts)
+    names = [name for buckets in by_rank for part in buckets for name in part]
+    assert len(set(names)) == len(names)
+    return by_rank
+
+
+def merged(by_rank: list[list[dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of all ranks."""
+    return {name: part[name] for buckets in by_rank for part in buckets for name in part}
+
+
 def stored(folder: Any) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 

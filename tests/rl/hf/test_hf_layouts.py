@@ -96,6 +96,55 @@ def test_logits_are_those_of_transformers_and_weights_come_back_as_they_were(
 
 
 @on_ranks(4)
+def test_ranks_that_have_tensors_send_them_side_by_side(checkpoints: Any) -> None:
+    """Stages and expert-parallel ranks send what they have, with the bits of rank 0 alone."""
+    import torch.distributed as dist
+
+    from megatron_idempotent.fp8 import Fp8Export
+    from megatron_idempotent.rl.weights.records import DELTA
+
+    layouts: list[tuple[dict[str, int], str, list[int]]] = [
+        ({"tp": 2, "pp": 2}, "moe", [0, 2]),
+        ({"ep": 2}, "moe-tied", [0, 1]),
+        ({"pp": 2, "ep": 2}, "moe", [0, 1, 2, 3]),
+    ]
+    for layout, name, owners in layouts:
+        hf_programs.parallel(**layout)
+        arch, _, chunks = hf_programs.loaded(checkpoints / name)
+        stored = hf_programs.stored(checkpoints / name)
+        for senders in (1, 2, None):
+            source = MegatronWeights(chunks, arch, senders=senders)
+            by_rank = hf_programs.sent_by_rank(source)
+            sending = [rank for rank, parts in enumerate(by_rank) if any(parts)]
+            assert sending == owners[:: len(owners) // (senders or len(owners))]
+            assert source.keeps == (dist.get_rank() in sending)
+            hf_programs.same(hf_programs.merged(by_rank), stored)
+            first = by_rank[sending[-1]][0]
+            assert first, "all send from the first bucket on"
+        settings = {"dtype": torch.bfloat16, "fp8": Fp8Export()}
+        alone = hf_programs.sent_by_rank(MegatronWeights(chunks, arch, **settings))
+        several = hf_programs.sent_by_rank(MegatronWeights(chunks, arch, senders=None, **settings))
+        hf_programs.same(hf_programs.merged(several), hf_programs.merged(alone))
+        assert [rank for rank, parts in enumerate(several) if any(parts)] == owners
+        source = MegatronWeights(chunks, arch, deltas=True, senders=None)
+        alone = MegatronWeights(chunks, arch, deltas=True)
+        for one in (source, alone):
+            hf_programs.sent_by_rank(one, whole=dist.get_rank() > 0)  # nothing was sent yet
+        with torch.no_grad():
+            for parameter in (each for chunk in chunks for each in chunk.parameters()):
+                parameter.copy_(torch.where(parameter > 0.01, parameter * 1.25, parameter))
+        changes = hf_programs.sent_by_rank(source, whole=False)
+        hf_programs.same(
+            hf_programs.merged(changes),
+            hf_programs.merged(hf_programs.sent_by_rank(alone, whole=False)),
+        )
+        assert [rank for rank, parts in enumerate(changes) if any(parts)] == owners
+        assert all(tensor.endswith(DELTA) for tensor in hf_programs.merged(changes))
+    with pytest.raises(ValueError, match="senders=0"):
+        MegatronWeights(chunks, arch, senders=0)
+
+
+@on_ranks(4)
 def test_each_replica_can_export_to_a_rank_of_its_own(checkpoints: Any) -> None:
     """Each of two replicas brings its weights to a rank of its own."""
     import torch.distributed as dist

@@ -12,10 +12,10 @@ from trainer_cases import ASYNC, digest, job_for, rows
 
 from megatron_idempotent.rl.controller import Fleet
 from megatron_idempotent.rl.engines.ray import RayEngine
+from megatron_idempotent.rl.sync.exports import RemoteBuckets
 from megatron_idempotent.rl.trainer.async_run import connect, run_controller
 from megatron_idempotent.rl.trainer.output import data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
-from megatron_idempotent.rl.workers.exports import RemoteBuckets
 
 
 @pytest.mark.filterwarnings("ignore")  # of what Ray and TransferQueue import, in this process

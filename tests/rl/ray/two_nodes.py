@@ -23,9 +23,9 @@ from tiny import make_checkpoint  # noqa: E402
 
 from benchmarks.weight_fan_out import CheckpointSource, make_engine  # noqa: E402
 from megatron_idempotent.rl.engines.ray import RayEngine  # noqa: E402
-from megatron_idempotent.rl.sync import WeightSync  # noqa: E402
+from megatron_idempotent.rl.sync import Exports, RemoteWeights, WeightSync  # noqa: E402
 from megatron_idempotent.rl.weights.transports import DiskSender  # noqa: E402
-from megatron_idempotent.rl.workers import Exports, RemoteWeights, WorkerSpec  # noqa: E402
+from megatron_idempotent.rl.workers import WorkerSpec  # noqa: E402
 from megatron_idempotent.rl.workers.ray import RayRanks  # noqa: E402
 
 

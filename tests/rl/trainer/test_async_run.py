@@ -21,6 +21,7 @@ from megatron_idempotent.rl.controller import Fleet, train
 from megatron_idempotent.rl.engines.transformers import _load
 from megatron_idempotent.rl.engines.transformers_weights import ServedWeights
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
+from megatron_idempotent.rl.sync.exports import DescribedBucket
 from megatron_idempotent.rl.trainer import CheckpointError, async_ranks, async_run, output
 from megatron_idempotent.rl.trainer.async_run import run_controller
 from megatron_idempotent.rl.trainer.batch import Batch
@@ -176,6 +177,35 @@ def test_a_rank_that_fails_changes_no_bit(plan, same_by_deltas, megatron_rank_po
         run(job, megatron_rank_pool)
     assert not (job.out / PLAN).exists(), "a fault was never injected"
     same_by_deltas(job, served)
+
+
+def test_stages_that_send_side_by_side_bring_what_rank_0_would(
+    megatron_rank_pool, tmp_path, faulty, monkeypatch
+):
+    senders, describe = [], DescribedBucket.of_ranks
+
+    def counted(parts):
+        senders.append(sum(1 for part in parts if part.infos))
+        return describe(parts)
+
+    monkeypatch.setattr(DescribedBucket, "of_ranks", counted)
+    stages = ("parallel.pp=2", "sync.bucket_mb=1")
+    with noting() as served:
+        alone, _ = run(
+            job_for(tmp_path / "alone", *ASYNC, *stages, "sync.senders=1"), megatron_rank_pool
+        )
+    assert set(senders) == {1}
+    senders.clear()
+    # Rank 1, which sends too, is lost within an update, and the update is sent again.
+    job = faulty("both", "export_next 2 die", settings=(*stages, DELTAS))
+    with noting() as served_by_both:
+        run(job, megatron_rank_pool)
+    assert not (job.out / PLAN).exists(), "the fault was never injected"
+    assert 2 in senders
+    assert digest(job) == digest(alone)
+    assert rows(job) == rows(alone)
+    assert served_by_both
+    assert [entry for entry in served_by_both if entry not in served] == []
 
 
 def test_a_step_in_one_call_is_that_of_three_and_undone_where_a_rank_fails(

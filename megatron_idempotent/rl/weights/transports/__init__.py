@@ -5,6 +5,7 @@ Both ends may run another Python and another torch: nothing is pickled.
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from .cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from .disk import DiskReceiver, DiskSender
 from .layout import FORMAT
 from .process_group import ProcessGroupReceiver, ProcessGroupSender
+from .several import KIND as SEVERAL
+from .several import SeveralReceiver
 from .shared_memory import SharedMemoryReceiver, SharedMemorySender, remove_stale_segments
 
 __all__ = [
@@ -67,6 +70,9 @@ def receiver(
         ProcessGroupSender.kind: lambda: ProcessGroupReceiver(opened, rank=rank),
         CudaIpcSender.kind: lambda: CudaIpcReceiver(opened),
         BucketSender.kind: lambda: BucketReceiver(opened, bucket),
+        SEVERAL: lambda: SeveralReceiver(
+            opened, functools.partial(receiver, rank=rank, expected=expected, bucket=bucket)
+        ),
     }
     kind = opened.get("kind")
     if not isinstance(kind, str) or kind not in kinds:

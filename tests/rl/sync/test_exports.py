@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ pytest.importorskip("torch")
 import torch
 from export_worker import FACTORY, weights
 
+from megatron_idempotent.rl.sync import RemoteWeights
+from megatron_idempotent.rl.sync.exports import MakeSender
 from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightUpdate, checksum
-from megatron_idempotent.rl.weights.records import DELTA
+from megatron_idempotent.rl.weights.records import DELTA, UpdateDamaged
 from megatron_idempotent.rl.weights.transports import (
     BucketSender,
     DiskSender,
@@ -30,10 +34,8 @@ from megatron_idempotent.rl.workers import (
     EmbeddedRanks,
     RankFailed,
     RanksLost,
-    RemoteWeights,
     WorkerSpec,
 )
-from megatron_idempotent.rl.workers.exports import MakeSender
 from megatron_idempotent.rl.workers.pipes import PipeLink
 
 ONE = 64 * 32 * 4
@@ -110,12 +112,17 @@ def counting_bytes():
         yield sizes
 
 
+#: Rank 0 has all tensors, or both ranks have some.
+KEEPERS = pytest.mark.parametrize("keepers", [(0, 0, 0, 0), (1, 0, 1, 1)], ids=["one", "two"])
+
+
+@KEEPERS
 @pytest.mark.parametrize("kind", ["disk", "shared_memory", "process_group"])
 async def test_weights_come_by_a_transport_and_not_through_the_ranks_pipes(
-    megatron_rank_pool, tmp_path, kind
+    megatron_rank_pool, tmp_path, kind, keepers
 ) -> None:
     make = senders(tmp_path / "weights")[kind]
-    async with exporting(megatron_rank_pool, transport=make) as (_, source):
+    async with exporting(megatron_rank_pool, transport=make, keepers=keepers) as (_, source):
         with counting_bytes() as sizes:
             buckets = await asyncio.to_thread(collect, source.buckets(bucket_bytes=2 * ONE))
         received = {name: each for bucket in buckets for name, each in bucket.tensors.items()}
@@ -126,18 +133,19 @@ async def test_weights_come_by_a_transport_and_not_through_the_ranks_pipes(
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".safetensors"]
 
 
+@KEEPERS
 @pytest.mark.parametrize("kind", senders(Path()))
-async def test_an_engines_sender_works_on_rank_0_and_the_controller_has_no_bytes(
-    megatron_rank_pool, tmp_path, kind
+async def test_an_engines_sender_works_on_ranks_and_the_controller_has_no_bytes(
+    megatron_rank_pool, tmp_path, kind, keepers
 ) -> None:
     make = senders(tmp_path / "weights")[kind]
     update = WeightUpdate(id="run/1", version=1)
-    async with exporting(megatron_rank_pool, transport=None) as (_, source):
+    async with exporting(megatron_rank_pool, transport=None, keepers=keepers) as (_, source):
         sender, received = source.sender(make), {}
         with counting_bytes() as sizes:
             # In an engine's worker, whose operator has named the folder.
             end = receiver(await sender.open(update), bucket=str(tmp_path / "weights"))
-            buckets = source.buckets(bucket_bytes=2 * ONE)
+            buckets = source.buckets(bucket_bytes=3 * ONE)
             # The export ends while its last buckets are still on their way.
             for bucket in await asyncio.to_thread(collect, buckets):
                 assert {tensor.device.type for tensor in bucket.tensors.values()} == {"meta"}
@@ -155,9 +163,62 @@ async def test_an_engines_sender_works_on_rank_0_and_the_controller_has_no_bytes
         with pytest.raises(TransportError, match=r"call open\(\)"):
             await sender.announce(bucket)
         await sender.open(update)
-        with pytest.raises(TransportError, match="bucket 1 is not there to announce"):
+        with pytest.raises(TransportError, match=r"bucket \d is not there to announce"):
             await sender.announce(bucket)
         await sender.close()
+
+
+async def test_parts_that_make_up_no_bucket_are_refused(megatron_rank_pool, tmp_path) -> None:
+    make = functools.partial(DiskSender, tmp_path)
+    async with exporting(megatron_rank_pool, transport=None, keepers=(0, 1, 0, 1)) as (_, source):
+        sender = source.sender(make)
+        opened = json.loads(json.dumps(await sender.open(WeightUpdate(id="run/1", version=1))))
+        buckets = await asyncio.to_thread(collect, source.buckets(bucket_bytes=2 * ONE))
+        first, second = [
+            json.loads(json.dumps(await sender.announce(bucket)))["parts"] for bucket in buckets
+        ]
+        for senders_, fact in (
+            ([], "0 senders are announced"),
+            ([opened], "of kinds ['several']"),
+            ([3], "announces in format 3"),
+        ):
+            with pytest.raises((UpdateDamaged, TransportError), match=re.escape(fact)):
+                receiver({**opened, "senders": senders_})
+        end = receiver(opened)
+        for parts, fact in (
+            (None, "an announced bucket lacks 'parts'"),
+            (first[:1], "has 1 parts, and 2 senders were opened"),
+            ([first[0], None], "is not an object"),
+            ([first[0], second[1]], "has parts of buckets 0, 1"),
+            (first[::-1], "cannot be read"),
+        ):
+            with pytest.raises(UpdateDamaged, match=fact):
+                end.receive({} if parts is None else {"parts": parts})
+        assert sorted(end.receive({"parts": first}).tensors) == ["a", "b"]
+        end.close()
+        twice = receiver({**opened, "senders": opened["senders"][:1] * 2})
+        with pytest.raises(UpdateDamaged, match="has a of several senders"):
+            twice.receive({"parts": first[:1] * 2})
+        twice.close()
+        await sender.close()
+    assert not [*tmp_path.rglob("*.safetensors")]
+
+
+async def test_a_sender_that_fails_beside_others_is_told_and_all_are_closed(
+    megatron_rank_pool, tmp_path
+) -> None:
+    make = functools.partial(send_from_rank_0_alone, tmp_path)
+    async with exporting(megatron_rank_pool, transport=None, keepers=(0, 1, 0, 1)) as (_, source):
+        sender = source.sender(make)
+        with pytest.raises(TransportError, match=r"cannot make .* for update 'run/1'"):
+            await sender.open(WeightUpdate(id="run/1", version=1))
+        await sender.close()
+        assert not [*tmp_path.glob("version-*")]
+
+
+def send_from_rank_0_alone(folder: Path) -> DiskSender:
+    """On another rank the folder is no folder."""
+    return DiskSender(folder if not torch.distributed.get_rank() else "/dev/null")
 
 
 async def test_what_changed_is_found_on_rank_0_where_the_source_does_not(

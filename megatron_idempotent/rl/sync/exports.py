@@ -1,7 +1,8 @@
 """Has the ranks send the policy's weights, while the controller conducts.
 
-The sender of a transport lives on rank 0, beside the weights. What passes through the controller is
-descriptions of buckets, checksums and announcements. Importing this imports torch.
+Senders live on the ranks that have tensors of a bucket: rank 0, or several side by side. What
+passes through the controller is descriptions of buckets, checksums and announcements. Importing
+this imports torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -33,8 +34,8 @@ from megatron_idempotent.rl.weights.transports import (
     receiver,
 )
 from megatron_idempotent.rl.weights.transports.base import Announcement, Receiver, Sender
-
-from .protocol import RankFailed, RankGroup, RanksLost
+from megatron_idempotent.rl.weights.transports.several import announced_together, opened_together
+from megatron_idempotent.rl.workers import RankFailed, RankGroup, RanksLost
 
 #: Seconds, after those of a call, for the ranks to be ended; so the wait for the loop has a bound.
 _MARGIN_S = 60.0
@@ -47,7 +48,7 @@ MakeSender = Callable[[], Sender]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BucketOnRank:
-    """Describes a bucket that rank 0 holds. Example: `BucketOnRank.of(bucket).infos`."""
+    """Describes what one rank holds of a bucket. Example: `BucketOnRank.of(bucket).infos`."""
 
     index: int
     infos: tuple[TensorInfo, ...]
@@ -69,22 +70,23 @@ class BucketOnRank:
 class DescribedBucket(Bucket):
     """Has the names, shapes and types of a bucket's tensors, which are on the device "meta".
 
-    Example: `DescribedBucket.of_rank(ranks_bucket).nbytes`.
+    Example: `DescribedBucket.of_ranks(parts).nbytes`.
     """
 
     changed: int
 
     @classmethod
-    def of_rank(cls, bucket: BucketOnRank) -> DescribedBucket:
-        """Make one of what rank 0 says of its bucket."""
+    def of_ranks(cls, parts: Sequence[BucketOnRank]) -> DescribedBucket:
+        """Make one of what ranks say of their parts of one bucket."""
         return cls(
-            index=bucket.index,
+            index=parts[0].index,
             tensors={
                 info.name: torch.empty(info.shape, dtype=info.dtype, device="meta")
-                for info in bucket.infos
+                for part in parts
+                for info in part.infos
             },
-            checksums=bucket.checksums,
-            changed=bucket.elements_changed,
+            checksums={name: value for part in parts for name, value in part.checksums.items()},
+            changed=sum(part.elements_changed for part in parts),
         )
 
     @property
@@ -97,7 +99,8 @@ class Exports:
     """Gives a worker the methods that `RemoteWeights` calls, over a source of its rank.
 
     Derive a worker from it, or hand its methods on. There is one export at a time; a new one ends
-    the one before. Rank 0 keeps the two newest buckets until senders have sent them.
+    the one before. Ranks keep what they have of the two newest buckets until senders have sent it.
+    Those are rank 0, and others whose source says so by `keeps`, as `MegatronWeights` does.
 
     Example:
         class Worker(Exports):
@@ -116,7 +119,7 @@ class Exports:
     def export_tensors(self) -> tuple[TensorInfo, ...] | None:
         """Return all tensors, on rank 0; None on others. Collective."""
         infos = self._export_source.tensors()
-        return infos if self._keeps() else None
+        return infos if _rank() == 0 else None
 
     def export_begin(self, bucket_bytes: int, whole: bool | None = None) -> None:
         """Begin an export. Collective.
@@ -124,8 +127,8 @@ class Exports:
         Args:
             bucket_bytes: the size of buckets.
             whole: False for what has changed since the last export, and True for everything, from
-                which on changes are found, by the source if it can, else on rank 0 by a copy of
-                what was sent. None for everything.
+                which on changes are found, by the source if it can, else by a copy of what was
+                sent, on the ranks that send. None for everything.
 
         Errors: those of the source, as for a `bucket_bytes` below 1.
         """
@@ -140,7 +143,7 @@ class Exports:
         self._export = source.buckets(bucket_bytes=bucket_bytes, **more)
 
     def export_next(self) -> BucketOnRank | None:
-        """Make the next bucket; return what rank 0 has, None on others and at the end. Collective.
+        """Make the next bucket; return what this rank has of it, None at the end. Collective.
 
         Errors: `RuntimeError` if no export has begun; those of the source.
         """
@@ -148,38 +151,44 @@ class Exports:
             raise RuntimeError("export_next() without an export: call export_begin() first")
         with _held_open(self._export):
             bucket = next(self._export, None)
-        if bucket is None or not self._keeps():
+        if bucket is None:
             return None
-        if self._last is not None and self._whole is not None:
+        if self._last is not None and self._whole is not None and self._sends():
             bucket = self._last.changed(bucket, whole=self._whole)
         self._held[bucket.index] = bucket
         self._held.pop(bucket.index - _BUCKETS, None)
         return BucketOnRank.of(bucket)
 
     def sender_open(self, key: str, make: MakeSender, update: WeightUpdate) -> Announcement | None:
-        """Make a sender on rank 0, and return its announcement. Errors: those of the sender."""
-        if not self._keeps():
+        """Make a sender, and return its announcement; None on ranks that send nothing.
+
+        Errors: those of the sender.
+        """
+        if not self._sends():
             return None
         sender = self._senders[key] = make()
         return asyncio.run(sender.open(update))
 
     def sender_step(self, key: str, step: str, index: int) -> Announcement | None:
-        """Do a step of a sender with a bucket, on rank 0: "announce", "transmit" or "release".
+        """Do a step of a sender with a bucket: "announce", "transmit" or "release".
+
+        Return None on ranks that send nothing.
 
         Errors: those of the sender; `TransportError` for a bucket that is no longer kept.
         """
-        if not self._keeps():
+        if not self._sends():
             return None
         bucket = self._held.get(index)
         if bucket is None:
             raise TransportError(
-                f"bucket {index} is not there to {step}: rank 0 has buckets {sorted(self._held)}"
+                f"bucket {index} is not there to {step}: rank {_rank()} has buckets "
+                f"{sorted(self._held)}"
             )
         answer: Announcement | None = asyncio.run(getattr(self._senders[key], step)(bucket))
         return answer
 
     def sender_close(self, key: str) -> None:
-        """Close a sender on rank 0; without one: no-op."""
+        """Close this rank's sender; without one: no-op."""
         sender = self._senders.pop(key, None)
         if sender is not None:
             asyncio.run(sender.close())
@@ -197,8 +206,12 @@ class Exports:
         if self._export is None and not self._senders:
             self._held.clear()
 
-    def _keeps(self) -> bool:
-        return not dist.is_initialized() or dist.get_rank() == 0
+    def _sends(self) -> bool:
+        return bool(getattr(self._export_source, "keeps", _rank() == 0))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 class RemoteWeights:
@@ -226,7 +239,7 @@ class RemoteWeights:
             ranks: the ranks, whose worker has the methods of `Exports`.
             loop: the event loop on which these are called.
             timeout_s: seconds for one bucket, after which the ranks count as lost.
-            transport: makes the sender on rank 0 from which this process receives each bucket, once
+            transport: makes the senders on ranks from which this process receives each bucket, once
                 for all engines in it. None where all engines are sent to by `sender`: buckets then
                 describe tensors and have none.
         """
@@ -236,7 +249,10 @@ class RemoteWeights:
         self._transport = transport
 
     def sender(self, make: MakeSender) -> Sender:
-        """Return a sender for an engine, such as a `VllmEngine`, whose work is done on rank 0."""
+        """Return a sender for an engine, such as a `VllmEngine`, whose work is done on ranks.
+
+        On each rank that sends, `make` makes a sender, of one kind and for that rank's machine.
+        """
         return _RankSender(self, make)
 
     def tensors(self) -> tuple[TensorInfo, ...]:
@@ -244,7 +260,7 @@ class RemoteWeights:
 
         Errors: `RankFailed`, `RanksLost`; `RuntimeError` in the event loop's own thread.
         """
-        infos: tuple[TensorInfo, ...] = self.ask("export_tensors")
+        infos: tuple[TensorInfo, ...] = self.ask("export_tensors")[0]
         return infos
 
     def buckets(self, *, bucket_bytes: int, whole: bool | None = None) -> RemoteBuckets:
@@ -257,8 +273,8 @@ class RemoteWeights:
         way = None if self._transport is None else _Way(self, self._transport)
         return RemoteBuckets(self, way, bucket_bytes, whole)
 
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call a method on all ranks, and return rank 0's result. Errors: as for `tensors`."""
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks, and return their results. Errors: as for `tensors`."""
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -279,13 +295,13 @@ class RemoteWeights:
             raise RanksLost(f"{method}(): the controller's event loop ended, or does not answer")
         return asked.result()
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call a method on all ranks, on the loop, and return rank 0's result.
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks, on the loop, and return their results in order of rank.
 
         Errors: `RanksLost`; `TransportError` if a transport raised it; else `RankFailed`.
         """
         try:
-            return (await self._ranks.call(method, *args, timeout_s=self._timeout_s))[0]
+            return await self._ranks.call(method, *args, timeout_s=self._timeout_s)
         except RankFailed as error:
             for kind in (TransportTimeout, TransportError):
                 if error.errors[0].exception_type == f"{kind.__module__}.{kind.__qualname__}":
@@ -306,11 +322,12 @@ class RemoteBuckets(Iterator[Bucket]):
         if not self._begun:
             self._begun = True
             self._weights.ask("export_begin", *self._asked)
-        exported: BucketOnRank | None = self._weights.ask("export_next")
-        if exported is None:
+        exported: list[BucketOnRank | None] = self._weights.ask("export_next")
+        parts = [part for part in exported if part is not None]
+        if not parts:
             self.close()
             raise StopIteration
-        bucket = DescribedBucket.of_rank(exported)
+        bucket = DescribedBucket.of_ranks(parts)
         return bucket if self._way is None else self._way.receive(bucket)
 
     def close(self) -> None:
@@ -327,20 +344,23 @@ class RemoteBuckets(Iterator[Bucket]):
 
 
 class _Way:
-    """Brings buckets of rank 0 into this process, in the thread of the export."""
+    """Brings buckets of the ranks into this process, in the thread of the export."""
 
     def __init__(self, weights: RemoteWeights, make: MakeSender) -> None:
         self._weights, self._make = weights, make
         self._key = uuid.uuid4().hex
         self._receiver: Receiver | None = None
+        self._senders: Sequence[int] = ()
 
     def receive(self, bucket: Bucket) -> Bucket:
         """Return the bucket with its tensors."""
         ask = self._weights.ask
         if self._receiver is None:
             update = WeightUpdate(id=f"export/{self._key}", version=0)
-            self._receiver = receiver(ask("sender_open", self._key, self._make, update))
-        announced = ask("sender_step", self._key, "announce", bucket.index)
+            self._senders, opened = _opened(ask("sender_open", self._key, self._make, update))
+            self._receiver = receiver(opened)
+        parts = ask("sender_step", self._key, "announce", bucket.index)
+        announced = announced_together([parts[rank] for rank in self._senders])
         # Both ends at once, where a transport needs that.
         with ThreadPoolExecutor(1, "weight-transmit") as thread:
             sending = thread.submit(ask, "sender_step", self._key, "transmit", bucket.index)
@@ -357,7 +377,7 @@ class _Way:
 
 
 class _RankSender(Sender):
-    """Implements `Sender` by one on rank 0, which sends the buckets that rank 0 holds."""
+    """Implements `Sender` by one on each rank that has tensors, for its parts of buckets."""
 
     kind = "ranks"
 
@@ -365,17 +385,18 @@ class _RankSender(Sender):
         super().__init__()
         self._weights, self._make = weights, make
         self._key = ""
+        self._senders: Sequence[int] = ()
 
     async def open(self, update: WeightUpdate) -> Announcement:
         self._key = uuid.uuid4().hex
-        opened: Announcement = await self._weights.call(
-            "sender_open", self._key, self._make, update
+        self._senders, opened = _opened(
+            await self._weights.call("sender_open", self._key, self._make, update)
         )
         return opened
 
     async def announce(self, bucket: Bucket) -> Announcement:
-        announced: Announcement = await self._step("announce", bucket)
-        return announced
+        parts = await self._step("announce", bucket)
+        return announced_together([parts[rank] for rank in self._senders])
 
     async def transmit(self, bucket: Bucket) -> None:
         await self._step("transmit", bucket)
@@ -390,10 +411,16 @@ class _RankSender(Sender):
                 # Shielded: a close that is cancelled closes all the same.
                 await asyncio.shield(self._weights.call("sender_close", key))
 
-    async def _step(self, step: str, bucket: Bucket) -> Any:
+    async def _step(self, step: str, bucket: Bucket) -> list[Any]:
         if not self._key:
             raise TransportError(f"{step}() has no update; call open() before it")
         return await self._weights.call("sender_step", self._key, step, bucket.index)
+
+
+def _opened(announcements: Sequence[Announcement | None]) -> tuple[Sequence[int], Announcement]:
+    """Return the ranks that have a sender, and one announcement of all their senders."""
+    opened = {rank: sender for rank, sender in enumerate(announcements) if sender is not None}
+    return tuple(opened), opened_together(list(opened.values()))
 
 
 @contextlib.contextmanager

@@ -1,19 +1,19 @@
-"""A worker with weights: those of a module on rank 0, in whose export every rank takes part."""
+"""A worker with weights, in whose export every rank takes part."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_idempotent.rl.hf.buckets import BucketStream
+from megatron_idempotent.rl.sync.exports import Exports
 from megatron_idempotent.rl.weights import TensorInfo
-from megatron_idempotent.rl.workers.exports import Exports
 
 FACTORY = "export_worker:make"
 
@@ -34,9 +34,17 @@ class Source:
     """A `WeightSource` whose every tensor is broadcast first, so that no rank may stay away."""
 
     def __init__(
-        self, seed: int, fault: str = "", at: int = 2, rank: int = 0, finds_changes: bool = True
+        self,
+        seed: int,
+        fault: str = "",
+        at: int = 2,
+        rank: int = 0,
+        finds_changes: bool = True,
+        keepers: Sequence[int] = (0, 0, 0, 0),
     ) -> None:
-        self.finds_changes = finds_changes
+        """With `keepers`, for each tensor the rank that has it."""
+        self.finds_changes, self.keepers = finds_changes, keepers
+        self.keeps = dist.get_rank() in keepers
         self.tensors_by_name = weights(seed)
         self.fetched = 0
         self._fault, self._at, self._rank = fault, at, rank
@@ -51,11 +59,12 @@ class Source:
             self._fetch,
             bucket_bytes=bucket_bytes,
             convert=self._convert,
-            keeps=dist.get_rank() == 0,
+            keepers=self.keepers[: None if whole else 1],
+            rank=dist.get_rank(),
         )
 
-    def _fetch(self, members: range) -> dict[str, torch.Tensor]:
-        names = list(self.tensors_by_name)[members.start : members.stop]
+    def _fetch(self, members: Sequence[int]) -> dict[str, torch.Tensor]:
+        names = [list(self.tensors_by_name)[member] for member in members]
         for _ in names:
             dist.barrier()
             self.fetched += 1
@@ -64,7 +73,11 @@ class Source:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._fault == "silent":
                 time.sleep(600)
-        return {name: self.tensors_by_name[name] for name in names} if dist.get_rank() == 0 else {}
+        return {
+            name: self.tensors_by_name[name]
+            for member, name in zip(members, names, strict=True)
+            if self.keepers[member] == dist.get_rank()
+        }
 
     def _convert(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
         for name, tensor in named:
