@@ -17,10 +17,9 @@ from policy_worker import MODEL, Policy
 from transformers import AutoModelForCausalLM
 
 import megatron_idempotent.rl.controller as mc
-from megatron_idempotent.rl import workers
+from megatron_idempotent.rl import sync, workers
 from megatron_idempotent.rl.engines import Request
 from megatron_idempotent.rl.engines.transformers import TransformersEngine
-from megatron_idempotent.rl.sync import RemoteWeights
 
 GROUPS, SAMPLES, TOKENS, STEPS = 8, 8, 4, 16  # groups of a step, samples of a group, and so on
 SHOWN = ("train/reward", "train/staleness_mean", "train/staleness_max", "rollouts/inflight_mean")
@@ -63,7 +62,7 @@ async def main(pool: Any = None) -> None:
     ranks = workers.EmbeddedRanks(spec, 2, pool=pool)
     await ranks.start()
     engine = TransformersEngine(AutoModelForCausalLM.from_config(MODEL))
-    source = RemoteWeights(ranks, asyncio.get_running_loop())
+    source = sync.RemoteWeights(ranks, asyncio.get_running_loop())
     fleet = mc.Fleet([engine], source=source, requests=requests, score=score)
     await mc.Controller(
         settings=mc.ControllerSettings(target_groups=GROUPS, group_size=SAMPLES, groups_per_call=4),

@@ -14,7 +14,6 @@ import megatron_idempotent
 from megatron_idempotent.rl.controller import StepOutcome
 from megatron_idempotent.rl.hf import Architecture, MegatronWeights, build_gpt
 from megatron_idempotent.rl.sync import Exports
-from megatron_idempotent.rl.workers import RankGroup
 
 SIZES = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -71,7 +70,7 @@ class Worker(Exports):
 class Policy:
     """Calls the workers' methods of the same names, and returns rank 0's answer."""
 
-    def __init__(self, ranks: RankGroup) -> None:
+    def __init__(self, ranks: Any) -> None:
         self.ranks = ranks
 
     def __getattr__(self, method: str) -> Any:

@@ -214,6 +214,22 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 """The environment of vLLM on few CPU cores and small models: 1 GiB of cache, one thread."""
+#: A parent of the server that ends it with everything that it has started, once the process that
+#: holds the other end of its input has ended, however that was.
+_GUARD = """
+import ctypes, os, signal, subprocess, sys, threading
+def end_with_this():
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=end_with_this)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to the server, which ends in its own time
+def end_with_owner():
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
+threading.Thread(target=end_with_owner, daemon=True).start()
+code = server.wait()
+os._exit(code if code >= 0 else 128 - code)
+"""
 #: Seconds that a server gets to end by itself.
 _STOP_S = 10.0
 #: A line of vLLM's log that names an error, of whichever process.
@@ -221,7 +237,7 @@ _ERROR = re.compile(r"\bERROR\b.*\b\w+(Error|Exception): ")
 
 
 class VllmServer:
-    """Serves a checkpoint until the `with` block ends.
+    """Serves a checkpoint until the `with` block, or this process, ends.
 
     Example:
         with VllmServer("/models/Qwen3-0.6B") as server:
@@ -314,7 +330,8 @@ class VllmServer:
         name = self._log_name
         self._log = tempfile.TemporaryFile() if name is None else open(name, "ab+")
         # By module: in some builds the `vllm` command does not start.
-        command = [self._python, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [self._python, "-c", _GUARD]
+        command += [self._python, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", self.checkpoint, "--host", self._host, "--port", str(self._port)]
         command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
         # No defaults for sampling from the checkpoint.
@@ -331,7 +348,7 @@ class VllmServer:
             self._process = subprocess.Popen(
                 command,
                 env=variables | self._environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -365,6 +382,12 @@ class VllmServer:
         named = next(filter(_ERROR.search, told[:-lines]), None)
         return "\n".join([*filter(None, [named]), *told[-lines:]])
 
+    def wait(self) -> int:
+        """Block until the server has ended; return its exit code."""
+        if self._process is None:
+            raise RuntimeError("the server is not running; enter it first")
+        return self._process.wait()
+
     def stop(self) -> None:
         """End the server and every process that it has started. Not running: no-op."""
         process, self._process = self._process, None
@@ -375,6 +398,8 @@ class VllmServer:
             # Also where it has ended: its workers may not have noticed.
             _signal(process.pid, signal.SIGKILL)
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
         if self._log is not None:
             self._log.close()
             self._log = None

@@ -33,7 +33,6 @@ from megatron_idempotent.rl.trainer.task.prompts import PromptSet, PromptStream
 from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
 from megatron_idempotent.rl.weights.transports import Sender, SharedMemorySender
-from megatron_idempotent.rl.weights.transports.shared_memory import DIRECTORY
 from megatron_idempotent.rl.workers import RankGroup
 from megatron_idempotent.rl.workers.ray import import_ray
 
@@ -41,7 +40,7 @@ from . import ConfigError
 from .async_ranks import RankPolicy, make_ranks
 from .checkpoint import CheckpointStore
 from .config import Config
-from .engines import files_sender, make_async_engines, sync_settings
+from .engines import files_sender, has_room, make_async_engines, sync_settings
 from .output import INITIAL, SYNC, TRAINED, Job
 from .policy import training_positions
 from .report import make_loggers
@@ -252,13 +251,7 @@ def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
     """Return what brings weights to engines in this process; None if all are elsewhere."""
     if config.rollout.engine != "transformers" or config.controller.cluster == "ray":
         return None
-    files = files_sender(out)
-    if not DIRECTORY.is_dir():  # as on macOS
-        return files
-    free = os.statvfs(DIRECTORY)
-    # A container has 64 MB, unless it was given more: too little for two buckets of most models.
-    has_room = free.f_bavail * free.f_frsize >= 2 * (config.sync.bucket_mb << 20)
-    return SharedMemorySender if has_room else files
+    return SharedMemorySender if has_room(config) else files_sender(out)
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:

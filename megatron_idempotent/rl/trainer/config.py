@@ -176,7 +176,13 @@ class RolloutConfig:
     """Engine that samples: `transformers` runs a model in each rank's process; `vllm` is
     servers over HTTP for all ranks."""
     engine_url: str = ""
-    """URLs of the vLLM servers, separated by commas, without passwords."""
+    """URLs of the vLLM servers, separated by commas, without passwords. Empty with
+    `controller.cluster = "ray"` for `controller.engines` servers that actors start."""
+    vllm_python: str = ""
+    """Python, on the nodes, of an environment with vLLM and this package, for servers that actors
+    start; empty for the actors' own."""
+    vllm_arguments: str = ""
+    """More arguments for those servers, as in `--dtype bfloat16 --max-model-len 4096`."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that one response may take; after that the run ends with an error."""
     router_replay: Literal["off", "measure", "replay"] = "off"
@@ -191,7 +197,7 @@ class RolloutConfig:
             "config.toml would keep it, and vLLM reads none: give the URL without it; a proxy on "
             "this machine can add what one in front of the servers asks for",
         )
-        if bool(self.engine_url) == (self.engine == "transformers"):
+        if self.engine_url and self.engine == "transformers":
             raise ValueError(
                 f"rollout.engine is {self.engine!r} and rollout.engine_url is {self.engine_url!r}; "
                 "allowed: a URL for each server of vllm, none for transformers"
@@ -363,12 +369,13 @@ class ControllerConfig:
     """GPUs that Ray reserves for each rank, with `cluster = "ray"`: none, or with
     `run.device = "cuda"` one or more."""
     engines: int = Field(default=1, ge=1, le=4096)
-    """Number of engines with `rollout.engine = "transformers"`: in the controller's process or,
-    with `cluster = "ray"`, actors that are spread over the nodes."""
+    """Number of engines, unless they are servers of `rollout.engine_url`: of transformers in the
+    controller's process or, with `cluster = "ray"`, actors that are spread over the nodes."""
     cpus_per_engine: int = Field(default=1, ge=1)
     """CPUs that Ray reserves for each engine, with `cluster = "ray"`."""
     gpus_per_engine: int = Field(default=0, ge=0)
-    """GPUs that Ray reserves for each engine, with `cluster = "ray"`."""
+    """GPUs that Ray reserves for each engine, with `cluster = "ray"`; a vLLM server has as many
+    tensor-parallel workers."""
     plane: Literal["memory", "transfer_queue"] = "memory"
     """Place in which complete groups wait: the controller's memory, or TransferQueue."""
     step_attempts: int = Field(default=3, ge=1)
@@ -446,6 +453,12 @@ class Config:
                 f"controller.gpus_per_rank is {asked} and run.device is {device!r}; allowed: one "
                 "or more with run.device = 'cuda', none with another, because Ray shows ranks the "
                 "GPUs that they ask for"
+            )
+        rollout, cluster = self.rollout, self.controller.cluster
+        if rollout.engine == "vllm" and not rollout.engine_url and cluster != "ray":
+            raise ValueError(
+                "rollout.engine is 'vllm' and rollout.engine_url is ''; allowed: a URL for each "
+                "server, or controller.cluster = 'ray', whose actors start servers"
             )
         if self.rollout.router_replay != "off" and not (self.model.path or self.model.num_experts):
             raise ValueError(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from megatron_idempotent.rl.weights.transports import (
     Sender,
     SharedMemorySender,
 )
+from megatron_idempotent.rl.weights.transports.shared_memory import DIRECTORY
 
 from .config import Config
 from .output import SYNC
@@ -240,12 +244,16 @@ def server_engines(
     if not own:  # what a run that died was sending: whole models
         shutil.rmtree(directory, ignore_errors=True)
     urls = [url.strip() for url in config.rollout.engine_url.split(",") if url.strip()]
-    routing: Sequence[int] = ()
-    if config.rollout.router_replay != "off":
-        routing = range(Architecture.read(checkpoint).layers)
+    routing = routing_layers(config, checkpoint)
     make = functools.partial(make_sender, config, directory)
     transport = make if on_ranks is None else functools.partial(on_ranks, make)
     return [VllmEngine(url, transport=transport, routing_layers=routing) for url in urls]
+
+
+def routing_layers(config: Config, checkpoint: Path) -> Sequence[int]:
+    """Return the layers whose experts samples are to bring."""
+    off = config.rollout.router_replay == "off"
+    return () if off else range(Architecture.read(checkpoint).layers)
 
 
 def make_sender(config: Config, directory: Path) -> Sender:
@@ -279,7 +287,7 @@ async def make_async_engines(
     `checkpoint` is the Hugging Face one from which they load a model; the policy's weights come
     with the first publish, from the ranks that `weights` speaks with.
     """
-    if config.rollout.engine != "transformers":
+    if config.rollout.engine_url:
         return server_engines(config, checkpoint, out, weights.sender)
     names = [f"engine-{number}" for number in range(config.controller.engines)]
     if config.controller.cluster == "ray":
@@ -298,6 +306,39 @@ async def make_async_engines(
     ]
 
 
+def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> RolloutEngine:
+    """Make the engine of an actor: a model in its process, or a vLLM server of its own."""
+    gpus = config.controller.gpus_per_engine
+    if config.rollout.engine == "transformers":
+        return _transformers(config, checkpoint, name=name, device="cuda" if gpus else None)
+    from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmServer
+    from megatron_idempotent.rl.engines.vllm_served import ServedVllm
+
+    arguments = shlex.split(config.rollout.vllm_arguments)
+    routing = routing_layers(config, checkpoint)
+    if routing:
+        arguments.append("--enable-return-routed-experts")
+    if gpus > 1:
+        arguments += ["--tensor-parallel-size", str(gpus)]
+    server = VllmServer(
+        checkpoint,
+        python=config.rollout.vllm_python or sys.executable,
+        arguments=arguments,
+        environment=None if gpus else CPU_ENVIRONMENT,
+    )
+    transport = SharedMemorySender if has_room(config) else files_sender(out)
+    return ServedVllm(server, name=name, transport=transport, routing_layers=routing)
+
+
+def has_room(config: Config) -> bool:
+    """Return whether shared memory of this machine takes the two buckets of an update."""
+    if not DIRECTORY.is_dir():  # as on macOS
+        return False
+    free = os.statvfs(DIRECTORY)
+    # A container has 64 MB, unless it was given more: too little for two buckets of most models.
+    return free.f_bavail * free.f_frsize >= 2 * (config.sync.bucket_mb << 20)
+
+
 def _ray_engines(
     config: Config, checkpoint: Path, names: Sequence[str], out: Path, weights: RemoteWeights
 ) -> Sequence[RayEngine]:
@@ -309,13 +350,7 @@ def _ray_engines(
     return [
         RayEngine(
             name,
-            functools.partial(
-                _transformers,
-                config,
-                checkpoint.absolute(),
-                name=name,
-                device="cuda" if controller.gpus_per_engine else None,
-            ),
+            functools.partial(_in_actor, config, checkpoint.absolute(), out.absolute(), name),
             transport=functools.partial(weights.sender, files_sender(out)),
             num_cpus=controller.cpus_per_engine,
             num_gpus=controller.gpus_per_engine,

@@ -73,8 +73,8 @@ CONFIG_FILE, MARKER, SUMS = "config.toml", "COMPLETE.json", "SHA256SUMS"
 _FREE = {
     "run": "rollouts out checkpoint_every keep_checkpoints timeout_s",
     "task": "data",  # its content counts, not its path
-    "rollout": "engine_url request_timeout_s",
-    "sync": "transport directory address workers bucket_mb deltas",
+    "rollout": "engine_url vllm_python vllm_arguments request_timeout_s",
+    "sync": "transport directory address workers bucket_mb senders deltas",
     "optimizer": "chunks_per_step",
     "controller": "cluster engines ray_address cpus_per_rank gpus_per_rank cpus_per_engine "
     "gpus_per_engine plane step_attempts group_attempts restarts group_timeout_s call_timeout_s "

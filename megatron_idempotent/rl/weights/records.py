@@ -424,8 +424,9 @@ class WeightSource(Protocol):
         """Yield the weights in buckets of up to `bucket_bytes`, at least one tensor each.
 
         Only rank 0 of the trainer gets tensors, unless the source has others send theirs, too; the
-        others get as many buckets without any, and must take them all. A bucket is made when it is asked for. If the iterator has `close()`, as
-        generators do, that ends an iteration half-way, and the other ranks' with it.
+        others get as many buckets without any, and must take them all. A bucket is made when it is
+        asked for. If the iterator has `close()`, as generators do, that ends an iteration half-way,
+        and the other ranks' with it.
         """
         ...
 

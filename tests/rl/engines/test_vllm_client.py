@@ -12,8 +12,10 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -410,6 +412,45 @@ def test_a_server_is_its_own_and_no_other_that_answers_at_its_address(
         server._process.wait()
         with stranger(port, lambda: [server._alias]):
             assert not server.running
+
+
+OWNER = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_vllm_client import SLOW_SERVER, served_by
+from megatron_idempotent.rl.engines.vllm_served import ServedVllm
+from megatron_idempotent.rl.weights.transports import SharedMemorySender
+server = served_by(SLOW_SERVER, Path({folder!r}))
+engine = ServedVllm(server, name="a", transport=SharedMemorySender)
+print(server.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("dies", ["owner", "server"])
+def test_a_server_and_the_process_that_started_it_end_with_each_other(
+    tmp_path: Path, dies: str
+) -> None:
+    program = OWNER.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    command = [sys.executable, "-c", program]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as owner:
+        assert owner.stdout is not None
+        assert owner.stderr is not None
+        server = int(owner.stdout.readline())
+        if dies == "owner":
+            owner.kill()
+        else:
+            os.killpg(server, signal.SIGKILL)
+            assert owner.wait(20) == 1
+            assert "vLLM of engine a ended with -9" in owner.stderr.read()
+    deadline = time.monotonic() + 20
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(server, 0)
+            time.sleep(0.05)
+        pytest.fail("the server lives on")
 
 
 def test_what_answers_in_no_protocol_is_no_server(tmp_path: Path) -> None:

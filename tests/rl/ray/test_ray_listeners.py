@@ -1,7 +1,10 @@
 """Listeners of ranks on Ray and of their driver: Ray's own, and those of SECURITY.md's table."""
 
+import contextlib
 import os
+from pathlib import Path
 
+import kill_points
 from listeners import Row, listening, report, rows_of_ranks, table
 
 from megatron_idempotent.rl.engines.ray import RayEngine
@@ -50,3 +53,21 @@ async def test_ranks_and_driver_listen_at_what_the_table_says_and_rays_own_ports
     for row in rows_of_ranks(reports):
         rows.add(row._replace(address=names[row.address]))
     assert rows == {row for row in table("Ray") if not row.process.startswith("GCS")}
+
+
+def test_rays_own_processes_listen_at_what_the_table_says(cluster):
+    (row,) = (row for row in table("Ray") if row.process.startswith("GCS"))
+    addresses = {}
+    for pid in kill_points.descendants(os.getpid()):
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            program = next((Path(word).name.removesuffix(".py") for word in words if word.endswith(PROGRAMS)), None)
+            if program is not None:
+                found = {each.address for each in listening(pid) if each.kind == "TCP"}
+                addresses.setdefault(program, set()).update(found)
+    assert {"gcs_server", "raylet", "agent"} <= addresses.keys()
+    assert set().union(*addresses.values()) - {"127.0.0.1"} == {row.address}
+
+
+#: How the commands of Ray's own processes name themselves; its workers' do otherwise.
+PROGRAMS = ("/gcs_server", "/raylet", "/agent.py", "/agent/main.py")
