@@ -1,4 +1,4 @@
-"""Parses the arguments of all subcommands, and implements `explain` and `prove`."""
+"""Parses the arguments of all subcommands, and implements `prove`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_idempotent import __version__
 from megatron_idempotent.lazy import REMEDIES, naming_the_remedy
 from megatron_idempotent.patching.base import PatchError, UnknownPatchError
 from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.settings import check_ids, did_you_mean
+from megatron_idempotent.patching.settings import did_you_mean
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.proof.cpu.errors import NoDeviceError
 from megatron_idempotent.proof.cpu.gpu import DEVICES
 from megatron_idempotent.proof.prove import Finding
 from megatron_idempotent.proof.prove import prove as findings_of
 
-from .casebook import case_text
+from .explain import as_id, explain
 
 PROGRAM = "megatron-idempotent"
 
@@ -91,14 +91,16 @@ def _run(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
         hint = did_you_mean(argv[0], commands.choices)
         parser.error(f"there is no command {argv[0]!r}.{hint}")
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:  # argparse would show the options of no command
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if arguments.command == "doctor":
             from .doctor import doctor
 
             return doctor(as_json=arguments.json, beside=arguments.beside)
         if arguments.command == "explain":
-            return explain(arguments.id)
+            return explain(" ".join(arguments.text))
         if arguments.command == "completion":
             from .completion import completion
 
@@ -170,7 +172,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
         "explain", help="print a hazard's case file, or a list of all hazards", description=_EXPLAIN
     )
     explain.add_argument(
-        "id", nargs="?", metavar="ID", help="a hazard, also by its file's name; default: list all"
+        "text",
+        nargs="*",
+        metavar="ID",
+        help="a hazard, also by its file's name, or the words of a message; default: list all",
     )
 
     prove = commands.add_parser(
@@ -240,7 +245,8 @@ _COMPLETION = (
 )
 _EXPLAIN = (
     "Prints what is known of a hazard: symptom, cause, releases, who met it in public, and when "
-    "the patch may go. Exit code 0; 2 for an unknown id, with the nearest ones."
+    "the patch may go. For words of a message or symptom, lists the hazards whose case files are "
+    "nearest to them. Exit code 0; 2 for an unknown id, or where no case file is near."
 )
 _DOCTOR = (
     "Decides every patch against the Megatron on the path, without importing it. The first line "
@@ -257,27 +263,6 @@ _PROVE = (
     "first stock, then patched. Exit code 0; 1 where a release and its case file disagree; 2 for "
     "an unknown id or a missing GPU."
 )
-
-
-def explain(patch_id: str | None) -> int:
-    """Print a hazard's case file, or without an id one line per hazard; return the exit code 0.
-
-    Raises:
-        UnknownPatchError: no case file has that id.
-    """
-    if patch_id is None:
-        rows = [(hazard.id, hazard.summary) for hazard in hazards().values()]
-        print(render(("id", "on stock Megatron"), rows))
-        return 0
-    patch_id = as_id(patch_id)
-    check_ids([patch_id], "explain", hazards())
-    print(case_text(hazards()[patch_id]))
-    return 0
-
-
-def as_id(text: str) -> str:
-    """Return a hazard's id, given the id or its file's name, such as `no_sync_func_reentry.py`."""
-    return text.removesuffix(".py").replace("_", "-")
 
 
 def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> int:
