@@ -38,6 +38,9 @@ _OWN_PARSERS = {
 """The module of each command with a parser of its own, what runs it and what makes the parser."""
 
 
+NOTHING_PROVEN = 3
+"""The exit code of `prove` if none of the hazards is in what is installed: none was seen."""
+
 READER_LEFT = 128 + signal.SIGPIPE
 """The exit code if the reader of our output has closed it, as `| head` does, which shells also
 report for other commands."""
@@ -47,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, or those of the process.
 
     Returns:
-        The exit code: 1 if a check failed; 2 for wrong arguments or a missing package; 141 if the
-        reader of standard output has closed it, as in `megatron-idempotent doctor --json | head`;
-        else 0. `train` has more.
+        The exit code: 1 if a check failed; 2 for wrong arguments or a missing package; 3 if `prove`
+        saw no hazard; 141 if the reader of standard output has closed it, as in
+        `megatron-idempotent doctor --json | head`; else 0. `train` has more.
     """
     try:
         try:
@@ -261,7 +264,8 @@ _DRIFT = (
 _PROVE = (
     "Runs each hazard's reproduction with the installed Megatron on gloo ranks of this machine, "
     "first stock, then patched. Exit code 0; 1 where a release and its case file disagree; 2 for "
-    "an unknown id or a missing GPU."
+    "an unknown id or a missing GPU; 3 where nothing was proven, as no hazard is in what is "
+    "installed."
 )
 
 
@@ -269,7 +273,8 @@ def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> in
     """Run hazards and print a table of the findings, or JSON; `ids` None is all hazards.
 
     Returns:
-        The exit code: 1 if a release and a case file disagree, else 0.
+        The exit code: 1 if a release and a case file disagree, 3 if no hazard was seen at all, else
+        0.
 
     Raises:
         UnknownPatchError: no case file has one of the ids.
@@ -294,4 +299,12 @@ def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> in
         for finding in findings:
             if finding.failed and finding.neighbour not in ("-", "ok"):
                 print(f"\n{finding.id}, the right program beside it: {finding.neighbour}")
-    return 1 if any(finding.failed for finding in findings) else 0
+    if any(finding.failed for finding in findings):
+        return 1
+    if all(finding.verdict == "not_applicable" for finding in findings):
+        print(
+            f"{PROGRAM} prove: nothing was proven: no hazard of these is in what is installed here",
+            file=sys.stderr,
+        )
+        return NOTHING_PROVEN
+    return 0

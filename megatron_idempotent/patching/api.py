@@ -242,7 +242,9 @@ def _log(changed: list[Row]) -> None:
             logger.warning("%s", sentence)
             _said.add(sentence)
     if applied:
-        logger.info("patched: %s", ", ".join(applied))
+        in_place = sum(row.status in ("applied", "already_applied") for row in state.rows.values())
+        logger.info("%d patches landed, so that %d are in place", len(applied), in_place)
+        logger.debug("landed: %s", ", ".join(applied))
 
 
 def write_report() -> None:

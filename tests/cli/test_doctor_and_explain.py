@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import json
 import os
-import pty
 import re
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
-from starts import started
+from starts import shown_at_80_columns, started
 
 from megatron_idempotent.cli.doctor import notes
 from megatron_idempotent.cli.main import main
@@ -78,24 +74,6 @@ def test_doctor_answers_in_its_first_line_and_a_pipe_gets_a_line_per_patch():
     shown = [line.split()[0] for line in rest if line.startswith("  ")]
     assert sorted(shown) == sorted(patches().keys() - folded)
     assert all("; lands when megatron." in line for line in landing), "the whole reason"
-
-
-def shown_at_80_columns(*command: str) -> list[str]:
-    """The lines that a Python program prints on a terminal."""
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    process = subprocess.Popen([sys.executable, *command], stdout=follower, env=environ)
-    os.close(follower)
-    shown = b""
-    try:
-        while part := os.read(leader, 1 << 16):
-            shown += part
-    except OSError:  # the other end is closed
-        pass
-    os.close(leader)
-    assert process.wait() == 0
-    return shown.decode().splitlines()
 
 
 def test_doctor_and_a_printed_report_fit_a_terminal():
@@ -377,7 +355,11 @@ def test_prove_says_that_a_release_without_the_code_is_not_applicable(checkout):
     (finding,) = json.loads(result.stdout)
     assert finding["verdict"] == "not_applicable"
     assert "megatron.training.training is not on the path" in finding["stock"]
-    assert result.returncode == 0
+    assert result.stderr == (
+        "megatron-idempotent prove: nothing was proven: no hazard of these is in what is installed "
+        "here\n"
+    )
+    assert result.returncode == 3
 
 
 @pytest.mark.parametrize(
