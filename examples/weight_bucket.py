@@ -1,6 +1,6 @@
 """Bring weights to an engine that shares nothing with its trainer but the URL of a bucket.
 
-    python examples/weight_bucket.py [URL]
+    python examples/weight_bucket.py [URL]    # with the extras trainer and bucket
 
 A rank trains a small Qwen3 in Megatron and publishes each step; an engine in another process takes
 what it finds, and has the same bits in the end. The URL may be a folder, or s3://bucket/run.
@@ -15,6 +15,7 @@ import tempfile
 from typing import Any
 
 from megatron_idempotent.proof import cpu
+from megatron_idempotent.rl.sync import BucketFollower, BucketPublisher, WeightSync
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -30,7 +31,6 @@ def train(url: str) -> list[str]:
 
     from megatron_idempotent.logprobs import model_logprobs, shift_targets
     from megatron_idempotent.rl import hf
-    from megatron_idempotent.rl.sync import BucketPublisher, WeightSync
 
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -56,7 +56,6 @@ async def serve(url: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
-    from megatron_idempotent.rl.sync import BucketFollower
     from megatron_idempotent.rl.weights import checksum
 
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **MODEL))
@@ -70,6 +69,7 @@ async def serve(url: str) -> None:
 
 
 def main(url: str) -> None:
+    BucketPublisher(url, run="example")  # raises here, before a rank starts, if it cannot be opened
     command = [sys.executable, __file__, "serve", url]
     engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     print(*cpu.run_ranks(1, train, url)[0], engine.communicate(timeout=300)[0], sep="\n")

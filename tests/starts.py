@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -33,3 +37,21 @@ def started(
     """Run a command to its end in that environment; return its exit code and what it printed."""
     how = {"env": environment(**given), "cwd": cwd, "timeout": timeout_s, "check": False}
     return subprocess.run([*map(str, command)], capture_output=True, text=True, **how)
+
+
+def shown_at_80_columns(*command: str) -> list[str]:
+    """The lines that a Python program prints on a terminal."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    process = subprocess.Popen([sys.executable, *command], stdout=follower, env=environ)
+    os.close(follower)
+    shown = b""
+    try:
+        while part := os.read(leader, 1 << 16):
+            shown += part
+    except OSError:  # the other end is closed
+        pass
+    os.close(leader)
+    assert process.wait() == 0
+    return shown.decode().splitlines()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megatron_idempotent.cli import casebook
 from megatron_idempotent.patching.catalog import hazards
+from megatron_idempotent.patching.releases import installed
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
 ROOT = Path(__file__).parent.parent
@@ -48,6 +52,34 @@ def naming() -> dict[Path, str]:
 
 def test_what_names_releases_and_the_version_has_those_of_the_table():
     assert casebook.naming_releases(naming(), TABLE["releases"]) == naming(), REMEDY
+
+
+def test_casebook_writes_what_differs_alone_and_the_number_that_doctor_says(tmp_path):
+    newest = installed("megatron-core")
+    if newest is None or newest.text != TABLE["releases"][-1]["megatron"]:
+        pytest.skip("the pages show the newest release")
+    files = [*casebook.NAMING, Path("HAZARDS.md"), casebook.COMPATIBILITY, casebook.USE]
+    files += [casebook.PROVEN, casebook.HISTORY]
+    files += [path.relative_to(ROOT) for path in (ROOT / casebook.GENERATED).iterdir()]
+    for path in files:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+        os.utime(tmp_path / path, (0, 0))
+    page = (ROOT / casebook.USE).read_text()
+    stale, number = re.subn(r"\d+ of \d+ would land on", "1 of 2 would land on", page)
+    assert number == 1
+    (tmp_path / casebook.USE).write_text(stale)
+    assert casebook.main([], tmp_path) == 0
+    assert (tmp_path / casebook.USE).read_text() == page, REMEDY
+    written = {path for path in files if (tmp_path / path).stat().st_mtime}
+    assert written == {casebook.USE}
+
+
+def test_the_page_keeps_its_number_beside_another_release():
+    page = (ROOT / casebook.USE).read_text()
+    assert casebook.with_first_line(page, "3 of 3 would land on megatron-core 0.1", "0.2") == page
+    with pytest.raises(ValueError, match=r"docs/use\.md no longer shows `megatron-idempotent doc"):
+        casebook.with_first_line("", "3 of 3 would land on megatron-core 0.2; …", "0.2")
 
 
 def test_a_new_minor_is_a_line_in_the_table():

@@ -3,7 +3,8 @@
 A new release of Megatron changes files in `patches/_generated/` only: `reviewed.txt`,
 `accepted.txt`, which has the hashes of the statements that were read, and `reads.txt`, where it
 lacks what a wrapper reads beside the body. Case files change only if a wrapper does. Bodies that
-did not change get the new release into their label without being named.
+did not change get the new release into their label without being named. Other releases that have
+the same file, as `releases.txt` says, are in the label too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from megatron_idempotent.patching.catalog import MEGATRON, OPEN, patches
 from megatron_idempotent.patching.contract import unmet
 from megatron_idempotent.patching.decide import check_range, part_of, review
 from megatron_idempotent.patching.record import FILE, Patch, Reviewed, Target
-from megatron_idempotent.patching.releases import Installed, numbers, supported
+from megatron_idempotent.patching.releases import (
+    TABLE,
+    Installed,
+    Release,
+    Table,
+    numbers,
+    release_named,
+    supported,
+)
 from megatron_idempotent.patching.source import Body
 from megatron_idempotent.patching.statements import ACCEPTED, accepted_lines
 from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
@@ -53,6 +62,8 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
     known = Reviewed(content(FOLDER, FILE))
     _drop_unwrapped(known)
     statements = {line[:12]: line for line in content(FOLDER, ACCEPTED)}
+    table = Table(content(FOLDER, TABLE))
+    releases = [*filter(None, map(table.release, table.names))]
     told: list[str] = []
     for tree in trees:
         bodies = {
@@ -69,7 +80,11 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
                     told += _accept(known, patch, target, bodies[target.address], label, tree)
             if label is None and release is not None:
                 for target in patch.targets:
-                    _extend(known, patch, target, bodies[target.address], release)
+                    others: list[Installed] = []
+                    if patch.distribution == MEGATRON:
+                        others = _with_the_same_file(releases, target, tree)
+                    for named in (release, *others):
+                        _extend(known, patch, target, bodies[target.address], named)
         read = _read(known)
         found = [body for body in bodies.values() if body is not None and body.hash in read]
         statements |= {line[:12]: line for line in accepted_lines(found)}
@@ -146,6 +161,18 @@ def _extend(
     part = _part(target, body) if parts else None
     if part in parts:
         parts[part] = _with(parts[part], release)
+
+
+def _with_the_same_file(
+    releases: Iterable[Release], target: Target, tree: SourceTree
+) -> list[Installed]:
+    """Return the releases of the table in which the target's file is as it is in the tree."""
+    digest = tree.digest(target.module)
+    return [
+        release_named(release.version)
+        for release in releases
+        if digest is not None and release.digests.get(target.module) == digest
+    ]
 
 
 def _with(label: str, release: Installed) -> str:

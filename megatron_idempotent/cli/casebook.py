@@ -3,7 +3,9 @@
 `python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md, and in
 `patches/_generated/` the index that `apply()` reads and what wrappers read of upstream, in the
 repository in which it is called. Releases, commits and frameworks are tables in pyproject.toml;
-what else names releases gets them from there. CITATION.cff gets the version of the package.
+what else names releases gets them from there. CITATION.cff gets the version of the package, and
+docs/use.md the first line of `doctor`, if the newest release is installed. A file that has its
+content already is left alone.
 
 With paths of wheels, or of clones at a release's tag, it renews the table of releases, by which
 `apply()` and `doctor` tell a release from a commit. With these and with other commits it renews the
@@ -22,7 +24,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,12 +37,13 @@ from megatron_idempotent import __version__
 from megatron_idempotent.patching.catalog import INDEX, MEGATRON, PACKAGE, hazards, index_of
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 from megatron_idempotent.patching.releases import TABLE, place
+from megatron_idempotent.patching.settings import SWITCH
 from megatron_idempotent.patching.source import TEXTS
 from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
 
 from .body_texts import renewed_texts
 from .drift import drift, open_trees
-from .generated import content, write
+from .generated import content, rewrite, write
 from .reads import installed_trees, renewed
 from .release_table import renewed_table
 
@@ -48,6 +53,7 @@ HISTORY = Path("docs", "history.json")
 GENERATED = Path("patches", "_generated")
 MAKEFILE, README, PROJECT = Path("Makefile"), Path("README.md"), Path("pyproject.toml")
 CITATION = Path("CITATION.cff")
+USE = Path("docs", "use.md")
 #: Files that name the releases of the table, or the package's version.
 NAMING = (MAKEFILE, README, PROJECT, CITATION)
 _LINE = 104
@@ -252,7 +258,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
     if folder is not None:
         proven = merged(proven, read_findings(folder))
-        (root / PROVEN).write_text(f"{json.dumps(proven, indent=1)}\n", encoding="utf-8")
+        rewrite(root / PROVEN, f"{json.dumps(proven, indent=1)}\n")
     walked = json.loads((root / HISTORY).read_text(encoding="utf-8"))
     table = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
     project = table["tool"]["megatron-idempotent"]
@@ -260,10 +266,10 @@ def main(argv: Sequence[str], root: Path) -> int:
     named = naming_releases(texts, project["releases"])
     # First, because all that is written below asks the index which release nobody has run.
     write(root / GENERATED, INDEX, index_of(hazards().values(), first_untried(project["releases"])))
-    (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
-    (root / COMPATIBILITY).write_text(page(project, proven, walked), encoding="utf-8")
+    rewrite(root / "HAZARDS.md", hazards_markdown(proven))
+    rewrite(root / COMPATIBILITY, page(project, proven, walked))
     for path, text in named.items():
-        (root / path).write_text(text, encoding="utf-8")
+        rewrite(root / path, text)
     needs = renewed(parsed(content(root / GENERATED, READS)), installed_trees())
     write(root / GENERATED, READS, lines_of(needs))
     if options.accept:  # last, because only it knows what was read just now
@@ -276,7 +282,33 @@ def main(argv: Sequence[str], root: Path) -> int:
     }
     write(root / GENERATED, TABLE, renewed_table(known[TABLE], trees, needs))
     write(root / GENERATED, TEXTS, renewed_texts(known[TEXTS], trees))
+    newest = project["releases"][-1]["megatron"]
+    text = (root / USE).read_text(encoding="utf-8")
+    rewrite(root / USE, with_first_line(text, doctors_first_line(root), newest))
     return 0
+
+
+def doctors_first_line(root: Path) -> str:
+    """Return the first line of `doctor` on the installed Megatron, by the repository at `root`."""
+    # A process of its own: here the index was read before it was written.
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_idempotent", "doctor"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(SWITCH)}
+    told = subprocess.run(command, cwd=root, env=kept, capture_output=True, text=True, check=False)
+    return told.stdout.partition("\n")[0]
+
+
+def with_first_line(text: str, line: str, newest: str) -> str:
+    """Return docs/use.md with what `doctor` says first; as it is if `line` is of another release.
+
+    Raises:
+        ValueError: the page no longer shows it.
+    """
+    shown = re.compile(r"(?m)^(    \$ megatron-idempotent doctor \| head -1\n    ).+$")
+    if shown.search(text) is None:
+        raise ValueError(f"{USE} no longer shows `megatron-idempotent doctor | head -1`")
+    if f" land on megatron-core {newest};" not in line:
+        return text
+    return shown.sub(lambda match: match[1] + line, text)
 
 
 _HEAD = """# Which framework gets what

@@ -52,14 +52,8 @@ def doctor(*, as_json: bool, beside: str | None = None) -> int:
     if beside is None:
         report = apply(dry_run=True)
     else:
-        module, _, function = beside.partition(":")
         apply()
-        try:
-            found = importlib.import_module(module)
-            if function:
-                getattr(found, function)()
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"--beside {beside}: {type(error).__name__}: {error}") from error
+        _patch_by(beside)
         report = api.report()
     nothing = api.nothing_lands(report)
     if as_json:
@@ -68,6 +62,36 @@ def doctor(*, as_json: bool, beside: str | None = None) -> int:
         lines = [*filter(None, [nothing]), *notes()]
         print(overview(report, terminal_width(), dry_run=beside is None, notes=lines))
     return 1 if report.problems or nothing else 0
+
+
+def _patch_by(beside: str) -> None:
+    """Import `module`, or import it and call the function of `module:function`.
+
+    Raises:
+        ValueError: there is no such module or function, or the module cannot be imported.
+    """
+    name, _, function = beside.partition(":")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"--beside {beside}: {name!r} is no module: write MODULE[:FUNCTION]")
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        above = [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
+        why = f"importing {name} raises {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name in above:
+            why = (
+                f"no module {error.name!r} on the path of {sys.executable}: write "
+                "MODULE[:FUNCTION] as in an import statement, and set PYTHONPATH to the folder "
+                "that holds it"
+            )
+        raise ValueError(f"--beside {beside}: {why}") from error
+    if function:
+        if not callable(getattr(module, function, None)):
+            raise ValueError(
+                f"--beside {beside}: the module {name} has no function {function!r}: write the one "
+                "that patches Megatron, or nothing after the module if its import does so"
+            )
+        getattr(module, function)()
 
 
 def notes() -> Iterator[str]:

@@ -73,9 +73,12 @@ def hook(argv: Sequence[str]) -> int:
             part.write_text(LINE, encoding="utf-8")
             part.chmod(0o644)  # other users' Pythons read it, also under a strict umask
             part.replace(file)  # a Python that starts meanwhile reads no half of it
-        elif arguments.action == "remove":
+        was_there = file.exists()
+        if arguments.action == "remove":
             file.unlink(missing_ok=True)
-        found = file.read_text(encoding="utf-8") if file.exists() else None
+            print(f"{file} is removed" if was_there else f"nothing to remove: no {file}")
+            return 0
+        found = file.read_text(encoding="utf-8") if was_there else None
     except OSError as error:
         print(
             f"megatron-idempotent hook: {error.filename}: {error.strerror}; give a folder that you "
@@ -84,7 +87,7 @@ def hook(argv: Sequence[str]) -> int:
         )
         return 2
     print(hook_line(file, found))
-    return int(arguments.action != "remove" and found != LINE)
+    return int(found != LINE)
 
 
 def hook_parser() -> argparse.ArgumentParser:

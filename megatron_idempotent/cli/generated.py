@@ -54,10 +54,17 @@ HEADS: Mapping[str, str] = {
 
 def write(folder: Path, name: str, lines: Iterable[str]) -> None:
     """Replace one of the files in the folder by its head and these lines."""
+    rewrite(folder / name, HEADS[name] + "".join(f"{line}\n" for line in lines))
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Give a file this text, and leave one alone that has it: make goes by the time of a change."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
     # Beside it and renamed: an interrupted write must not leave half of the reviews.
-    beside = folder / f"{name}.new"
-    beside.write_text(HEADS[name] + "".join(f"{line}\n" for line in lines), encoding="ascii")
-    beside.replace(folder / name)
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def content(folder: Path, name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Parses the arguments of all subcommands, and implements `explain` and `prove`."""
+"""Parses the arguments of all subcommands, and implements `prove`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_idempotent import __version__
 from megatron_idempotent.lazy import REMEDIES, naming_the_remedy
 from megatron_idempotent.patching.base import PatchError, UnknownPatchError
 from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.settings import check_ids, did_you_mean
+from megatron_idempotent.patching.settings import did_you_mean
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.proof.cpu.errors import NoDeviceError
 from megatron_idempotent.proof.cpu.gpu import DEVICES
 from megatron_idempotent.proof.prove import Finding
 from megatron_idempotent.proof.prove import prove as findings_of
 
-from .casebook import case_text
+from .explain import as_id, explain
 
 PROGRAM = "megatron-idempotent"
 
@@ -38,6 +38,9 @@ _OWN_PARSERS = {
 """The module of each command with a parser of its own, what runs it and what makes the parser."""
 
 
+NOTHING_PROVEN = 3
+"""The exit code of `prove` if none of the hazards is in what is installed: none was seen."""
+
 READER_LEFT = 128 + signal.SIGPIPE
 """The exit code if the reader of our output has closed it, as `| head` does, which shells also
 report for other commands."""
@@ -47,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, or those of the process.
 
     Returns:
-        The exit code: 1 if a check failed; 2 for wrong arguments or a missing package; 141 if the
-        reader of standard output has closed it, as in `megatron-idempotent doctor --json | head`;
-        else 0. `train` has more.
+        The exit code: 1 if a check failed; 2 for wrong arguments or a missing package; 3 if `prove`
+        saw no hazard; 141 if the reader of standard output has closed it, as in
+        `megatron-idempotent doctor --json | head`; else 0. `train` has more.
     """
     try:
         try:
@@ -91,14 +94,16 @@ def _run(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
         hint = did_you_mean(argv[0], commands.choices)
         parser.error(f"there is no command {argv[0]!r}.{hint}")
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:  # argparse would show the options of no command
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if arguments.command == "doctor":
             from .doctor import doctor
 
             return doctor(as_json=arguments.json, beside=arguments.beside)
         if arguments.command == "explain":
-            return explain(arguments.id)
+            return explain(" ".join(arguments.text))
         if arguments.command == "completion":
             from .completion import completion
 
@@ -170,7 +175,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
         "explain", help="print a hazard's case file, or a list of all hazards", description=_EXPLAIN
     )
     explain.add_argument(
-        "id", nargs="?", metavar="ID", help="a hazard, also by its file's name; default: list all"
+        "text",
+        nargs="*",
+        metavar="ID",
+        help="a hazard, also by its file's name, or the words of a message; default: list all",
     )
 
     prove = commands.add_parser(
@@ -240,7 +248,8 @@ _COMPLETION = (
 )
 _EXPLAIN = (
     "Prints what is known of a hazard: symptom, cause, releases, who met it in public, and when "
-    "the patch may go. Exit code 0; 2 for an unknown id, with the nearest ones."
+    "the patch may go. For words of a message or symptom, lists the hazards whose case files are "
+    "nearest to them. Exit code 0; 2 for an unknown id, or where no case file is near."
 )
 _DOCTOR = (
     "Decides every patch against the Megatron on the path, without importing it. The first line "
@@ -255,36 +264,17 @@ _DRIFT = (
 _PROVE = (
     "Runs each hazard's reproduction with the installed Megatron on gloo ranks of this machine, "
     "first stock, then patched. Exit code 0; 1 where a release and its case file disagree; 2 for "
-    "an unknown id or a missing GPU."
+    "an unknown id or a missing GPU; 3 where nothing was proven, as no hazard is in what is "
+    "installed."
 )
-
-
-def explain(patch_id: str | None) -> int:
-    """Print a hazard's case file, or without an id one line per hazard; return the exit code 0.
-
-    Raises:
-        UnknownPatchError: no case file has that id.
-    """
-    if patch_id is None:
-        rows = [(hazard.id, hazard.summary) for hazard in hazards().values()]
-        print(render(("id", "on stock Megatron"), rows))
-        return 0
-    patch_id = as_id(patch_id)
-    check_ids([patch_id], "explain", hazards())
-    print(case_text(hazards()[patch_id]))
-    return 0
-
-
-def as_id(text: str) -> str:
-    """Return a hazard's id, given the id or its file's name, such as `no_sync_func_reentry.py`."""
-    return text.removesuffix(".py").replace("_", "-")
 
 
 def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> int:
     """Run hazards and print a table of the findings, or JSON; `ids` None is all hazards.
 
     Returns:
-        The exit code: 1 if a release and a case file disagree, else 0.
+        The exit code: 1 if a release and a case file disagree, 3 if no hazard was seen at all, else
+        0.
 
     Raises:
         UnknownPatchError: no case file has one of the ids.
@@ -309,4 +299,12 @@ def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> in
         for finding in findings:
             if finding.failed and finding.neighbour not in ("-", "ok"):
                 print(f"\n{finding.id}, the right program beside it: {finding.neighbour}")
-    return 1 if any(finding.failed for finding in findings) else 0
+    if any(finding.failed for finding in findings):
+        return 1
+    if all(finding.verdict == "not_applicable" for finding in findings):
+        print(
+            f"{PROGRAM} prove: nothing was proven: no hazard of these is in what is installed here",
+            file=sys.stderr,
+        )
+        return NOTHING_PROVEN
+    return 0

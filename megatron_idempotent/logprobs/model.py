@@ -176,7 +176,9 @@ def model_logprobs(
 
     Args:
         model: a GPTModel, or what it is wrapped in: DistributedDataParallel, Float16Module, FSDP.
-        input_ids: [B, S], as of `model.forward`; so are `position_ids` and `attention_mask`.
+        input_ids, position_ids: [B, S], as of `model.forward`.
+        attention_mask: [B, 1, S, S], true where a position is hidden, as of `model.forward`; None
+            for a model that is causal by itself.
         targets: [B, S] of int64 or int32, each position's target, or [B, S, K] for K of them, such
             as a teacher's tokens. With context parallelism those of this rank's positions.
         temperature, entropy, token_mask, ignore_index, vocab_size, workspace_bytes, sampling,

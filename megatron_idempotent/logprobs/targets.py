@@ -42,7 +42,7 @@ def shift_targets(
         ValueError: shapes or types that do not fit.
 
     Example:
-        stats = token_logprobs(logits=logits, targets=shift_targets(tokens, mask=attention_mask))
+        stats = token_logprobs(logits=logits, targets=shift_targets(tokens, mask=valid))
     """
     if tokens.dtype not in ID_DTYPES or tokens.dim() < 1:
         raise ValueError(

@@ -42,6 +42,7 @@ def apply(
 
     Raises:
         UnknownPatchError: `only`, `exclude` or the environment names no known patch.
+        TypeError: an argument is of another type.
         ValueError: a variable of the environment has no meaning, or, in strict mode, one that
             begins with `MEGATRON_IDEMPOTENT` is none of those that are read.
         PatchError: a patch in `only` cannot be applied, or, in strict mode, one cannot, or there is
@@ -51,6 +52,12 @@ def apply(
         import megatron_idempotent
         print(megatron_idempotent.apply())
     """
+    for name, value, choices in (
+        ("strict", strict, (True, False, None)),
+        ("dry_run", dry_run, (True, False)),
+    ):
+        if not any(value is choice for choice in choices):
+            raise TypeError(f"{name}= is one of {choices}, got {value!r}")
     selection = _select(only, exclude, strict)
     with install.lock:
         import_hooks.forget()
@@ -104,14 +111,21 @@ def revert() -> Report:
 def report() -> Report:
     """Return what is in place now: a row per known patch, `disabled` before the first `apply()`.
 
+    Where a door waits to call `apply()` with the first import of Megatron, as `hook install` and
+    `import megatron_idempotent.auto` make one, the rows are those that this call will begin with.
+
     The reason of an applied patch names live code that goes past it (`patching/detours.py`): a
     class that overrides the patched method and does not call it, a place that holds upstream's.
 
     Raises:
         PatchError: in strict mode, if a patch that landed late has a problem.
+        UnknownPatchError, ValueError: a door waits, and the environment has no meaning to it.
     """
     with install.lock:
         import_hooks.forget()
+        if state.selection is None and import_hooks.door_waits():
+            selection = _select(None, (), None)
+            return Report(_plan(patch, selection, full=False) for patch in outlines().values())
         around = install.detours()
         rows = [install.current(patch, around) for patch in outlines().values()]
         if state.selection is not None and state.selection.strict:
@@ -228,7 +242,9 @@ def _log(changed: list[Row]) -> None:
             logger.warning("%s", sentence)
             _said.add(sentence)
     if applied:
-        logger.info("patched: %s", ", ".join(applied))
+        in_place = sum(row.status in ("applied", "already_applied") for row in state.rows.values())
+        logger.info("%d patches landed, so that %d are in place", len(applied), in_place)
+        logger.debug("landed: %s", ", ".join(applied))
 
 
 def write_report() -> None:

@@ -120,6 +120,18 @@ _polled: dict[str, _Action] = PerProcessDict(__name__, "_polled")
 _complete: dict[str, ModuleType] = PerProcessDict(__name__, "_complete")
 
 
+def door_waits() -> bool:
+    """Return whether a finder of ours waits for the first import of Megatron to call `apply()`.
+
+    `megatron_idempotent.hook` has one, and the file that `hook install` writes another.
+    """
+    doors = ("_Watch", "MegatronIdempotentHook")
+    return any(
+        type(finder).__name__ in doors and getattr(finder, "waits", False)
+        for finder in sys.meta_path
+    )
+
+
 def is_complete(name: str) -> bool:
     """Return whether the module is imported and its body has run: all functions are there."""
     module = sys.modules.get(name)

@@ -68,7 +68,17 @@ class Report:
         return len(self._rows)
 
     def __getitem__(self, patch_id: str) -> Row:
-        return self._rows[patch_id]
+        row = self._rows.get(patch_id)
+        if row is None:
+            from .settings import unknown_id
+
+            if not isinstance(patch_id, str):
+                raise TypeError(
+                    f"a report has its rows by patch id (str), got {patch_id!r}: loop over it for "
+                    "its rows in order"
+                )
+            raise KeyError(unknown_id(patch_id, "report[]", tuple(self._rows)))
+        return row
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Report) and self._rows == other._rows

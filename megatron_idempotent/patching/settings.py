@@ -115,21 +115,26 @@ def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozense
     """Check ids that `source`, an argument or a variable, names; return them as a set.
 
     Raises:
-        TypeError: `ids` is one string, or holds something that is not a string.
+        TypeError: `ids` is one string or no iterable, or holds something that is not a string.
         UnknownPatchError: an id is not in `known`; the message has the nearest ones.
     """
     if isinstance(ids, str):
         raise TypeError(f"{source} takes several ids, got the string {ids!r}: write [{ids!r}]")
+    if not hasattr(type(ids), "__iter__"):
+        raise TypeError(
+            f"{source} takes a list of patch ids, got {ids!r}: write [] for none, or leave it out"
+        )
     ids, known = list(ids), tuple(known)
     for patch_id in ids:
         if not isinstance(patch_id, str):
             raise TypeError(f"{source} takes patch ids (str), got {patch_id!r}")
         if patch_id not in known:
-            raise UnknownPatchError(_unknown_id(patch_id, source, known))
+            raise UnknownPatchError(unknown_id(patch_id, source, known))
     return frozenset(ids)
 
 
-def _unknown_id(patch_id: str, source: str, known: tuple[str, ...]) -> str:
+def unknown_id(patch_id: str, source: str, known: tuple[str, ...]) -> str:
+    """Say that `source` names an id that is not in `known`, with the nearest ones."""
     from .catalog import hazards
 
     where = "`megatron-idempotent explain` lists them"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import install
+from . import import_hooks, install
 from .api import report
 from .base import PatchError, VerificationError
 from .catalog import load, outlines
@@ -31,7 +31,8 @@ def verify(group: Any = None) -> Report:
         The report of this process.
 
     Raises:
-        VerificationError: a patched function was replaced, or ranks differ; in strict mode also
+        VerificationError: nobody has called `apply()` in this process, and no door waits to; a
+            patched function was replaced, or ranks differ; in strict mode also
             live code goes past a patch, as a subclass that overrides the method does. The message
             names them; without strict mode a warning is logged of the last.
         PatchError: in strict mode, if a patch of this process has a problem.
@@ -111,6 +112,11 @@ def _checked_here() -> tuple[Report, PatchError | VerificationError | None]:
     """Return the report of this process, and what is wrong with it."""
     try:
         result = report()
+        if install.state.selection is None and not import_hooks.door_waits():
+            raise VerificationError(
+                "no patch is in place: apply() was not called in this process. Call it first; "
+                f"{SWITCH}=0 turns patches off"
+            )
         _check_in_place(result)
     except (PatchError, VerificationError) as error:
         return Report(install.current(patch) for patch in outlines().values()), error

@@ -9,6 +9,8 @@ from megatron_idempotent.megatron import gather, optimizers
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.patching.needs import is_provided
 
+from .abort import checked
+
 
 def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
     """Gather the updates that a step under overlap_param_gather has left to the next forward.
@@ -34,7 +36,7 @@ def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
         The number of bucket groups that this call gathered or waited for.
 
     Raises:
-        ValueError: a chunk is not wrapped in Megatron's DDP.
+        ValueError: it got no list of chunks, or a chunk is not wrapped in Megatron's DDP.
         NotImplementedError: the pending update is of MXFP8 parameters that share memory with the
             gradients (reuse_grad_buf_for_mxfp8_param_ag), which only the optimizer can stage.
 
@@ -44,14 +46,8 @@ def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
         weights = {name: p.detach().cpu() for name, p in model_chunks[0].module.named_parameters()}
     """
     # All chunks are checked first: half of them gathered on some ranks would be a hang.
-    for chunk in model_chunks:
-        if not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "ddp_config"):
-            raise ValueError(
-                f"ensure_params_synced() got a {type(chunk).__name__}, which has no bucket groups: "
-                "pass the list of chunks wrapped in "
-                "megatron.core.distributed.DistributedDataParallel, not what is inside of them"
-            )
-    return sum(_sync(chunk) for chunk in model_chunks)
+    chunks = checked("ensure_params_synced()", model_chunks, None)
+    return sum(map(_sync, chunks))
 
 
 def ensure_main_params_synced(optimizer: Any) -> int:
@@ -101,7 +97,7 @@ def ensure_main_params_synced(optimizer: Any) -> int:
 
 def finish_gathers(chunks: Sequence[Any]) -> int:
     """Do so for the chunks that Megatron's DDP wraps; others have nothing pending."""
-    return ensure_params_synced([chunk for chunk in chunks if hasattr(chunk, "bucket_groups")])
+    return sum(_sync(chunk) for chunk in chunks if hasattr(chunk, "bucket_groups"))
 
 
 def _sync(chunk: Any) -> int:

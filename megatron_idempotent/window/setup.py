@@ -24,6 +24,7 @@ from megatron_idempotent.megatron.optimizers import LossScale
 from megatron_idempotent.megatron.training import STAGE_OFFSET
 from megatron_idempotent.patching.base import PerProcessDict
 
+from .abort import checked
 from .accumulation import configs_of
 
 #: What this process was set up with here, by name of the part.
@@ -207,17 +208,11 @@ def wire_train_config(
             same time on all pipeline stages. (`align_param_gather` is read from the DDP config.)
 
     Raises:
-        ValueError: there is no chunk, or a chunk is not wrapped in DDP.
+        ValueError: it got no list of chunks, an empty one, or a chunk is not wrapped in DDP.
     """
-    chunks = list(model_chunks)
-    if not chunks:
-        raise ValueError("wire_train_config() got no model chunk: pass the list that DDP wrapped")
-    for chunk in chunks:
-        if not hasattr(chunk, "ddp_config"):
-            raise ValueError(
-                f"wire_train_config() got a {type(chunk).__name__}, which has no ddp_config: "
-                "wrap it in megatron.core.distributed.DistributedDataParallel first"
-            )
+    chunks = checked(
+        "wire_train_config()", model_chunks, None, or_in=lambda chunk: hasattr(chunk, "ddp_config")
+    )
     ddp = chunks[0].ddp_config
 
     def per_chunk(method: str) -> Any:

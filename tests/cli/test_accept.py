@@ -11,9 +11,9 @@ import pytest
 from test_drift import edit, rows
 
 from megatron_idempotent.cli import accept as module
-from megatron_idempotent.cli.generated import content
+from megatron_idempotent.cli.generated import content, write
 from megatron_idempotent.cli.main import main
-from megatron_idempotent.patching import Patch, Target, statements
+from megatron_idempotent.patching import Patch, Target, releases, statements
 from megatron_idempotent.patching import record as shipped
 from megatron_idempotent.patching.catalog import generated, patches
 from megatron_idempotent.patching.record import Reviewed
@@ -113,6 +113,23 @@ def test_a_new_release_is_accepted_in_one_file_and_drifts_no_longer(
     # A later drift is shown against its statements.
     assert any(line.startswith(name) for line in files[1].read_text().splitlines())
     assert drifted_after() == set()
+
+
+def test_a_body_has_the_label_of_all_releases_with_the_same_file(tree, files, capsys):
+    installed = releases.installed("megatron-core").text
+    table = releases.Table(generated(releases.TABLE))
+    module = GROUPS.removesuffix(".py").replace("/", ".")
+    digest = releases.digest_of((tree / GROUPS).read_bytes())
+    same = [name for name in table.names if table.release(name).digests[module] == digest]
+    assert installed in same
+    before = read(files[0])
+    address = f"{module}:destroy_model_parallel"
+    for name in before.bodies.pop(address):
+        before.readers.pop((address, name), None)
+    write(files[0].parent, files[0].name, before.lines())
+    assert accept(wheel(tree, installed), "process_groups_leak.py") == 0
+    (label,) = read(files[0]).bodies[address].values()
+    assert label == (same[0] if len(same) == 1 else f"{same[0]} to {same[-1]}")
 
 
 def test_the_part_that_a_patch_relies_on_is_accepted_for_it_alone(tree, files, capsys):

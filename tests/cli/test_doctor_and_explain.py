@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import json
 import os
-import pty
 import re
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
-from starts import started
+from starts import shown_at_80_columns, started
 
 from megatron_idempotent.cli.doctor import notes
 from megatron_idempotent.cli.main import main
@@ -78,24 +74,6 @@ def test_doctor_answers_in_its_first_line_and_a_pipe_gets_a_line_per_patch():
     shown = [line.split()[0] for line in rest if line.startswith("  ")]
     assert sorted(shown) == sorted(patches().keys() - folded)
     assert all("; lands when megatron." in line for line in landing), "the whole reason"
-
-
-def shown_at_80_columns(*command: str) -> list[str]:
-    """The lines that a Python program prints on a terminal."""
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    process = subprocess.Popen([sys.executable, *command], stdout=follower, env=environ)
-    os.close(follower)
-    shown = b""
-    try:
-        while part := os.read(leader, 1 << 16):
-            shown += part
-    except OSError:  # the other end is closed
-        pass
-    os.close(leader)
-    assert process.wait() == 0
-    return shown.decode().splitlines()
 
 
 def test_doctor_and_a_printed_report_fit_a_terminal():
@@ -214,7 +192,14 @@ def test_doctor_names_who_else_stands_at_a_function(tmp_path, monkeypatch, megat
     (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
     (tmp_path / "mindspeed.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    wrong = {"nobody": "No module named 'nobody'", "json:no": "no attribute 'no'"}
+    (tmp_path / "halfway.py").write_text("import no_such_module")
+    wrong = {
+        "nobody": f"no module 'nobody' on the path of {sys.executable}: write MODULE[:FUNCTION]",
+        "json.nobody:f": "no module 'json.nobody' on the path",
+        "halfway": "importing halfway raises ModuleNotFoundError: No module named 'no_such_module'",
+        "json:no": "the module json has no function 'no': write the one that patches Megatron",
+        ".nobody": "'.nobody' is no module",
+    }
     named = "neighbour:replace", *wrong
     (((code, said), *others),) = megatron_ranks(1, doctor_beside, *named, already_applied=True)
     assert code == 1, said
@@ -317,6 +302,7 @@ def test_explain_prints_every_section_of_the_case_file_also_without_docstrings(c
     [
         ("no-sync-reentry", " Did you mean 'no-sync-func-reentry'"),
         ("Rope", " Did you mean 'rope-table-from-inference' or 'rope-tables-kept'?"),
+        ("No_sync_reentry.py", " Did you mean 'no-sync-func-reentry'"),
         ("xyzzy", ""),
     ],
 )
@@ -325,10 +311,43 @@ def test_an_unknown_id_is_refused_with_the_nearest_ones_and_where_the_list_is(
 ):
     assert main([command, asked]) == 2
     said = capsys.readouterr().err
-    named = f"{command} names '{asked.replace('_', '-')}', which is none of the {len(hazards())} "
+    named = f"{command} names '{asked}', which is none of the {len(hazards())} "
     assert f"{named}ids.{near}" in said
     assert said.endswith("`megatron-idempotent explain` lists them\n")
     assert len(said) < 300
+
+
+@pytest.mark.parametrize(
+    ("message", "hazard"),
+    [
+        # As an error has it, as its reproduction raises it, as the case file has it in words.
+        ("AssertionError: timer has already been started", "train-interval-timer"),
+        ("timer has  already been started", "train-interval-timer"),
+        ("File x.py, line 3\nAssertionError: tensor group is already initialized", "initialized-"),
+        ("pipeline_stages with the same weights and dropout masks", "pipeline-seed-offset"),
+    ],
+)
+def test_explain_finds_the_case_files_that_a_pasted_message_may_come_from(message, hazard, capsys):
+    assert main(["explain", *message.split(" ")]) == 0
+    first, _, _, *found = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"No hazard has the id {message!r}. ")
+    assert 1 <= len(found) <= 5
+    assert any(line.startswith(hazard) for line in found)
+
+
+def test_explain_says_so_where_no_case_file_is_near_a_message(capsys):
+    assert main(["explain", "the weather is_nice", "in Paris"]) == 2
+    said = capsys.readouterr().err
+    assert "no case file's title or symptom speaks of 'the weather is_nice in Paris': " in said
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain", "prove", "drift"])
+def test_a_misspelt_option_shows_the_options_of_its_command(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--jsn"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: megatron-idempotent {command} [-h]")
+    assert said.endswith(f"megatron-idempotent {command}: error: unrecognized arguments: --jsn\n")
 
 
 def test_prove_says_that_a_release_without_the_code_is_not_applicable(checkout):
@@ -336,7 +355,11 @@ def test_prove_says_that_a_release_without_the_code_is_not_applicable(checkout):
     (finding,) = json.loads(result.stdout)
     assert finding["verdict"] == "not_applicable"
     assert "megatron.training.training is not on the path" in finding["stock"]
-    assert result.returncode == 0
+    assert result.stderr == (
+        "megatron-idempotent prove: nothing was proven: no hazard of these is in what is installed "
+        "here\n"
+    )
+    assert result.returncode == 3
 
 
 @pytest.mark.parametrize(

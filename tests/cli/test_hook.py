@@ -193,7 +193,10 @@ def test_the_hook_is_shown_repaired_and_removed(elsewhere, capsys):
     os.umask(before)
     assert sorted(packages.glob("zz_*")) == [packages / HOOK]
     assert (packages / HOOK).stat().st_mode & 0o777 == 0o644
+    capsys.readouterr()
     assert main(["hook", "remove", *into]) == main(["hook", "remove", *into]) == 0
+    hook = elsewhere.parents[1] / PACKAGES / HOOK
+    assert capsys.readouterr().out == f"{hook} is removed\nnothing to remove: no {hook}\n"
     assert main(["hook", "status", *into]) == 1
     assert shown(elsewhere, "-c", FOUND, MEGATRON_IDEMPOTENT="1").split() == []
     assert main(["hook", "install", *into]) == 0

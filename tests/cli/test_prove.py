@@ -63,9 +63,9 @@ def test_prove_fails_where_release_and_case_file_disagree(
     ("stock", "patched", "code", "verdict"),
     [
         (DRAWN_TWICE, DRAWN_TWICE, 1, "unpatched"),
-        (DRAWN_TWICE, "ok", 0, "not_applicable"),  # by another patch
-        ("ok", "ok", 0, "not_applicable"),
-        ("ImportError: no such program here", "ok", 0, "not_applicable"),
+        (DRAWN_TWICE, "ok", 3, "not_applicable"),  # by another patch
+        ("ok", "ok", 3, "not_applicable"),
+        ("ImportError: no such program here", "ok", 3, "not_applicable"),
     ],
 )
 def test_a_hazard_that_is_there_and_whose_patch_is_left_out_is_a_failure(
@@ -90,7 +90,7 @@ def test_a_hazard_whose_program_needs_a_package_says_so_without_it(mocker, capsy
     found = proof.find_spec
     mocker.patch.object(proof, "find_spec", lambda name: None if name == "einops" else found(name))
     code, findings = proved(capsys, "fsdp-backward-aborted", "fsdp-no-sync-ends-early")
-    assert code == 0
+    assert code == 3
     for finding in findings:
         said = (finding["verdict"], finding["stock"])
         assert said == ("not_applicable", "not_installed: needs einops (pip install einops)")

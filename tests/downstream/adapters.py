@@ -1,4 +1,4 @@
-"""Loads the adapters of `examples/`, whose names are those of the frameworks that they import."""
+"""Loads the adapters of `examples/` for frameworks' own steps, by the names of the frameworks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ PACKED = {
 
 
 def adapter(name: str) -> Any:
-    """The module `examples/<name>.py`; its framework has to be on the path."""
-    spec = importlib.util.spec_from_file_location(f"adapter_for_{name}", EXAMPLES / f"{name}.py")
+    """The module `examples/<name>_step.py`; its framework has to be on the path."""
+    file = EXAMPLES / f"{name}_step.py"
+    spec = importlib.util.spec_from_file_location(f"adapter_for_{name}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -32,7 +32,7 @@ def _failing(fail: bool) -> None:
 
 
 def _adapter(name: str, adapted: bool) -> Any:
-    """Load `examples/NAME.py`, if the worker is to have it."""
+    """Load `examples/NAME_step.py`, if the worker is to have it."""
     from adapters import adapter
 
     return adapter(name) if adapted else None
@@ -170,7 +170,7 @@ def _of_sequences() -> Any:
 
 
 class NemoRLOnTrainStep(NemoRL):
-    """The same worker with the adapter of `examples/nemo_rl.py`."""
+    """The same worker with the adapter of `examples/nemo_rl_step.py`."""
 
     adapted = True
 
@@ -238,7 +238,7 @@ class VerlPerToken(Verl):
 
 
 class VerlOnTrainStep(Verl):
-    """The same engine with the adapter of `examples/verl.py`."""
+    """The same engine with the adapter of `examples/verl_step.py`."""
 
     adapted = True
 
@@ -311,7 +311,7 @@ class SkyRL:
 
 
 class SkyRLOnTrainStep(SkyRL):
-    """The same worker with the adapter of `examples/skyrl.py`."""
+    """The same worker with the adapter of `examples/skyrl_step.py`."""
 
     cannot = MappingProxyType({})
     adapted = True

@@ -57,11 +57,8 @@ def test_the_first_report_is_five_commands_away(wheels, tmp_path, framework, com
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert _without_number(done.stdout.splitlines()[-1]) == _without_number(output), done.stdout
-
-
-def _without_number(line: str) -> str:
-    return re.sub(r"[1-9]\d* patches", "some patches", line)
+    last = re.sub(r"[1-9]\d* patches", "N patches", done.stdout.splitlines()[-1])
+    assert last == output, done.stdout
 
 
 def test_each_framework_of_the_page_is_run():

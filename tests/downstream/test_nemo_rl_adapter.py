@@ -1,4 +1,4 @@
-"""`examples/nemo_rl.py` beside NeMo-RL's own split step, with its data, forward pass and losses.
+"""`examples/nemo_rl_step.py` beside NeMo-RL's split step, with its data, forward pass and losses.
 
 Whether a step is the right one, aborted, empty, with experts and with MTP, certify tells
 (test_certified.py, `NemoRLOnTrainStep`): here the bits are NeMo-RL's.

@@ -1,4 +1,4 @@
-"""`examples/skyrl.py` beside SkyRL's own window, with its losses and log-probs.
+"""`examples/skyrl_step.py` beside SkyRL's own window, with its losses and log-probs.
 
 Whether a window is the right one, also after a call that raised, certify tells
 (test_certified.py, `SkyRLOnTrainStep`): here the bits are SkyRL's.

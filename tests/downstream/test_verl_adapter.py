@@ -1,4 +1,4 @@
-"""`examples/verl.py` beside verl's own engine, with its wiring, scaling and aggregated loss.
+"""`examples/verl_step.py` beside verl's own engine, with its wiring, scaling and aggregated loss.
 
 `VERL_SOURCE` names a checkout of verl, as of August 2026.
 """

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from starts import started
 
+from megatron_idempotent.hook import PACKAGES
 from megatron_idempotent.patching.releases import installed
 from megatron_idempotent.proof import cpu
 
@@ -44,6 +46,19 @@ def test_a_program_is_a_page_long_and_in_the_documentation(path):
     pages = ("index.md", "frameworks.md", "rollouts.md", "train-step.md")
     docs = "".join((EXAMPLES.parent / "docs" / page).read_text("utf-8") for page in pages)
     assert f"(../examples/{path.name})" in docs
+
+
+def test_no_program_has_the_name_of_a_package_that_others_beside_it_import():
+    # A program's own folder comes first on its path.
+    assert not PACKAGES & {path.stem for path in EXAMPLES.glob("*.py")}
+
+
+def test_the_test_of_ones_own_train_needs_no_plugin_but_ours():
+    test = EXAMPLES / "test_your_train.py"
+    without = ("-p", "no:rerunfailures", "-p", "no:xdist", "-p", "no:hypothesispytest")
+    done = started(sys.executable, "-m", "pytest", "--collect-only", "-q", *without, test)
+    assert done.returncode == 0, done.stderr
+    assert "3 tests collected" in done.stdout
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -116,6 +131,17 @@ def test_an_engine_that_shares_a_url_with_its_trainer_has_its_bits(
     bits = {line.split()[1]: line.split()[-1] for line in lines if "bits: " in line}
     assert bits["trainer's"] == bits["engine's"]
     assert any(line.startswith("engine: version 6 from 2 updates (the anchor") for line in lines)
+
+
+@pytest.mark.parametrize("module", ["fsspec", "zstandard"])
+def test_without_its_extra_the_bucket_s_program_starts_no_rank(module, program, monkeypatch):
+    started = []
+    monkeypatch.setattr(cpu, "run_ranks", lambda *_: started.append("ranks"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: started.append("an engine"))
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    with pytest.raises(ModuleNotFoundError, match=rf"{module}, .* 'megatron-idempotent\[bucket\]'"):
+        program("weight_bucket").main("/tmp/a-bucket")
+    assert started == []
 
 
 def test_the_test_of_a_train_of_ones_own_passes(program, megatron_ranks):

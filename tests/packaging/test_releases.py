@@ -81,6 +81,16 @@ def test_the_trainers_extra_takes_no_torch_that_nobody_has_run():
     assert not wanted.specifier.contains(f"{newest.major}.{newest.minor + 1}.0")
 
 
+def test_the_page_of_the_install_lists_every_extra():
+    page = (ROOT / "docs" / "use.md").read_text(encoding="utf-8")
+    section = page.partition("## Install\n")[2].partition("\n## ")[0]
+    listed = [
+        cell for row in re.findall(r"^\| (`.*?) \|", section, re.M) for cell in row.split(", ")
+    ]
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert sorted(listed) == sorted(f"`{extra}`" for extra in extras)
+
+
 def test_the_readme_names_the_releases_and_what_they_run_with():
     readme = " ".join((ROOT / "README.md").read_text().split())
     *pythons, newest = sorted(PYTHONS, key=Version)

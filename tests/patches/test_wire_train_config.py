@@ -47,7 +47,8 @@ def test_what_is_not_wrapped_in_ddp_is_refused():
 
     for chunks, message in (
         ([], "got no model chunk"),
-        ([torch.nn.Linear(2, 2)], "got a Linear, which has no ddp_config"),
+        (None, r"wire_train_config\(\) got a NoneType: pass the list of this rank's chunks"),
+        ([torch.nn.Linear(2, 2)], "got a Linear, which has no bucket groups"),
     ):
         with pytest.raises(ValueError, match=message):
             megatron_idempotent.wire_train_config(chunks)

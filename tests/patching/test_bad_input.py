@@ -49,6 +49,10 @@ REFUSED = [
     ({"only": SEED}, {}, TypeError, rf"only= takes several ids, got .*: write \['{SEED}'\]"),
     ({"exclude": SEED}, {}, TypeError, "exclude= takes several ids"),
     *(({"only": ids}, {}, TypeError, r"only= takes patch ids \(str\), got ") for ids in NO_IDS),
+    ({"only": 3}, {}, TypeError, r"only= takes a list of patch ids, got 3: write \[\] for none"),
+    ({"exclude": None}, {}, TypeError, "exclude= takes a list of patch ids, got None"),
+    ({"strict": "yes"}, {}, TypeError, r"strict= is one of \(True, False, None\), got 'yes'"),
+    ({"dry_run": 1}, {}, TypeError, r"dry_run= is one of \(True, False\), got 1"),
     ({"only": [SEED], "exclude": [SEED]}, {}, ValueError, f"both name {SEED}: drop one"),
     *(
         ({}, {f"{SWITCH}{name}": value}, ValueError, f"{name}='{value}' is neither on nor off: set")
@@ -72,6 +76,14 @@ def test_what_makes_no_sense_is_refused(arguments, environ, error, said, monkeyp
         monkeypatch.setenv(name, value)
     with pytest.raises(error, match=said):
         apply(**arguments)
+
+
+def test_a_report_names_the_id_that_it_has_no_row_for():
+    said = f"names 'pipelin-seed-ofset', which is none of .* Did you mean '{SEED}'?"
+    with pytest.raises(KeyError, match=said):
+        report()["pipelin-seed-ofset"]
+    with pytest.raises(TypeError, match=r"by patch id \(str\), got 0: loop over it"):
+        report()[0]
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("Yes", True), ("OFF", False), ("", True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import sys
 
 import pytest
@@ -212,6 +213,18 @@ def test_strict_mode_raises_from_report_and_verify_for_what_landed_late(toys, gr
         verify()
     install.state.selection = None
     assert report()["toy-a"].status == "drifted"
+
+
+def test_the_log_has_the_number_of_patches_and_their_names_at_debug_level(toys, greet, caplog):
+    toys.patch("toy-one", "toy_up.greet:greet")
+    greet()
+    with caplog.at_level(logging.DEBUG, "megatron_idempotent"):
+        toys.apply()
+    told = [(each.levelname, each.getMessage()) for each in caplog.records]
+    assert told == [
+        ("INFO", "1 patches landed, so that 1 are in place"),
+        ("DEBUG", "landed: toy-one"),
+    ]
 
 
 def test_a_hook_that_meets_a_drifted_body_warns_and_lets_the_import_through(toys, greet, caplog):

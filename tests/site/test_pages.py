@@ -111,7 +111,7 @@ def test_the_site_has_the_address_that_the_index_is_told():
         ("trainer.md", "../HAZARDS.md#seen-on-each-release", "matrix.md"),
         ("trainer.md", "train-step.md#the-loss", "train-step.md#the-loss"),
         ("trainer.md", "../CHANGELOG.md", "changelog.md"),
-        ("trainer.md", "../examples/verl.py", f"{REPOSITORY}/blob/main/examples/verl.py"),
+        ("trainer.md", "../examples/verl_step.py", f"{REPOSITORY}/blob/main/examples/verl_step.py"),
         ("trainer.md", "https://example.org/x", "https://example.org/x"),
         ("trainer.md", "#seeing-it", "#seeing-it"),
         ("contributing.md", "docs/gpu.md", "gpu.md"),

@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.record import Hazard
-from megatron_idempotent.patching.table import render
+from megatron_idempotent.patching.table import render, terminal_width, wrapped
 
 from .layouts import LAYOUTS, WORDS, grid, layout
 from .run import Result, certify
@@ -28,11 +28,10 @@ def main(argv: Sequence[str]) -> int:
     """
     options = parser().parse_args(argv)
     if options.list:
-        for check in EVERY.values():
-            print(f"{check.name:22} {check.summary}")
-        print(f'\nLayouts: {", ".join(LAYOUTS)}, or --layout with words joined by "-":')
-        for word, text in WORDS.items():
-            print(f"{word:22} {text}")
+        layouts = f'Layouts: {", ".join(LAYOUTS)}, or --layout with words joined by "-":'
+        print(render((), [(check.name, check.summary) for check in EVERY.values()]))
+        print("", *wrapped(layouts, terminal_width()), sep="\n")
+        print(render((), [*WORDS.items()]))
         return 0
     if options.adapter is None:
         print("megatron-idempotent certify: name an adapter, PACKAGE.MODULE:CLASS", file=sys.stderr)

@@ -107,9 +107,7 @@ class RankError(RuntimeError):
         lines = [failure.folded for failure in failures[1:] if failure not in told]
         lines += [f"{_ENDED.format(rank)}{_place(text)}" for rank, text in still_running.items()]
         if lines:
-            lines.append(
-                "(a line each: pytest --full-trace, or `full` of this error, has all of it)"
-            )
+            lines.append("(a line each: `full` of this error has all of it)")
             parts.append("\n".join(lines))
         super().__init__("\n\n".join(parts))
 

@@ -29,6 +29,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -139,7 +140,8 @@ class RankPool:
             RankError: a rank raised or died.
             RankTimeout: the ranks missed the deadline; it has the stacks of all of them.
             ValueError: `fn` is a lambda or a closure, or `world_size` is out of range.
-            ModuleNotFoundError: `fn` is of a notebook or a prompt, and cloudpickle is missing.
+            ModuleNotFoundError: torch is missing; or `fn` is of a notebook or a prompt, and
+                cloudpickle is missing.
             RuntimeError: a rank imports the module that calls this, which would go on for ever.
         """
         __tracebackhide__ = True
@@ -192,6 +194,9 @@ class RankPool:
             # Also on KeyboardInterrupt: ranks without a listener must not go on.
             unless_answered.callback(self.close)
             if self._launcher is None:
+                with naming_the_remedy("a rank"):
+                    if find_spec("torch") is None:
+                        raise ModuleNotFoundError("No module named 'torch'", name="torch")
                 self._launcher = _Launcher(self._preload, self._stdout, self.device)
             outcome = self._launcher.ask(call, pipes)
             unless_answered.pop_all()

@@ -83,6 +83,8 @@ def megatron_ranks(
         except RankError as error:
             if request.config.getoption("fulltrace"):
                 error.args = (error.full,)
+            elif error.full != str(error):
+                error.args = (f"{error}\n(pytest --full-trace shows it)",)
             raise
 
     return run

@@ -43,6 +43,14 @@ _NAMED = (
 )
 _NEEDED = ("pydantic", "torch", "megatron", "tokenizers", "transformers", "rich", "tomli_w")
 
+#: Section, key and value of a setting → the modules that it needs beside those.
+_NEEDED_BY = {
+    ("rollout", "engine", "vllm"): ("aiohttp",),
+    ("sync", "transport", "bucket"): ("fsspec", "zstandard"),
+    ("controller", "cluster", "ray"): ("ray",),
+    ("controller", "plane", "transfer_queue"): ("ray", "transfer_queue"),
+}
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments after `train`; return the exit code.
@@ -156,15 +164,17 @@ def check(config: Config, prompts: PromptSet) -> None:
     Errors: `DataError` for words that the tokenizer reserves or fields that the verifier lacks;
     `CheckpointError` for a checkpoint without a tokenizer or with a damaged file; `ConfigError` if
     answers do not fit into a response or sequences into a pack, if ranks cannot cut the model as
-    `[parallel]` asks, or for an unknown verifier, sampler or logger.
+    `[parallel]` asks, for an unknown verifier, sampler or logger, for a verifier that cannot score
+    the first prompt, or if a setting needs a package that is missing.
     """
     from .async_run import make_sampler, make_settings
     from .policy import check_budget
     from .report import named_loggers
     from .task.prompts import check_answers_fit
-    from .task.reward import FieldsOf, load_reward
+    from .task.reward import check_reward, load_reward
     from .task.tokenizer import make_tokenizer
 
+    _check_packages(config)
     make_sampler(config)
     named_loggers(config, Path(config.run.out))
     if config.run.mode == "async":
@@ -176,7 +186,21 @@ def check(config: Config, prompts: PromptSet) -> None:
     check_answers_fit(prompts, tokenizer.encode_answer, max_response_tokens=longest)
     check_budget(config, prompts, tokenizer)
     # The ranks load it again; a mistake is told here.
-    FieldsOf(load_reward(config.task.reward)).check(prompts)
+    check_reward(load_reward(config.task.reward), prompts)
+
+
+def _check_packages(config: Config) -> None:
+    """Check that the packages are here that settings need beside those of the trainer."""
+    from megatron_idempotent.lazy import REMEDIES
+
+    for (section, key, value), modules in _NEEDED_BY.items():
+        if getattr(getattr(config, section), key) != value:
+            continue
+        for name in modules:
+            if importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    f"{section}.{key} is {value!r}, and {name} is not installed: {REMEDIES[name]}"
+                )
 
 
 def _check_checkpoint(config: Config) -> None:

@@ -15,7 +15,7 @@ from megatron_idempotent.rl.controller import Fleet, LogprobsOf, RolloutGroup
 from megatron_idempotent.rl.engines import Request, Sample
 from megatron_idempotent.rl.metrics.names import HELD_OUT
 from megatron_idempotent.rl.trainer.task.prompts import Prompt
-from megatron_idempotent.rl.trainer.task.reward import FieldsOf, Reward
+from megatron_idempotent.rl.trainer.task.reward import FieldsOf, Reward, score
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
 from .batch import Batch, pack_rows
@@ -84,15 +84,17 @@ class Scorer:
         return await asyncio.to_thread(self.rewards, prompt, samples)
 
     def rewards(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[float, ...]:
-        """Return the verifier's reward for each sample, from its text and whether it ended."""
+        """Return the verifier's reward for each sample, from its text and whether it ended.
+
+        Errors: `ConfigError` if one is no number from 0 to 1, such as NaN; those of the verifier.
+        """
         return tuple(
-            float(
-                self._reward(
-                    self._tokenizer.decode(sample.tokens),
-                    prompt.answer,
-                    finished=sample.finish_reason == "stop",
-                    **self._fields(prompt.fields),
-                )
+            score(
+                self._reward,
+                self._tokenizer.decode(sample.tokens),
+                prompt,
+                finished=sample.finish_reason == "stop",
+                fields=self._fields(prompt.fields),
             )
             for sample in samples
         )

@@ -3,11 +3,13 @@
 import itertools
 import json
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from starts import started
+from starts import shown_at_80_columns, started
 
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, Result, certify, layout
@@ -94,6 +96,30 @@ def test_checks_and_layouts_are_listed(capsys):
     first, *words = layouts.splitlines()
     assert ", ".join(LAYOUTS) in first
     assert [line.split(" ")[0] for line in words] == [*WORDS]
+
+
+def test_the_list_fits_a_terminal_of_80_columns():
+    program = "from megatron_idempotent.proof.certify.main import main; main(['--list'])"
+    lines = shown_at_80_columns("-c", program)
+    assert len(lines) > len(EVERY) + len(WORDS)
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("command", [("certify", "a.module:Adapter"), ("prove",)])
+def test_without_torch_the_command_says_what_is_missing(command):
+    program = (
+        "import sys; sys.modules['torch'] = None; from megatron_idempotent.cli.main import main; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"megatron-idempotent: .* needs torch, which is not installed: install the torch that your "
+        r"framework pins, or pip install 'megatron-idempotent\[trainer\]'\n",
+        done.stderr,
+    )
 
 
 @pytest.mark.parametrize(

@@ -179,12 +179,13 @@ def test_an_assertion_shows_its_values_and_the_peers_a_line_each(
     assert failed.startswith("rank 1: AssertionError: a sum\nTraceback ")
     assert failed.endswith("a sum\nassert 7 == 6\n +  where 7 = sum([1, 2, 4])")
     assert "launcher.py" not in failed
-    *told, hint = peers[0].splitlines()
+    *told, hint, how = peers[0].splitlines()
     assert len(told) == 2
     for line in told:
         assert re.fullmatch(rf"rank [02]: .*(peer|pipe).* at {re.escape(__file__)}:\d+", line), line
         assert len(line) < 100 + len(__file__)
-    assert "--full-trace" in hint
+    assert hint == "(a line each: `full` of this error has all of it)"
+    assert how == "(pytest --full-trace shows it)"
     assert caught.value.full.count("Traceback") == 3
     monkeypatch.setattr(pytestconfig.option, "fulltrace", True)
     with pytest.raises(cpu.RankError) as caught:

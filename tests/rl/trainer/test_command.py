@@ -96,6 +96,7 @@ STRICT = ("--async", "--set", "controller.sampler=strict")
         (["--set", "task.reward=nothing"], "write it as package.module:function"),
         (["--set", "task.reward=nowhere:f"], "No module named 'nowhere'"),
         (["--set", "task.reward=json:f"], "json has no function 'f'"),
+        (["--set", "task.reward=operator:concat"], "task.reward cannot be called as reward("),
         (["--model", "."], "tokenizer.json: "),
         (["--resume"], "runs: no run to resume"),
         (["--cluster", "ray"], "controller.cluster is 'ray' and run.mode is 'sync'"),
@@ -119,6 +120,33 @@ def test_a_mistake_is_told_in_one_line_before_anything_is_written(
     arguments, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
+    assert message in refused(arguments, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_the_trainer
+@pytest.mark.parametrize(
+    ("arguments", "module", "message"),
+    [
+        (
+            ["--engine", "vllm", "--engine-url", "http://localhost:1"],
+            "aiohttp",
+            "rollout.engine is 'vllm', and aiohttp is not installed: pip install "
+            "'megatron-idempotent[http]'",
+        ),
+        (
+            ["--set", "sync.transport=bucket", "--set", "sync.directory=s3://weights/run"],
+            "zstandard",
+            "sync.transport is 'bucket', and zstandard is not installed: pip install",
+        ),
+        (["--async", "--cluster", "ray"], "ray", "controller.cluster is 'ray', and ray is not "),
+    ],
+)
+def test_a_package_that_a_setting_needs_is_told_before_anything_is_written(
+    arguments, module, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     assert message in refused(arguments, capsys)
     assert not list(tmp_path.iterdir())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from megatron_idempotent.rl.trainer import ConfigError, DataError
 
-from .prompts import PromptSet
+from .prompts import Prompt, PromptSet
 
 
 class Reward(Protocol):
@@ -54,6 +55,50 @@ class FieldsOf:
                     f"line {prompt.row + 1} of the prompts: no field {missing[0]!r}, which "
                     "task.reward takes without a default; add it, or give the parameter a default"
                 )
+
+
+def check_reward(reward: Reward, prompts: PromptSet) -> None:
+    """Check a verifier's parameters against the rows, and two calls of it: right, and empty.
+
+    Errors: `DataError` for a row without a field that it needs; `ConfigError` if it cannot be
+    called as `Reward` says, raises for the first prompt, or does not return a number from 0 to 1.
+    """
+    fields, prompt = FieldsOf(reward), prompts.all[0]
+    fields.check(prompts)
+    try:
+        inspect.signature(reward).bind("", "", finished=True, **fields(prompt.fields))
+    except TypeError as error:
+        raise ConfigError(
+            f"task.reward cannot be called as reward(response, answer, finished=…): {error}; give "
+            "it these parameters"
+        ) from error
+    for response, finished in ((prompt.answer, True), ("", False)):
+        try:
+            score(reward, response, prompt, finished=finished, fields=fields(prompt.fields))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"task.reward raises {type(error).__name__} for line {prompt.row + 1} of the "
+                f"prompts and the response {response!r}: {error}"
+            ) from error
+
+
+def score(
+    reward: Reward, response: str, prompt: Prompt, *, finished: bool, fields: Mapping[str, Any]
+) -> float:
+    """Return a verifier's reward. Errors: `ConfigError` if it is no number from 0 to 1."""
+    value = reward(response, prompt.answer, finished=finished, **fields)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if 0 <= round(number, 9) <= 1:  # a sum of shares may be an ulp above 1
+        return number
+    raise ConfigError(
+        f"task.reward returned {value!r} for line {prompt.row + 1} of the prompts and the response "
+        f"{response!r}; allowed: a number from 0 to 1"
+    )
 
 
 def position_reward(response: str, answer: str, *, finished: bool) -> float:

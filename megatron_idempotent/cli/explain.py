@@ -1,0 +1,100 @@
+"""Implements `explain`, which prints a case file, or finds those that a message speaks of."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+
+from megatron_idempotent.patching.base import UnknownPatchError
+from megatron_idempotent.patching.catalog import hazards
+from megatron_idempotent.patching.record import Hazard
+from megatron_idempotent.patching.settings import unknown_id
+from megatron_idempotent.patching.table import render
+
+from .casebook import case_text
+
+#: The most hazards that a message finds.
+_SHOWN = 5
+_WORD = re.compile(r"[a-z][a-z0-9]{2,}")
+
+
+def explain(text: str) -> int:
+    """Print a hazard's case file, those that a message may come from, or a line for each hazard.
+
+    Args:
+        text: an id, also as its file's name; words of a message or a symptom; or nothing.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        UnknownPatchError: no case file has that id, or speaks of that.
+    """
+    listed = hazards()
+    if as_id(text) in listed:
+        print(case_text(listed[as_id(text)]))
+        return 0
+    rows = [(hazard.id, hazard.summary) for hazard in listed.values()]
+    if text:
+        if len(text.split()) == 1:
+            raise UnknownPatchError(unknown_id(text, "explain", tuple(listed)))
+        ids = nearest(text)
+        if not ids:
+            raise UnknownPatchError(
+                f"no case file's title or symptom speaks of {text!r}: `megatron-idempotent "
+                "explain` lists all titles"
+            )
+        print(f"No hazard has the id {text!r}. By title and symptom the nearest are:\n")
+        rows = [(name, listed[name].summary) for name in ids]
+    print(render(("id", "on stock Megatron"), rows))
+    return 0
+
+
+def as_id(text: str) -> str:
+    """Return a hazard's id, also for its file's name `no_sync_func_reentry.py`; others as given."""
+    dashed = text.removesuffix(".py").replace("_", "-")
+    return dashed if dashed in hazards() else text
+
+
+def nearest(text: str) -> list[str]:
+    """Return the ids of hazards that a message or a symptom may come from, the likeliest first.
+
+    First come hazards whose reproduction raises such an error, or whose title or symptom has the
+    text. The others share words with it that few case files have in title and symptom.
+    """
+    texts = {name: _spoken(hazard) for name, hazard in hazards().items()}
+    known = {name: set(_WORD.findall(spoken)) for name, spoken in texts.items()}
+    files_with = Counter(word for words in known.values() for word in words)
+    weights = {
+        word: math.log(len(known) / files_with[word])
+        for word in set(_WORD.findall(text.lower()))
+        if 0 < files_with[word] <= len(known) / 4
+    }
+    phrase = " ".join(re.sub(r"^\S*(Error|Exception): ", "", text).lower().split())
+    scores = {}
+    for name, words in known.items():
+        shared = weights.keys() & words
+        score = sum(weights[word] for word in shared) * (len(shared) > 1)
+        hazard = hazards()[name]
+        quotes = (phrase in texts[name], phrase in hazard.summary.lower(), _raises(hazard, text))
+        score += sum(quotes) * (1 + sum(weights.values()))  # more than any words can weigh
+        if score:
+            scores[name] = score
+    best = max(scores.values(), default=0)
+    ids = [name for name in scores if scores[name] >= best / 2]
+    return sorted(ids, key=lambda name: -scores[name])[:_SHOWN]
+
+
+def _spoken(hazard: Hazard) -> str:
+    """Return title and symptom in lower case, with single spaces."""
+    sections = hazard.case_file
+    spoken = f"{hazard.id} {hazard.summary} {sections['']} {sections['Symptom']}"
+    return " ".join(spoken.lower().split())
+
+
+def _raises(hazard: Hazard, text: str) -> bool:
+    """Tell if the text has the error of the hazard's reproduction, which says more than a type."""
+    pattern = hazard.stock_error
+    names_a_type_alone = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None
+    return not names_a_type_alone and re.search(pattern, text) is not None
