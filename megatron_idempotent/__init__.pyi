@@ -13,7 +13,7 @@ from .patching.base import PatchError as PatchError
 from .patching.base import UnknownPatchError as UnknownPatchError
 from .patching.base import VerificationError as VerificationError
 from .patching.report import Report as Report
-from .patching.report import Row as Row
+from .patching.rows import Row as Row
 from .patching.scoped import patched as patched
 from .patching.verify import verify as verify
 from .step import FSDPTrainStep as FSDPTrainStep

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from megatron_idempotent.lazy import untried_torch
 from megatron_idempotent.patching import api, import_hooks
 from megatron_idempotent.patching.api import apply
-from megatron_idempotent.patching.catalog import generated, lost, without_case_file
+from megatron_idempotent.patching.catalog import lost, without_case_file
 from megatron_idempotent.patching.decide import is_older_than_all
+from megatron_idempotent.patching.index import generated
 from megatron_idempotent.patching.overview import overview
 from megatron_idempotent.patching.releases import TABLE, OnPath, Table, compared
-from megatron_idempotent.patching.report import Row
+from megatron_idempotent.patching.rows import Row
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.table import terminal_width
 
@@ -60,7 +61,11 @@ def doctor(*, as_json: bool, beside: str | None = None) -> int:
         print(json.dumps([row.as_dict() | {"files": _files(row)} for row in report], indent=2))
     else:
         lines = [*filter(None, [nothing]), *notes()]
-        print(overview(report, terminal_width(), dry_run=beside is None, notes=lines))
+        print(
+            overview(
+                report, report.incomplete, terminal_width(), dry_run=beside is None, notes=lines
+            )
+        )
     return 1 if report.problems or nothing else 0
 
 

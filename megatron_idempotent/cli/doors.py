@@ -19,7 +19,7 @@ from pathlib import Path
 
 import megatron_idempotent
 from megatron_idempotent.hook import PACKAGES
-from megatron_idempotent.patching.report import COVERED, PROBLEMS
+from megatron_idempotent.patching.rows import COVERED, PROBLEMS
 from megatron_idempotent.patching.settings import OFF, SWITCH, switch
 
 HOOK = "zz_megatron_idempotent.pth"

@@ -6,16 +6,18 @@ import os
 import sys
 
 from . import decide, import_hooks, install, releases, settings
-from .base import Conflict, PatchError
-from .catalog import MEGATRON, load, outlines
+from .base import PatchError
+from .catalog import outlines
+from .index import MEGATRON
 from .install import state
-from .report import COVERED, PROBLEMS, Report, Row
+from .report import Report
+from .rows import COVERED, FILES_DECIDE, LEFT, PROBLEMS, Row
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .catalog import Outline
+    from .index import Outline
 
 
 def apply(
@@ -180,23 +182,18 @@ def _plan(patch: Outline, selection: decide.Selection, *, full: bool) -> Row:
         # Reading files takes tens of milliseconds, so it waits for the import unless the caller
         # wants the answer now.
         named = selection.named(patch.id)
-        if full or named or selection.strict:
-            verdict, decided = decide.check_bodies(patch, named=named), True
+        if decided := full or named or selection.strict:
+            verdict, _, refusal = install.judge(patch, named=named)
+            if refusal is not None:
+                return refusal
         else:
-            verdict, decided = decide.check_unread(patch), False
+            verdict = decide.check_unread(patch)
     if verdict.status is not None:
         return install.row(patch, verdict.status, verdict.reason)
-    if decided:
-        try:
-            install.check(load(patch.id), verdict)
-        except Conflict as conflict:
-            return install.row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
-        except AttributeError as error:
-            return install.row(patch, "failed", f"{error}, although its source defines that")
     waits = install.missing(patch)
     reason = f"lands when {', '.join(waits)} is imported" if waits else "ready to land"
     if not decided and (outside := decide.beside_range(patch)):
-        reason = f"{outside}: {decide.FILES_DECIDE} {', '.join(waits)} is imported"
+        reason = f"{outside}: {FILES_DECIDE} {', '.join(waits)} is imported"
     if verdict.reason:
         reason = f"{verdict.reason}; {reason}"
     return install.row(patch, "pending_import", reason)
@@ -225,7 +222,7 @@ def _changed(before: dict[str, Row]) -> list[Row]:
 
 
 def _log(changed: list[Row]) -> None:
-    problems = [r for r in changed if r.status in PROBLEMS or install.LEFT in r.reason]
+    problems = [r for r in changed if r.status in PROBLEMS or LEFT in r.reason]
     applied = [row.id for row in changed if row.status == "applied"]
     nothing = nothing_lands(state.rows.values())
     # Where nobody has imported logging, nobody has asked for messages that are no warnings.

@@ -39,7 +39,8 @@ class Record:
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        cls._fields = (*cls._fields, *cls.__annotations__)
+        kinds = [kind for kind in reversed(cls.__mro__) if issubclass(kind, Record)][1:]
+        cls._fields = tuple(dict.fromkeys(name for kind in kinds for name in kind.__annotations__))
 
     def __init__(self, **values: Any) -> None:
         kind = type(self)

@@ -1,90 +1,36 @@
 """Finds the case files: every module of `megatron_idempotent.patches` declares one hazard.
 
 It declares it as `PATCH`, `HELPER` or `LIMIT`. Those about a framework's own code stand in
-`patches/frameworks/`. `apply()` reads their outlines only.
-
-All outlines are in one generated file, `patches/_generated/index.txt`, because reading ninety case
-files takes longer than all else that `apply()` does. A case file is imported when a module that it
-patches is.
+`patches/frameworks/`. `apply()` reads outlines only, out of the index; a case file is imported when
+a module that it patches is.
 """
 
 from __future__ import annotations
 
 import os
 
-from .base import Record
+from .index import (
+    DEBUG,
+    FRAMEWORKS,
+    INDEX,
+    MEGATRON,
+    NO_PATCH,
+    NOTHING,
+    OFF,
+    ON,
+    PACKAGE,
+    Outline,
+    folders,
+    generated,
+    read_index,
+    untried,
+)
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from typing import Any
 
     from .record import Hazard, Patch
-
-
-MEGATRON = "megatron-core"
-
-OLDEST = "0.12"
-"""The value of `since` where all supported releases have the hazard."""
-
-OPEN = "1000"
-"""A value of `before` if statements alone decide: nobody reads each release of a framework."""
-
-UNTRIED = "999"
-"""A value of `before` if upstream has not repaired the hazard: the first release not yet run, which
-`untried()` names. From there on bodies alone decide."""
-
-_ON, _OFF, _DEBUG, _NO_PATCH = "on", "off", "debug", "-"
-_NOTHING = "-"
-
-
-class Place(Record):
-    """Holds the address of a function of Megatron or of a framework."""
-
-    address: str
-    """`module:qualname`, with a colon because an attribute can shadow a submodule of that name."""
-
-    @property
-    def module(self) -> str:
-        """The module part of the address."""
-        return self.address.partition(":")[0]
-
-    @property
-    def qualname(self) -> str:
-        """The part of the address after the colon."""
-        return self.address.partition(":")[2]
-
-
-class Outline(Record):
-    """Describes a `Patch` without its code; the fields are those of `Patch`."""
-
-    id: str
-    distribution: str
-    since: str
-    before: str
-    default: bool
-    debug: bool
-    provides: tuple[str, ...]
-    targets: tuple[Place, ...]
-
-    @property
-    def versions(self) -> str:
-        """The range of affected releases as a version specifier."""
-        return specifier(self.since, self.before)
-
-
-def specifier(since: str, before: str) -> str:
-    """Return a range of releases as a version specifier."""
-    if before == OPEN:
-        return f">={since}"
-    return f">={since},<{untried() if before == UNTRIED else before}"
-
-
-def untried() -> str:
-    """Return the first release that nobody has run, such as `0.20`, as the index says."""
-    if not _untried:
-        _untried.append(generated(INDEX)[0].rpartition(" ")[2])
-    return _untried[0]
 
 
 def index_of(hazards: Iterable[Hazard], first_untried: str | None = None) -> list[str]:
@@ -96,44 +42,18 @@ def index_of(hazards: Iterable[Hazard], first_untried: str | None = None) -> lis
     lines = [f"untried {first_untried or untried()}"]
     for hazard in hazards:
         targets = getattr(hazard, "targets", None)
-        fields = [hazard.id, _NO_PATCH]
+        fields = [hazard.id, NO_PATCH]
         if targets is not None:
-            switch = _DEBUG if hazard.debug else _ON if hazard.default else _OFF  # type: ignore[attr-defined]
-            provides = ",".join(hazard.provides) or _NOTHING  # type: ignore[attr-defined]
+            switch = DEBUG if hazard.debug else ON if hazard.default else OFF  # type: ignore[attr-defined]
+            provides = ",".join(hazard.provides) or NOTHING  # type: ignore[attr-defined]
             fields[1:] = [switch, hazard.distribution, hazard.since, hazard.before, provides]
             fields += [target.address for target in targets]
         lines.append(" ".join(fields))
     return lines
 
 
-def read_index(lines: list[str]) -> tuple[list[str], dict[str, Outline]]:
-    """Return the ids of all hazards, and the outlines of patches by id, both in order of id."""
-    ids, outlines = [], {}
-    for line in lines[1:]:
-        name, switch, *rest = line.split(" ")
-        ids.append(name)
-        if switch == _NO_PATCH:
-            continue
-        distribution, since, before, provides, *addresses = rest
-        outlines[name] = Outline(
-            id=name,
-            distribution=distribution,
-            since=since,
-            before=before,
-            default=switch == _ON,
-            debug=switch == _DEBUG,
-            provides=() if provides == _NOTHING else tuple(provides.split(",")),
-            targets=tuple([Place(address=address) for address in addresses]),
-        )
-    return ids, outlines
-
-
-PACKAGE = "megatron_idempotent.patches"
-INDEX = "index.txt"
-_FRAMEWORKS, _GENERATED = "frameworks", "_generated"
 _KINDS = ("PATCH", "HELPER", "LIMIT")
 
-_untried: list[str] = []
 _outlines: dict[str, Outline] = {}
 _lost: dict[str, Outline] = {}
 _loaded: dict[str, Patch] = {}
@@ -168,7 +88,7 @@ def case_file_of(patch_id: str) -> str:
     """Return the path of a hazard's case file in the repository, whether it is there or not."""
     outline = outlines().get(patch_id) or _lost.get(patch_id)
     of_framework = outline is not None and outline.distribution != MEGATRON
-    folder = f"patches/{_FRAMEWORKS}" if of_framework else "patches"
+    folder = f"patches/{FRAMEWORKS}" if of_framework else "patches"
     return f"{folder}/{patch_id.replace('-', '_')}.py"
 
 
@@ -187,7 +107,7 @@ def load(patch_id: str) -> Patch:
     if known is not None:
         return known
     outline = outlines()[patch_id]
-    package = PACKAGE if outline.distribution == MEGATRON else f"{PACKAGE}.{_FRAMEWORKS}"
+    package = PACKAGE if outline.distribution == MEGATRON else f"{PACKAGE}.{FRAMEWORKS}"
     hazard = _declared(patch_id.replace("-", "_"), package)
     _, found = read_index(index_of([hazard]))
     if found.get(patch_id) != outline:
@@ -213,7 +133,7 @@ def hazards() -> dict[str, Hazard]:
 
             files = {
                 entry.name: package
-                for package, folder in _folders().items()
+                for package, folder in folders().items()
                 for entry in pkgutil.iter_modules([folder])
                 if not entry.ispkg and not entry.name.startswith("_")
             }
@@ -250,29 +170,9 @@ def _declared(name: str, package: str) -> Hazard:
     if (hazard.distribution == MEGATRON) != (package == PACKAGE):
         raise ValueError(
             f"patch {hazard.id} is about {hazard.distribution}, and {package} has its case file: "
-            f"those of frameworks belong into patches/{_FRAMEWORKS}/, the others into patches/"
+            f"those of frameworks belong into patches/{FRAMEWORKS}/, the others into patches/"
         )
     return hazard
-
-
-def generated(name: str) -> list[str]:
-    """Return the lines of a file in `patches/_generated/`, without the head that says so."""
-    # Not open(): the package may be in a zip file.
-    package: Any = __import__(PACKAGE, fromlist=["__spec__"])
-    path = os.path.join(generated_folder(), name)
-    text = package.__spec__.loader.get_data(path).decode("utf-8")
-    return [line for line in text.splitlines() if line[:1] != "#"]
-
-
-def generated_folder() -> str:
-    """Return the path of `patches/_generated/`, as it is installed here."""
-    return os.path.join(_folders()[PACKAGE], _GENERATED)
-
-
-def _folders() -> dict[str, str]:
-    """Return the folders of the case files by package."""
-    folder: str = __import__(PACKAGE, fromlist=["__path__"]).__path__[0]
-    return {PACKAGE: folder, f"{PACKAGE}.{_FRAMEWORKS}": os.path.join(folder, _FRAMEWORKS)}
 
 
 def _files() -> dict[str, str] | None:
@@ -280,12 +180,12 @@ def _files() -> dict[str, str] | None:
 
     pkgutil finds them too, but imports inspect, which takes longer than all of `apply()`.
     """
-    folders = _folders()
-    if not os.path.isdir(folders[PACKAGE]):
+    by_package = folders()
+    if not os.path.isdir(by_package[PACKAGE]):
         return None
     return {
         name[:-3]: package
-        for package, folder in folders.items()
+        for package, folder in by_package.items()
         if os.path.isdir(folder)
         for name in os.listdir(folder)
         if name[-3:] == ".py" and name[0] != "_"

@@ -9,8 +9,9 @@ applied, conflict).
 from __future__ import annotations
 
 from .base import NOTHING, Record
-from .catalog import MEGATRON, OLDEST, OPEN, Place, load
+from .catalog import load
 from .import_hooks import find
+from .index import MEGATRON, OLDEST, OPEN, Place
 from .releases import (
     FIXED,
     LANDS,
@@ -22,21 +23,23 @@ from .releases import (
     installed,
     is_plain,
     numbers,
+    package_of,
     release_named,
     release_on_path,
     supported,
 )
+from .rows import OFF_BY_DEFAULT
 from .settings import SWITCH, Settings
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .catalog import Outline
     from .contract import BodyPart
+    from .index import Outline
     from .record import Hazard, Patch, Target
     from .releases import Sources
-    from .report import Status
+    from .rows import Status
     from .source import Body
 
 
@@ -53,8 +56,6 @@ class Verdict(Record):
     """The release whose files these are, if nothing had to be read for that reason."""
 
 
-FILES_DECIDE = "its files decide when"
-OFF_BY_DEFAULT = "off by default: name it in only= to apply it"
 GO = Verdict(status=None, reason="")
 
 
@@ -101,13 +102,6 @@ def version_of(hazard: Hazard | Outline) -> Installed | None:
     if not any(find(package_of(target.module)) for target in targets):
         return None
     return installed(hazard.distribution) or UNKNOWN
-
-
-def package_of(module: str) -> str:
-    """Return the package of a distribution that holds the module, such as `slime`."""
-    # megatron itself is a namespace that several distributions share.
-    parts = module.split(".")
-    return ".".join(parts[: 2 if parts[0] == "megatron" else 1])
 
 
 def exact_release(distribution: str) -> Installed | None:
@@ -167,7 +161,7 @@ def beside_range(patch: Outline) -> str:
     return check_range(patch, installed(MEGATRON)).reason if patch.distribution == MEGATRON else ""
 
 
-def check_modules(patch: Outline | Patch) -> Verdict:
+def check_modules(patch: Outline) -> Verdict:
     """Check that a file exists for every module: the cheap half of step 4. Reads no source."""
     for target in patch.targets:
         if find(target.module) is None:
@@ -178,7 +172,7 @@ def check_modules(patch: Outline | Patch) -> Verdict:
     return GO
 
 
-def check_bodies(patch: Outline | Patch, *, named: bool, sources: Sources | None = None) -> Verdict:
+def check_bodies(patch: Outline, *, named: bool, sources: Sources | None = None) -> Verdict:
     """Decide steps 3 to 6 for what is on the path, where a release's files tell all of them.
 
     Args:

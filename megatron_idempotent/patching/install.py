@@ -13,17 +13,17 @@ from _thread import RLock
 from . import decide, import_hooks
 from .base import NOTHING, Conflict, PerProcess, PerProcessLock
 from .catalog import load, outlines
-from .report import Row
+from .rows import INSIDE, LEFT, OUTSIDE, PAST, REVERTED, Row
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .catalog import Outline, Place
+    from .index import Outline, Place
     from .patch_points import PatchPoint, StaleReferences
     from .record import Patch, Target
     from .releases import Sources
-    from .report import Status
+    from .rows import Status
 
 
 class State(PerProcess):
@@ -47,11 +47,6 @@ class State(PerProcess):
         """Seconds within which all ranks have to say in their first schedule call that they have
         the same patches; 0 where nobody asked for that, and after it."""
 
-
-REVERTED = "reverted"
-LEFT = "bound before us and left alone"
-PAST = "calls go past it"
-INSIDE, OUTSIDE = "runs inside of ours", "runs outside of ours"
 
 state = State(__name__, "state")
 lock = PerProcessLock(__name__, "lock", RLock)
@@ -124,16 +119,10 @@ def _land(
     outline: Outline, sources: Sources, names: StaleReferences, accepted: dict[str, str]
 ) -> Row | None:
     # Puts the reason into `accepted`, or returns why not.
-    verdict = decide.check_bodies(outline, named=outline.id in state.named, sources=sources)
-    if verdict.status is not None:
-        return row(outline, verdict.status, verdict.reason)
-    patch = load(outline.id)
-    for target in patch.targets:  # a module that is loaded again may define what it once imported
-        state.homes[target.address] = verdict.homes.get(target.address, target.address)
-    try:
-        prepared = prepare(patch, verdict)
-    except Conflict as conflict:
-        return row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
+    named = outline.id in state.named
+    verdict, prepared, refusal = judge(outline, named=named, sources=sources, lands=True)
+    if refusal is not None:
+        return refusal
     # Everything is validated; from here on only plain assignments happen.
     for target, site in prepared:
         if not site.in_place or not site.is_installed:
@@ -143,9 +132,44 @@ def _land(
             own, told = target.module.partition(".")[0], state.selection
             rebound = told.settings.rebind if told else ()
             site.install({"megatron", own, *rebound}, names)
-        site.add(patch.id, target.wrapper)
-    accepted[patch.id] = verdict.reason
+        site.add(outline.id, target.wrapper)
+    accepted[outline.id] = verdict.reason
     return None
+
+
+def judge(
+    outline: Outline, *, named: bool, sources: Sources | None = None, lands: bool = False
+) -> tuple[decide.Verdict, list[tuple[Target, PatchPoint]], Row | None]:
+    """Decide on a patch by the files of its modules, and by the functions in those imported.
+
+    Landing and its announcement, a dry run included, come to one decision this way.
+
+    Args:
+        outline: the patch, which is on and whose distribution is installed.
+        named: True if the user has named it, and so accepts a drifted body.
+        sources: what reads modules, each of them once for several patches.
+        lands: True to prepare the sites; False changes nothing.
+
+    Returns:
+        The verdict, the prepared sites, and the row of a patch that is refused.
+    """
+    verdict = decide.check_bodies(outline, named=named, sources=sources)
+    if verdict.status is not None:
+        return verdict, [], row(outline, verdict.status, verdict.reason)
+    patch = load(outline.id)
+    try:
+        if not lands:
+            check(patch, verdict)
+            return verdict, [], None
+        for target in patch.targets:  # a module loaded again may define what it once imported
+            state.homes[target.address] = verdict.homes.get(target.address, target.address)
+        return verdict, prepare(patch, verdict), None
+    except Conflict as conflict:
+        reason = f"{conflict}: undo that or exclude {patch.id}"
+        return verdict, [], row(patch, "conflict", reason)
+    except AttributeError as error:
+        reason = f"{error}, although its source defines that"
+        return verdict, [], row(patch, "failed", reason)
 
 
 def _accepted(patch: Outline, reason: str) -> Row:
@@ -242,7 +266,7 @@ def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
     return [current(outlines()[patch_id]) for patch_id in rows]
 
 
-def landed(patch: Outline | Patch) -> bool:
+def landed(patch: Outline) -> bool:
     """Return whether every target leads to our function, and our function has this patch."""
     return all(
         (site := site_of(target)) is not None and patch.id in site.layers and site.in_place
@@ -299,7 +323,7 @@ def current(patch: Outline, around: Mapping[str, list[str]] = NOTHING) -> Row:
     return known
 
 
-def row(patch: Outline | Patch, status: Status, reason: str) -> Row:
+def row(patch: Outline, status: Status, reason: str) -> Row:
     """Return a row about `patch` with the version that is installed."""
     version = decide.version_of(patch)
     return Row(

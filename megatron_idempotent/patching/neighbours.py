@@ -12,8 +12,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from .decide import package_of
 from .import_hooks import namespace
+from .releases import package_of
 
 #: So many objects are looked at for one function. A wrapper's closure may hold a whole model.
 _MOST = 256

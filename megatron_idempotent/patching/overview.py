@@ -6,10 +6,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from .catalog import MEGATRON, outlines, patches
-from .decide import FILES_DECIDE, OFF_BY_DEFAULT
-from .install import INSIDE, OUTSIDE
-from .report import PROBLEMS, Report, Row
+from .catalog import outlines, patches
+from .index import MEGATRON
+from .rows import FILES_DECIDE, INSIDE, OFF_BY_DEFAULT, OUTSIDE, PROBLEMS, Row
 from .table import render, wrapped
 
 # The most problems that the first line names.
@@ -23,23 +22,31 @@ _GROUPS = {
 
 
 def overview(
-    report: Report, width: int | None, *, dry_run: bool = False, notes: Iterable[str] = ()
+    report: Iterable[Row],
+    incomplete: Iterable[str],
+    width: int | None,
+    *,
+    dry_run: bool = False,
+    notes: Iterable[str] = (),
 ) -> str:
     """Return a report as text: one line that sums up, the problems, and then the rest by group.
 
     Args:
-        report: the result of `apply()`.
+        report: the rows of a report.
+        incomplete: its sentences about groups of patches of which a part is missing.
         width: the terminal's width in columns; None for a pipe, which gets one line per patch with
             its whole reason.
         dry_run: True if the report only says what `apply()` would do.
         notes: sentences that come after the first line.
     """
+    report = list(report)
+    problems = [row for row in report if row.status in PROBLEMS]
     in_place = [*_with(report, "applied"), *_with(report, "already_applied")]
     undecided = [row for row in _with(report, "pending_import") if FILES_DECIDE in row.reason]
     waiting = [row for row in _with(report, "pending_import") if row not in undecided]
     shared = [row for row in in_place if INSIDE in row.reason or OUTSIDE in row.reason]
     groups = [
-        ("Problems: the hazard is here, and its patch is refused", report.problems),
+        ("Problems: the hazard is here, and its patch is refused", problems),
         ("In place, with somebody else at the same function", shared),
         ("In place", [row for row in in_place if row not in shared]),
         (
@@ -54,7 +61,7 @@ def overview(
     lines = [_answer(report, in_place, waiting, land, len(undecided)), *notes]
     if _with(report, "drifted"):
         lines.append("`megatron-idempotent drift --diff` shows what is new in a body that drifted.")
-    lines += report.incomplete
+    lines += incomplete
     parts = ["\n".join(line for text in lines for line in wrapped(text, width))]
     parts += [_group(heading, rows, width) for heading, rows in groups if rows]
     absent = Counter(_distribution(row) for row in _with(report, "not_installed"))
@@ -65,18 +72,22 @@ def overview(
 
 
 def _answer(
-    report: Report, in_place: Sequence[Row], waiting: Sequence[Row], land: str, undecided: int
+    report: Sequence[Row],
+    in_place: Sequence[Row],
+    waiting: Sequence[Row],
+    land: str,
+    undecided: int,
 ) -> str:
     """Sum up a report in one line.
 
     Args:
-        report: the report.
+        report: all rows.
         in_place: the rows of patches that are applied.
         waiting: the rows of patches that wait for an import, and land then.
         land: the verb of those that wait.
         undecided: the number of patches for other releases that wait for the files to be read.
     """
-    concerned = [*in_place, *waiting, *report.problems]
+    concerned = [*in_place, *waiting, *(row for row in report if row.status in PROBLEMS)]
     found = {_distribution(row): row.version for row in concerned}
     order = sorted(found, key=lambda name: (name != MEGATRON, name))
     on = ", ".join(f"{name} {found[name]}" for name in order)
@@ -114,7 +125,7 @@ def _distribution(row: Row) -> str:
     return outlines()[row.id].distribution
 
 
-def _with(report: Report, status: str) -> list[Row]:
+def _with(report: Iterable[Row], status: str) -> list[Row]:
     return [row for row in report if row.status == status]
 
 

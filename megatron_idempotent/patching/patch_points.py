@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .base import Conflict
-from .decide import package_of
 from .import_hooks import namespace
+from .live import find_owner, modules, unbound
 from .neighbours import layers, who
 from .record import Target
+from .releases import package_of
 
 if TYPE_CHECKING:
     from .holders import Holder
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 
 _Modules = Iterable[tuple[str, types.ModuleType]]
-#: Do not import Megatron, and hold half of all names.
-_NEVER = frozenset({"torch"}) | sys.stdlib_module_names
 
 
 class StaleReferences:
@@ -87,24 +86,6 @@ def _references(holder: dict[str, Any], name: str) -> int:
 
 #: What is counted for a value that only `holder` has: the count differs between Python versions.
 _ALONE = _references({"value": object()}, "value")
-
-
-def modules(
-    wanted: Callable[[str], bool] = lambda name: True, *, everywhere: bool = False
-) -> Iterator[tuple[str, types.ModuleType]]:
-    """Yield the modules that may have names of Megatron's functions, by name; wake no lazy one.
-
-    Args:
-        wanted: tells of a module's name whether it is yielded.
-        everywhere: True for torch's modules and Python's own, too, which do not import Megatron.
-    """
-    for name in list(sys.modules):
-        # By the name first: to look at a module copies its page of memory in a forked process.
-        known = everywhere or name.partition(".")[0] not in _NEVER
-        module = sys.modules.get(name) if known and wanted(name) else None
-        # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
-        if module is not None and issubclass(type(module), types.ModuleType):
-            yield name, module
 
 
 def _held(
@@ -483,25 +464,6 @@ def _is_upstream(value: Any, module: types.ModuleType, body: Body, qualname: str
     if type(value) is not types.FunctionType or value.__code__.co_name != body.tree.name:
         return False
     return _undecorated(value, module, body, qualname) is None
-
-
-def find_owner(module: types.ModuleType, qualname: str) -> Any:
-    """Return the module, or the class in it, whose `__dict__` has the last part of `qualname`.
-
-    Raises:
-        AttributeError: there is no such class.
-    """
-    owner: Any = module
-    for part in qualname.split(".")[:-1]:
-        owner = namespace(owner).get(part)
-        if not isinstance(owner, type):
-            raise AttributeError(f"{module.__name__} has no {qualname}")
-    return owner
-
-
-def unbound(raw: Any) -> Any:
-    """Return the function in a `staticmethod` or `classmethod`, and anything else as it is."""
-    return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
 
 
 def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:

@@ -26,14 +26,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .base import NOTHING, Record
-from .catalog import MEGATRON, OLDEST, OPEN, UNTRIED, Place, generated, specifier
-from .report import COVERED, PROBLEMS
+from .index import MEGATRON, OLDEST, OPEN, UNTRIED, Outline, Place, generated, specifier
+from .rows import COVERED, PROBLEMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .evidence import Bodies
-    from .report import Row
+    from .rows import Row
 
 
 Original = Callable[..., Any]
@@ -337,7 +337,7 @@ class Hazard(Record):
         return found[0].rstrip(".")
 
 
-class Patch(Hazard):
+class Patch(Hazard, Outline):
     """Describes a hazard that wrappers around Megatron's functions repair.
 
     Example:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 
 from .base import Record
-from .catalog import MEGATRON, generated
 from .import_hooks import find
+from .index import MEGATRON, generated
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
@@ -71,6 +71,13 @@ def installed(distribution: str) -> Installed | None:
         return _read[state]
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def package_of(module: str) -> str:
+    """Return the package of a distribution that holds the module, such as `slime`."""
+    # megatron itself is a namespace that several distributions share.
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "megatron" else 1])
 
 
 UNKNOWN = Installed(text="unknown", release=())

@@ -2,52 +2,11 @@
 
 from __future__ import annotations
 
-from .base import Record
+from .rows import PROBLEMS, Row
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from typing import Any, Literal
-
-    Status = Literal[
-        "applied",
-        "already_applied",
-        "disabled",
-        "not_installed",
-        "unsupported_version",
-        "missing_target",
-        "fixed_upstream",
-        "drifted",
-        "conflict",
-        "pending_import",
-        "failed",
-    ]
-
-# These mean that somebody has to look: the hazard is there and its patch is not.
-PROBLEMS: frozenset[str] = frozenset({"failed", "drifted", "conflict"})
-# These mean that the hazard is covered, now or as soon as Megatron is imported.
-COVERED: frozenset[str] = frozenset({"applied", "already_applied", "pending_import"})
-
-
-class Row(Record):
-    """Holds the outcome of one patch.
-
-    Example:
-        Row(id="grad-scale-func", status="applied", reason="body reviewed on 0.19.0 to 0.19.2",
-            version="0.19.2", targets=("megatron.core.optimizer:get_megatron_optimizer",))
-    """
-
-    id: str
-    status: Status
-    reason: str
-    version: str | None
-    """Installed version of the distribution that the patch belongs to; None if there is none."""
-    targets: tuple[str, ...]
-    """`module:qualname` of every function that the patch wraps."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return dict(vars(self))
 
 
 class Report:
@@ -96,7 +55,7 @@ class Report:
         from .overview import overview
         from .table import terminal_width
 
-        return overview(self, terminal_width())
+        return overview(self, self.incomplete, terminal_width())
 
     @property
     def problems(self) -> tuple[Row, ...]:

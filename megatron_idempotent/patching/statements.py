@@ -15,7 +15,7 @@ from difflib import SequenceMatcher
 from functools import cache
 from typing import NamedTuple
 
-from .catalog import generated
+from .index import generated
 from .source import Body, canonical, watches, without_docstring
 
 ACCEPTED = "accepted.txt"

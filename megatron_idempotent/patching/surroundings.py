@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .base import Record
-from .catalog import generated
+from .index import generated
 from .moved import bases_of
 from .source import canonical, definitions, digest, parse_body
 

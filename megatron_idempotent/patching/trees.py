@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from .catalog import MEGATRON, generated
-from .decide import is_older_than_all, package_of
+from .decide import is_older_than_all
+from .index import MEGATRON, generated
 from .record import Patch
 from .releases import (
     TABLE,
@@ -24,6 +24,7 @@ from .releases import (
     from_package_info,
     is_plain,
     modules_in,
+    package_of,
     release_named,
 )
 from .source import Body, computed, parse_body, read_text

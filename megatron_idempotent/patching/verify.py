@@ -12,7 +12,8 @@ from . import import_hooks, install
 from .api import report
 from .base import PatchError, VerificationError
 from .catalog import load, outlines
-from .report import COVERED, PROBLEMS, Report, Row
+from .report import Report
+from .rows import COVERED, PAST, PROBLEMS, Row
 from .settings import SWITCH
 
 
@@ -132,7 +133,7 @@ def _told(
 
 
 def _check_in_place(result: Report) -> None:
-    passed = [f"{row.id} ({row.reason})" for row in result if install.PAST in row.reason]
+    passed = [f"{row.id} ({row.reason})" for row in result if PAST in row.reason]
     if passed:
         said = f"in place, and live code goes past them: {'; '.join(passed)}"
         if install.state.selection is not None and install.state.selection.strict:

@@ -22,14 +22,14 @@ from typing import Any, Literal
 from megatron_idempotent.patching.api import apply
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.decide import (
-    OFF_BY_DEFAULT,
     check_bodies,
     check_installed,
     check_range,
     exact_release,
 )
 from megatron_idempotent.patching.record import Hazard, Limit, Patch, takes_help
-from megatron_idempotent.patching.report import COVERED, Report
+from megatron_idempotent.patching.report import Report
+from megatron_idempotent.patching.rows import COVERED, OFF_BY_DEFAULT
 from megatron_idempotent.patching.settings import check_ids
 from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout
 from megatron_idempotent.proof.cpu.pool import PATIENCE

@@ -21,7 +21,8 @@ from megatron_idempotent.patching.api import apply
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.overview import overview
 from megatron_idempotent.patching.releases import installed
-from megatron_idempotent.patching.report import Report, Row
+from megatron_idempotent.patching.report import Report
+from megatron_idempotent.patching.rows import Row
 from megatron_idempotent.patching.source import locate
 
 PROBE = (

@@ -12,7 +12,7 @@ import megatron_idempotent
 from megatron_idempotent.cli.doors import LINE
 from megatron_idempotent.hook import PACKAGES
 from megatron_idempotent.patching.catalog import outlines
-from megatron_idempotent.patching.report import COVERED
+from megatron_idempotent.patching.rows import COVERED
 
 
 def test_every_package_that_has_patches_is_waited_for():

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from editable import environ_of
 
-from megatron_idempotent.patching.catalog import MEGATRON, patches, untried
+from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.index import MEGATRON, untried
 from megatron_idempotent.patching.releases import installed
-from megatron_idempotent.patching.report import COVERED, PROBLEMS
+from megatron_idempotent.patching.rows import COVERED, PROBLEMS
 from megatron_idempotent.patching.source import locate
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")

@@ -388,7 +388,7 @@ def run(programs: list[Program], *, applied: str | None) -> list[Result]:
 def _apply(applied: str | None) -> None:
     import megatron_idempotent
     from megatron_idempotent.patching.catalog import patches
-    from megatron_idempotent.patching.report import COVERED
+    from megatron_idempotent.patching.rows import COVERED
 
     if applied == "backwards":
         rows = [row.id for row in megatron_idempotent.apply(dry_run=True) if row.status in COVERED]

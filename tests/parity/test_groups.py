@@ -8,7 +8,8 @@ import pytest
 
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.record import GROUPS
-from megatron_idempotent.patching.report import Report, Row
+from megatron_idempotent.patching.report import Report
+from megatron_idempotent.patching.rows import Row
 from megatron_idempotent.proof import prove
 
 AFFECTED = [each for each in prove.affected() if each in patches()]

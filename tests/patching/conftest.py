@@ -14,7 +14,7 @@ from forks import Forks
 from toys import Toys
 
 import megatron_idempotent
-from megatron_idempotent.patching import catalog
+from megatron_idempotent.patching.index import PACKAGE
 from megatron_idempotent.patching.source import locate
 
 RANDOM = "megatron/core/tensor_parallel/random.py"
@@ -125,7 +125,7 @@ def package(tmp_path: Path) -> Path:
     leave = shutil.ignore_patterns("__pycache__", "patches")
     library = Path(megatron_idempotent.__file__).parent
     shutil.copytree(library, folder / "megatron_idempotent", ignore=leave)
-    cases = Path(sys.modules[catalog.PACKAGE].__file__ or "").parent
+    cases = Path(sys.modules[PACKAGE].__file__ or "").parent
     shutil.copytree(cases, folder / "megatron_idempotent" / "patches", ignore=leave)
     return folder
 

@@ -18,6 +18,8 @@ from typing import Any
 
 from forks import forked, value_of
 
+from megatron_idempotent.patching.index import INDEX, PACKAGE, generated, read_index
+
 Seen = dict[str, Any]
 
 
@@ -82,7 +84,7 @@ def _warm(folder: str) -> None:
                 assert body.hash
                 body.contains("fragment")
                 patch_points.check_patch_point(target, body)
-    assert not [name for name in sys.modules if name.startswith(f"{catalog.PACKAGE}.")]
+    assert not [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]
     gc.freeze()  # children share these pages
     gc.disable()
 
@@ -125,9 +127,8 @@ def _without(deleted: list[str]) -> Seen:
 
 
 def _indexed() -> dict[str, Any]:
-    from megatron_idempotent.patching import catalog
 
-    return catalog.read_index(catalog.generated(catalog.INDEX))[1]
+    return read_index(generated(INDEX))[1]
 
 
 def _standing() -> dict[str, Any]:

@@ -14,9 +14,10 @@ import pytest
 from editable import proven_on_a_commit
 
 from megatron_idempotent.lazy import homes
-from megatron_idempotent.patching import catalog, releases, source
+from megatron_idempotent.patching import releases, source
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.evidence import Bodies
+from megatron_idempotent.patching.index import PACKAGE
 from megatron_idempotent.patching.record import SECTIONS, Helper, takes_help
 from megatron_idempotent.patching.releases import OnPath
 
@@ -66,7 +67,7 @@ def test_what_was_read_is_a_hash_and_what_a_patch_relies_on_one_expression_or_st
 
 
 def test_every_file_in_the_folder_is_a_case_file():
-    folder = Path(inspect.getfile(importlib.import_module(catalog.PACKAGE))).parent
+    folder = Path(inspect.getfile(importlib.import_module(PACKAGE))).parent
     files = {path.stem for path in folder.rglob("*.py") if not path.stem.startswith("_")}
     assert files == {hazard_id.replace("-", "_") for hazard_id in hazards()}
 
@@ -183,6 +184,6 @@ def test_a_helper_that_can_raise_is_called_by_a_right_program_beside_a_hazard():
         name
         for hazard in hazards().values()
         if takes_help(hazard.neighbour)
-        for _, name, _ in under(hazard.module, "neighbour", catalog.PACKAGE)
+        for _, name, _ in under(hazard.module, "neighbour", PACKAGE)
     }
     assert not refusing - called, "a false alarm of theirs would go unnoticed"

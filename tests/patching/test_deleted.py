@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from deletions import WINDOW_STANDS_ON
 
-from megatron_idempotent.patching import catalog
 from megatron_idempotent.patching.catalog import case_file_of, hazards, outlines
-from megatron_idempotent.patching.report import COVERED
+from megatron_idempotent.patching.index import INDEX, generated
+from megatron_idempotent.patching.rows import COVERED
 
 ROOT = Path(__file__).parents[2]
 #: Of a process that deletes each by itself; about 100 s where nobody else runs.
@@ -43,7 +43,7 @@ def test_deleting_any_case_files_changes_nothing_else_and_what_stands_on_one_nam
     for name in WINDOW_STANDS_ON:
         hazard_id = Path(name).stem.replace("_", "-")
         assert f"{hazard_id} (its case file {name} is missing, and the index" in last["window"]
-    index = catalog.generated(catalog.INDEX)
+    index = generated(INDEX)
     assert whole["left"] == []
     assert sum(status in COVERED for status in whole["applied"].values()) > 30
     for group, seen in zip(groups, found, strict=True):
@@ -91,7 +91,7 @@ def test_the_suites_of_the_library_pass_without_what_it_stands_on(hazard_id, meg
     leave = shutil.ignore_patterns("__pycache__", ".*", "benchmarks", "upstream", "build")
     shutil.copytree(ROOT, tmp_path, ignore=leave, dirs_exist_ok=True)
     (tmp_path / case_file_of(hazard_id)).unlink()
-    index = tmp_path / "patches" / "_generated" / catalog.INDEX
+    index = tmp_path / "patches" / "_generated" / INDEX
     lines = [line for line in index.read_text().splitlines() if line.split(" ")[0] != hazard_id]
     index.write_text("".join(f"{line}\n" for line in lines))
     asked = suites_without(hazard_id)

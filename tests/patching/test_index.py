@@ -8,8 +8,8 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_idempotent.patching import catalog
-from megatron_idempotent.patching.catalog import hazards, index_of, patches, read_index
+from megatron_idempotent.patching.catalog import hazards, index_of, patches
+from megatron_idempotent.patching.index import INDEX, generated, read_index
 
 NEW = '''"""A hazard that the index does not know."""
 from megatron_idempotent.patching import Patch, Target
@@ -41,7 +41,7 @@ STATUSES = (
 
 
 def test_the_index_says_what_the_case_files_say():
-    lines = catalog.generated(catalog.INDEX)
+    lines = generated(INDEX)
     assert lines == index_of(hazards().values()), (
         "run `python -m megatron_idempotent.cli.casebook` in the repository"
     )

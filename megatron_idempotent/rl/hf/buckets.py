@@ -10,7 +10,8 @@ from itertools import islice, zip_longest
 import torch
 import torch.distributed as dist
 
-from megatron_idempotent.rl.weights.records import Bucket, TensorInfo
+from megatron_idempotent.rl.weights.records import TensorInfo
+from megatron_idempotent.rl.weights.sources import Bucket
 
 Named = Iterator[tuple[str, torch.Tensor]]
 Convert = Callable[[Named], Named]

@@ -17,7 +17,7 @@ from megatron_idempotent.rl.weights.urls import place_of, refuse_secrets
 from megatron_idempotent.settings import Field, SettingsReader, allowed, schema, settings
 
 from . import ConfigError
-from .layout import RankLayout, misfit
+from .layout import RankLayout
 
 
 @settings(ConfigError, "run.")
@@ -97,6 +97,31 @@ class ParallelConfig:
         """Return the least length from `positions` on into which ranks can cut sequences evenly."""
         by = (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
         return -(-positions // by) * by
+
+    def misfit(self, sizes: Mapping[str, int]) -> str:
+        """Say why ranks cannot cut a model so, or return "" if they can.
+
+        `sizes` are named as in the user's configuration, in this order: heads, query groups, width
+        of a feed-forward block or, in a model with experts, of an expert; layers; experts, 0 for
+        none.
+        Example: `config.parallel.misfit({"num_attention_heads": 4})`.
+        """
+        *cut, (name, experts) = sizes.items()
+        ways = [("tp", self.tp)] * 3 + [("pp x vpp", self.pp * self.vpp)]
+        for (key, ranks), (by, size) in zip(ways, cut, strict=True):
+            if size % ranks:
+                return f"parallel.{key} is {ranks} and {by} is {size}; allowed: a divisor of it"
+        if self.ep > 1 and (not experts or experts % self.ep):
+            return (
+                f"parallel.ep is {self.ep} and {name} is {experts}; allowed: a divisor of it, or 1 "
+                "for a model without experts"
+            )
+        if experts and self.tp > 1 and not self.sequence_parallel:
+            return (
+                f"parallel.sequence_parallel is false, parallel.tp is {self.tp} and {name} is "
+                f"{experts}; allowed: true, which Megatron's experts need beside tensor parallelism"
+            )
+        return ""
 
 
 @settings(ConfigError, "task.")
@@ -481,7 +506,7 @@ class Config:
         if not model.path:
             width = "expert_ffn" if model.num_experts else "ffn"
             keys = ("heads", "query_groups", width, "layers", "num_experts")
-            wrong = misfit(parallel, {f"model.{key}": getattr(model, key) for key in keys})
+            wrong = parallel.misfit({f"model.{key}": getattr(model, key) for key in keys})
             if wrong:
                 raise ValueError(wrong)
         together = self.optimizer.microbatches_per_step // self.chunks

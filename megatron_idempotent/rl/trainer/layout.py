@@ -8,11 +8,8 @@ import torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from .config import ParallelConfig
+from collections.abc import Sequence
+from typing import TypeVar
 
 Item = TypeVar("Item")
 
@@ -70,31 +67,6 @@ class RankLayout:
         """Return a replica's items in their order, given the shares of its members, in order."""
         longest = max(map(len, shares), default=0)
         return [share[at] for at in range(longest) for share in shares if at < len(share)]
-
-
-def misfit(parallel: ParallelConfig, sizes: Mapping[str, int]) -> str:
-    """Say why ranks cannot cut a model as `parallel` asks, or return "" if they can.
-
-    `sizes` are named as in the user's configuration, in this order: heads, query groups, width of a
-    feed-forward block or, in a model with experts, of an expert; layers; experts, 0 for none.
-    Example: `misfit(parallel, {"num_attention_heads": 4})`.
-    """
-    *cut, (name, experts) = sizes.items()
-    ways = [("tp", parallel.tp)] * 3 + [("pp x vpp", parallel.pp * parallel.vpp)]
-    for (key, ranks), (by, size) in zip(ways, cut, strict=True):
-        if size % ranks:
-            return f"parallel.{key} is {ranks} and {by} is {size}; allowed: a divisor of it"
-    if parallel.ep > 1 and (not experts or experts % parallel.ep):
-        return (
-            f"parallel.ep is {parallel.ep} and {name} is {experts}; allowed: a divisor of it, or 1 "
-            "for a model without experts"
-        )
-    if experts and parallel.tp > 1 and not parallel.sequence_parallel:
-        return (
-            f"parallel.sequence_parallel is false, parallel.tp is {parallel.tp} and {name} is "
-            f"{experts}; allowed: true, which Megatron's experts need beside tensor parallelism"
-        )
-    return ""
 
 
 class Replica:

@@ -208,7 +208,6 @@ def _check_checkpoint(config: Config) -> None:
     from megatron_idempotent.rl.hf import Architecture
     from megatron_idempotent.rl.weights.safetensors_io import Checkpoint
 
-    from .layout import misfit
     from .output import SUMS, check_sums
 
     folder = Path(config.model.path)
@@ -226,7 +225,7 @@ def _check_checkpoint(config: Config) -> None:
         "num_hidden_layers": arch.layers,
         "num_experts": arch.experts,
     }
-    wrong = misfit(config.parallel, sizes)
+    wrong = config.parallel.misfit(sizes)
     if wrong:
         raise ConfigError(f"{folder / 'config.json'}: {wrong}")
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from .deltas import EncodedDelta, encode
-from .records import DELTA, Bucket, TensorInfo, checksum
+from .records import DELTA, TensorInfo, checksum
+from .sources import Bucket
 
 
 class LastSent:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from .records import (
     DELTA,
-    Bucket,
     TensorInfo,
     UpdateDamaged,
     UpdateRefused,
@@ -20,6 +19,7 @@ from .records import (
     listed,
     refuse_misfits,
 )
+from .sources import Bucket
 
 if TYPE_CHECKING:
     import torch

@@ -89,7 +89,7 @@ def test_a_configuration_survives_the_way_through_toml(tmp_path):
         ("model.heads=5", "model.heads is 5 and model.hidden is 64"),
         ("model.query_groups=3", "model.query_groups is 3; allowed: a divisor of model.heads"),
         ("rollout.prompts=63", "rollout.prompts is 63; allowed: a multiple of run.ranks, which"),
-        ("rollout.engine=vllm", "rollout.engine is 'vllm' and rollout.engine_url is ''; allowed: a"),
+        ("rollout.engine=vllm", "rollout.engine is 'vllm' and rollout.engine_url is ''; allowed"),
         ("rollout.engine_url=http://a", "is 'transformers' and rollout.engine_url is 'http://a'"),
         ("optimizer.chunks_per_step=3", "is 3; allowed: a divisor of optimizer.microbatches_per"),
         ("optimizer.steps_per_rollout=7", "allowed: a divisor of the 512 samples each rank"),

@@ -10,13 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from megatron_idempotent.rl.weights.records import (
-    Bucket,
-    TensorInfo,
-    WeightUpdate,
-    field,
-    refuse_misfits,
-)
+from megatron_idempotent.rl.weights.records import TensorInfo, WeightUpdate, field, refuse_misfits
+from megatron_idempotent.rl.weights.sources import Bucket
 
 from .layout import FORMAT, BucketLayout
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate, field
+from megatron_idempotent.rl.weights.records import UpdateDamaged, WeightUpdate, field
+from megatron_idempotent.rl.weights.sources import Bucket
 
 from .base import Announcement, Receiver, Sender, TransportError, TwoSegments
 from .layout import REMEDY, BucketLayout, read_tensor
