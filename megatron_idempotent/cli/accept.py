@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from megatron_idempotent.patching.base import MEGATRON, OPEN
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.contract import unmet
 from megatron_idempotent.patching.decide import check_range, part_of, review
-from megatron_idempotent.patching.index import MEGATRON, OPEN
 from megatron_idempotent.patching.record import FILE, Patch, Reviewed, Target
 from megatron_idempotent.patching.releases import (
     TABLE,

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_idempotent import __version__
+from megatron_idempotent.patching.base import INDEX, MEGATRON, PACKAGE
 from megatron_idempotent.patching.catalog import hazards, index_of
-from megatron_idempotent.patching.index import INDEX, MEGATRON, PACKAGE
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 from megatron_idempotent.patching.releases import TABLE, place
 from megatron_idempotent.patching.settings import SWITCH

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from megatron_idempotent.lazy import untried_torch
 from megatron_idempotent.patching import api, import_hooks
 from megatron_idempotent.patching.api import apply
+from megatron_idempotent.patching.base import generated
 from megatron_idempotent.patching.catalog import lost, without_case_file
 from megatron_idempotent.patching.decide import is_older_than_all
-from megatron_idempotent.patching.index import generated
 from megatron_idempotent.patching.overview import overview
 from megatron_idempotent.patching.releases import TABLE, OnPath, Table, compared
 from megatron_idempotent.patching.rows import Row

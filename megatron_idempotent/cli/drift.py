@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import judge, review
-from megatron_idempotent.patching.index import MEGATRON
 from megatron_idempotent.patching.record import Patch, Target
 from megatron_idempotent.patching.releases import UNKNOWN
 from megatron_idempotent.patching.settings import check_ids

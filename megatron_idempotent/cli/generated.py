@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megatron_idempotent.patching.index import INDEX, generated_folder
+from megatron_idempotent.patching.base import INDEX, generated_folder
 from megatron_idempotent.patching.record import FILE
 from megatron_idempotent.patching.releases import TABLE
 from megatron_idempotent.patching.source import TEXTS

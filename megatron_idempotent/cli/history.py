@@ -15,9 +15,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import Verdict, judge
-from megatron_idempotent.patching.index import MEGATRON
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.patching.trees import Listed, SourceTree

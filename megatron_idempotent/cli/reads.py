@@ -22,10 +22,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_idempotent.patching.base import Record
+from megatron_idempotent.patching.base import MEGATRON, Record
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import judge
-from megatron_idempotent.patching.index import MEGATRON
 from megatron_idempotent.patching.moved import bases_of
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.source import locate

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from megatron_idempotent.patching.base import MEGATRON, Place
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import judge
-from megatron_idempotent.patching.index import MEGATRON, Place
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.releases import (
     FIXED,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.index import MEGATRON
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 
 from .casebook import PROJECT, PROVEN, Proven, mark, table_markdown

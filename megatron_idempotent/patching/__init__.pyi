@@ -1,10 +1,10 @@
+from .base import OPEN as OPEN
+from .base import UNTRIED as UNTRIED
 from .base import PatchError as PatchError
 from .base import UnknownPatchError as UnknownPatchError
 from .base import VerificationError as VerificationError
 from .evidence import a_body_has as a_body_has
 from .evidence import no_body_has as no_body_has
-from .index import OPEN as OPEN
-from .index import UNTRIED as UNTRIED
 from .record import Helper as Helper
 from .record import Limit as Limit
 from .record import Original as Original

@@ -6,9 +6,8 @@ import os
 import sys
 
 from . import decide, import_hooks, install, releases, settings
-from .base import PatchError
+from .base import MEGATRON, PatchError
 from .catalog import outlines
-from .index import MEGATRON
 from .install import state
 from .report import Report
 from .rows import COVERED, FILES_DECIDE, LEFT, PROBLEMS, Row
@@ -17,7 +16,7 @@ TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .index import Outline
+    from .base import Outline
 
 
 def apply(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 
-from .index import (
+from .base import (
     DEBUG,
     FRAMEWORKS,
     INDEX,
     MEGATRON,
+    NO_FACT,
     NO_PATCH,
-    NOTHING,
     OFF,
     ON,
     PACKAGE,
@@ -45,7 +45,7 @@ def index_of(hazards: Iterable[Hazard], first_untried: str | None = None) -> lis
         fields = [hazard.id, NO_PATCH]
         if targets is not None:
             switch = DEBUG if hazard.debug else ON if hazard.default else OFF  # type: ignore[attr-defined]
-            provides = ",".join(hazard.provides) or NOTHING  # type: ignore[attr-defined]
+            provides = ",".join(hazard.provides) or NO_FACT  # type: ignore[attr-defined]
             fields[1:] = [switch, hazard.distribution, hazard.since, hazard.before, provides]
             fields += [target.address for target in targets]
         lines.append(" ".join(fields))

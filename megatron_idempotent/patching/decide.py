@@ -8,10 +8,9 @@ applied, conflict).
 
 from __future__ import annotations
 
-from .base import NOTHING, Record
+from .base import MEGATRON, NOTHING, OLDEST, OPEN, Place, Record
 from .catalog import load
 from .import_hooks import find
-from .index import MEGATRON, OLDEST, OPEN, Place
 from .releases import (
     FIXED,
     LANDS,
@@ -35,8 +34,8 @@ TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from .base import Outline
     from .contract import BodyPart
-    from .index import Outline
     from .record import Hazard, Patch, Target
     from .releases import Sources
     from .rows import Status

@@ -48,9 +48,8 @@ from .holders import (
     with_attribute,
 )
 from .import_hooks import namespace
-from .live import unbound
 from .neighbours import mentioned
-from .patch_points import ABSENT, PatchPoint
+from .patch_points import ABSENT, PatchPoint, unbound
 
 #: Attributes of a site: the function, the static method around it, and what others have wrapped.
 _ATTRIBUTES = ("original", "raw", "innermost")

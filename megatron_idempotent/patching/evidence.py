@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from .index import Place
+from .base import Place
 from .moved import called
 from .source import Body, nodes_of, occurrences
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 from .import_hooks import namespace
-from .live import find_owner, modules, unbound
+from .patch_points import find_owner, modules, unbound
 
 _OURS = __name__.partition(".")[0]
 #: Steps from a function up to a name: a table in a table of an object of a module takes five.

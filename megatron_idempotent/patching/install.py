@@ -19,7 +19,7 @@ TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .index import Outline, Place
+    from .base import Outline, Place
     from .patch_points import PatchPoint, StaleReferences
     from .record import Patch, Target
     from .releases import Sources

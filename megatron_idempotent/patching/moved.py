@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from .index import Place
+from .base import Place
 from .source import Body, definitions, imports_of, parse_body
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import decide
+from .base import Outline
 from .catalog import lost, outlines, without_case_file
-from .index import Outline
 from .install import current, landed
 
 # Outcomes that say that this Megatron does not have the hazard.

@@ -6,8 +6,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from .base import MEGATRON
 from .catalog import outlines, patches
-from .index import MEGATRON
 from .rows import FILES_DECIDE, INSIDE, OFF_BY_DEFAULT, OUTSIDE, PROBLEMS, Row
 from .table import render, wrapped
 

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from .base import Conflict
 from .import_hooks import namespace
-from .live import find_owner, modules, unbound
 from .neighbours import layers, who
 from .record import Target
 from .releases import package_of
 
 if TYPE_CHECKING:
-    from .holders import Holder
     from .source import Body
 
 
 _Modules = Iterable[tuple[str, types.ModuleType]]
+#: Do not import Megatron, and hold half of all names.
+_NEVER = frozenset({"torch"}) | sys.stdlib_module_names
 
 
 class StaleReferences:
@@ -72,6 +72,24 @@ class StaleReferences:
         installed = [site for site in hidden if site.is_installed]
         for site, place in _held(installed, modules(lambda name: name not in known)):
             site.lead(*place)
+
+
+def modules(
+    wanted: Callable[[str], bool] = lambda name: True, *, everywhere: bool = False
+) -> Iterator[tuple[str, types.ModuleType]]:
+    """Yield the modules that may have names of Megatron's functions, by name; wake no lazy one.
+
+    Args:
+        wanted: tells of a module's name whether it is yielded.
+        everywhere: True for torch's modules and Python's own, too, which do not import Megatron.
+    """
+    for name in list(sys.modules):
+        # By the name first: to look at a module copies its page of memory in a forked process.
+        known = everywhere or name.partition(".")[0] not in _NEVER
+        module = sys.modules.get(name) if known and wanted(name) else None
+        # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
+        if module is not None and issubclass(type(module), types.ModuleType):
+            yield name, module
 
 
 def references(holder: dict[str, Any], name: str) -> int:
@@ -160,7 +178,7 @@ class PatchPoint:
         self.prefixes: frozenset[str] = frozenset()
         """Packages whose early-bound names are rebound."""
         self.is_installed = False
-        self.holders: dict[str, list[Holder]] = {}
+        self.holders: dict[str, list[Any]] = {}
         """The places that held upstream's function when `detours` looked, by attribute here."""
         self._held_elsewhere = held_elsewhere
         self._cover: object = None
@@ -464,6 +482,25 @@ def _is_upstream(value: Any, module: types.ModuleType, body: Body, qualname: str
     if type(value) is not types.FunctionType or value.__code__.co_name != body.tree.name:
         return False
     return _undecorated(value, module, body, qualname) is None
+
+
+def find_owner(module: types.ModuleType, qualname: str) -> Any:
+    """Return the module, or the class in it, whose `__dict__` has the last part of `qualname`.
+
+    Raises:
+        AttributeError: there is no such class.
+    """
+    owner: Any = module
+    for part in qualname.split(".")[:-1]:
+        owner = namespace(owner).get(part)
+        if not isinstance(owner, type):
+            raise AttributeError(f"{module.__name__} has no {qualname}")
+    return owner
+
+
+def unbound(raw: Any) -> Any:
+    """Return the function in a `staticmethod` or `classmethod`, and anything else as it is."""
+    return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
 
 
 def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:

@@ -25,8 +25,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .base import NOTHING, Record
-from .index import MEGATRON, OLDEST, OPEN, UNTRIED, Outline, Place, generated, specifier
+from .base import (
+    MEGATRON,
+    NOTHING,
+    OLDEST,
+    OPEN,
+    UNTRIED,
+    Outline,
+    Place,
+    Record,
+    generated,
+    specifier,
+)
 from .rows import COVERED, PROBLEMS
 
 if TYPE_CHECKING:

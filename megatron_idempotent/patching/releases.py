@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import os
 
-from .base import Record
+from .base import MEGATRON, Record, generated
 from .import_hooks import find
-from .index import MEGATRON, generated
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:

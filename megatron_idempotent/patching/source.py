@@ -33,8 +33,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from .base import generated
 from .import_hooks import find, namespace
-from .index import generated
 
 TEXTS = "texts.txt"
 _T = TypeVar("_T")

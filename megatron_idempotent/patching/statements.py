@@ -15,7 +15,7 @@ from difflib import SequenceMatcher
 from functools import cache
 from typing import NamedTuple
 
-from .index import generated
+from .base import generated
 from .source import Body, canonical, watches, without_docstring
 
 ACCEPTED = "accepted.txt"

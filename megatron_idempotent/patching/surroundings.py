@@ -25,8 +25,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from .base import Record
-from .index import generated
+from .base import Record, generated
 from .moved import bases_of
 from .source import canonical, definitions, digest, parse_body
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from .base import MEGATRON, generated
 from .decide import is_older_than_all
-from .index import MEGATRON, generated
 from .record import Patch
 from .releases import (
     TABLE,

@@ -15,8 +15,8 @@ from megatron_idempotent.cli.generated import content, write
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.patching import Patch, Target, releases, statements
 from megatron_idempotent.patching import record as shipped
+from megatron_idempotent.patching.base import generated
 from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.index import generated
 from megatron_idempotent.patching.record import Reviewed
 from megatron_idempotent.patching.releases import numbers
 from megatron_idempotent.patching.trees import INFO

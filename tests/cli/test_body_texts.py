@@ -7,8 +7,8 @@ import pytest
 from megatron_idempotent.cli.body_texts import renewed_texts
 from megatron_idempotent.cli.reads import installed_trees
 from megatron_idempotent.patching import source
+from megatron_idempotent.patching.base import MEGATRON, generated
 from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.index import MEGATRON, generated
 from megatron_idempotent.patching.releases import installed
 from megatron_idempotent.patching.source import TEXTS, hash_of, parse_body, parse_function
 

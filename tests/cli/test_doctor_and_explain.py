@@ -82,7 +82,7 @@ def test_doctor_and_a_printed_report_fit_a_terminal():
     report = apply(dry_run=True)
 
     def laid_out(width):
-        return overview(report, width, dry_run=True, notes=notes()).splitlines()
+        return overview(report, report.incomplete, width, dry_run=True, notes=notes()).splitlines()
 
     assert doctors == laid_out(80)
     program = "import megatron_idempotent; print(megatron_idempotent.apply())"
@@ -112,7 +112,7 @@ def test_a_report_has_a_group_for_each_status_and_breaks_no_word():
     for number, each in enumerate(patches()):
         told[STATUSES[number % len(STATUSES)]].append(each)
     report = rows(**{each.replace("-", "_"): name for name, ids in told.items() for each in ids})
-    text = overview(report, 80)
+    text = overview(report, report.incomplete, 80)
     assert max(map(len, text.splitlines())) <= 80
     in_place = len(told["applied"]) + len(told["already_applied"])
     waiting = len(told["pending_import"])
@@ -120,9 +120,9 @@ def test_a_report_has_a_group_for_each_status_and_breaks_no_word():
     assert text.startswith(f"{in_place} of {concerned} in place on megatron-core 0.19.2")
     for ids in (told[name] for name in told if name != "not_installed"):
         assert all(re.search(rf"^  {each}(\s|$)", text, re.MULTILINE) for each in ids)
-    whole = overview(report, None).replace(":", ": ").split()
+    whole = overview(report, report.incomplete, None).replace(":", ": ").split()
     assert text.replace(":", ": ").split() == whole
-    assert str(report) == overview(report, None), "a pipe gets a line per patch"
+    assert str(report) == overview(report, report.incomplete, None), "a pipe gets a line per patch"
     assert repr(report).startswith(f"<Report {len(told['already_applied'])} already_applied, ")
 
 
@@ -143,7 +143,7 @@ def rows(**statuses: str) -> Report:
 
 def test_doctor_puts_problems_first_and_names_no_release_where_nothing_would_land():
     report = rows(grad_scale_func="drifted", unscaled_twice="pending_import")
-    found = overview(report, None, dry_run=True)
+    found = overview(report, report.incomplete, None, dry_run=True)
     first, hint, group, _, heading, problem, *_ = found.splitlines()
     assert group.startswith("group loss-scale is not whole")
     assert hint == "`megatron-idempotent drift --diff` shows what is new in a body that drifted."
@@ -154,11 +154,11 @@ def test_doctor_puts_problems_first_and_names_no_release_where_nothing_would_lan
     assert problem.split()[:2] == ["grad-scale-func", "drifted"]
     assert patches()["grad-scale-func"].summary in problem
     absent = rows(**{each.replace("-", "_"): "not_installed" for each in patches()})
-    first, _, last = overview(absent, None, dry_run=True).splitlines()
+    first, _, last = overview(absent, absent.incomplete, None, dry_run=True).splitlines()
     assert first.startswith("none would land; why it is so")
     assert f"(asked with {sys.executable}); {len(FRAMEWORKS)} frameworks not installed" in first
     assert "megatron-core (" in last
-    assert max(map(len, overview(rows(), 80).splitlines())) <= 80
+    assert max(map(len, overview(rows(), (), 80).splitlines())) <= 80
 
 
 NEIGHBOUR = """

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_idempotent.cli.reads import derived, installed_trees, needs_of, renewed
+from megatron_idempotent.patching.base import MEGATRON, generated
 from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.index import MEGATRON, generated
 from megatron_idempotent.patching.releases import numbers, release_named, supported
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.surroundings import (

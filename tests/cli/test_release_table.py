@@ -6,8 +6,8 @@ import pytest
 
 from megatron_idempotent.cli.reads import installed_trees
 from megatron_idempotent.cli.release_table import renewed_table
+from megatron_idempotent.patching.base import MEGATRON, generated
 from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.index import MEGATRON, generated
 from megatron_idempotent.patching.releases import TABLE, UNKNOWN_STANDING, Table, installed
 from megatron_idempotent.patching.surroundings import table
 

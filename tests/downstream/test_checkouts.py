@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_idempotent import apply, report
+from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.index import MEGATRON
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError
 from megatron_idempotent.proof.prove import beside

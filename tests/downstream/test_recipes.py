@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.index import MEGATRON
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError
 

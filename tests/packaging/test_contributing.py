@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from editable import environ_of
 
+from megatron_idempotent.patching.base import MEGATRON, untried
 from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.index import MEGATRON, untried
 from megatron_idempotent.patching.releases import installed
 from megatron_idempotent.patching.rows import COVERED, PROBLEMS
 from megatron_idempotent.patching.source import locate

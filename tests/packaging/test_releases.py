@@ -16,8 +16,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from megatron_idempotent.patching import OPEN, UNTRIED
+from megatron_idempotent.patching.base import untried
 from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.index import untried
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
 ROOT = Path(__file__).parents[2]

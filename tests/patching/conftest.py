@@ -14,7 +14,7 @@ from forks import Forks
 from toys import Toys
 
 import megatron_idempotent
-from megatron_idempotent.patching.index import PACKAGE
+from megatron_idempotent.patching.base import PACKAGE
 from megatron_idempotent.patching.source import locate
 
 RANDOM = "megatron/core/tensor_parallel/random.py"

@@ -18,8 +18,6 @@ from typing import Any
 
 from forks import forked, value_of
 
-from megatron_idempotent.patching.index import INDEX, PACKAGE, generated, read_index
-
 Seen = dict[str, Any]
 
 
@@ -68,6 +66,7 @@ def _warm(folder: str) -> None:
     """Read what case files stand on: the functions that they patch, and their bodies."""
     sys.path.insert(0, folder)
     from megatron_idempotent.patching import catalog, patch_points, source
+    from megatron_idempotent.patching.base import PACKAGE
 
     assert (catalog.__file__ or "").startswith(folder)
     for outline in _indexed().values():
@@ -127,6 +126,7 @@ def _without(deleted: list[str]) -> Seen:
 
 
 def _indexed() -> dict[str, Any]:
+    from megatron_idempotent.patching.base import INDEX, generated, read_index
 
     return read_index(generated(INDEX))[1]
 

@@ -15,9 +15,9 @@ from forks import FEW
 
 from megatron_idempotent import PatchError, UnknownPatchError, apply, report, revert
 from megatron_idempotent.patching import Helper, Limit, Patch, Target, api, settings
+from megatron_idempotent.patching.base import untried
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import review
-from megatron_idempotent.patching.index import untried
 from megatron_idempotent.patching.source import parse_body
 
 SEED = "pipeline-seed-offset"

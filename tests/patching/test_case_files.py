@@ -15,9 +15,9 @@ from editable import proven_on_a_commit
 
 from megatron_idempotent.lazy import homes
 from megatron_idempotent.patching import releases, source
+from megatron_idempotent.patching.base import PACKAGE
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.evidence import Bodies
-from megatron_idempotent.patching.index import PACKAGE
 from megatron_idempotent.patching.record import SECTIONS, Helper, takes_help
 from megatron_idempotent.patching.releases import OnPath
 

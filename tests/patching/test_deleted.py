@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from deletions import WINDOW_STANDS_ON
 
+from megatron_idempotent.patching.base import INDEX, generated
 from megatron_idempotent.patching.catalog import case_file_of, hazards, outlines
-from megatron_idempotent.patching.index import INDEX, generated
 from megatron_idempotent.patching.rows import COVERED
 
 ROOT = Path(__file__).parents[2]

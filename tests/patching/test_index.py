@@ -8,8 +8,8 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_idempotent.patching.base import INDEX, generated, read_index
 from megatron_idempotent.patching.catalog import hazards, index_of, patches
-from megatron_idempotent.patching.index import INDEX, generated, read_index
 
 NEW = '''"""A hazard that the index does not know."""
 from megatron_idempotent.patching import Patch, Target

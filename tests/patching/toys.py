@@ -12,8 +12,8 @@ import pytest
 
 from megatron_idempotent import Report, apply, report
 from megatron_idempotent.patching import Patch, Target, install
+from megatron_idempotent.patching.base import read_index
 from megatron_idempotent.patching.catalog import index_of, outlines, patches
-from megatron_idempotent.patching.index import read_index
 
 REAL = tuple(patches())
 GREET = "def greet(name):\n    return f'hello {name}'\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_idempotent.cli.main import main
-from megatron_idempotent.patching.index import untried
+from megatron_idempotent.patching.base import untried
 from megatron_idempotent.patching.releases import installed, supported
 from megatron_idempotent.proof import prove
 

@@ -10,8 +10,7 @@ from itertools import islice, zip_longest
 import torch
 import torch.distributed as dist
 
-from megatron_idempotent.rl.weights.records import TensorInfo
-from megatron_idempotent.rl.weights.sources import Bucket
+from megatron_idempotent.rl.weights.records import Bucket, TensorInfo
 
 Named = Iterator[tuple[str, torch.Tensor]]
 Convert = Callable[[Named], Named]
@@ -89,8 +88,8 @@ class BucketStream(Iterator[Bucket]):
             self.close()  # the other ranks may have been given another number
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
         self._ends: list[tuple[int, int]] = []
-        """For each bucket the number of tensors that this rank keeps in it, and the number of
-        fetched tensors after which it is complete."""
+        """The number of tensors that this rank keeps in each bucket, and the number of fetched
+        tensors after which the bucket is complete."""
         order: dict[int, None] = {}
         for parts in _side_by_side(units, keepers, bucket_bytes):
             order.update((sources[unit], None) for part in parts for unit in part)

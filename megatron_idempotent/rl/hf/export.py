@@ -175,7 +175,7 @@ class Shipping:
         self._plan, self._infos, self._device, self._group = plan, infos, device, group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.keepers = _keepers(plan, senders)
-        """For each tensor the rank at which it arrives."""
+        """The rank at which each tensor arrives."""
         packed = [
             info.nbytes for info, at in zip(infos, self.keepers, strict=True) if self.rank == at
         ]

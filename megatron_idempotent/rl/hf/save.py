@@ -9,7 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_idempotent.rl.weights.records import TensorInfo, listed
+from megatron_idempotent.rl.weights.records import (
+    Bucket,
+    TensorInfo,
+    WeightSource,
+    end_export,
+    listed,
+)
 from megatron_idempotent.rl.weights.safetensors_io import (
     SINGLE,
     SafetensorsFile,
@@ -18,7 +24,6 @@ from megatron_idempotent.rl.weights.safetensors_io import (
     write_index,
     write_json,
 )
-from megatron_idempotent.rl.weights.sources import Bucket, WeightSource, end_export
 from megatron_idempotent.window.agreement import DEADLINE_S
 
 from .buckets import split

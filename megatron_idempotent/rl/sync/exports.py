@@ -20,8 +20,13 @@ import torch.distributed as dist
 
 from megatron_idempotent.rl.hf.buckets import BucketStream
 from megatron_idempotent.rl.weights.last_sent import LastSent
-from megatron_idempotent.rl.weights.records import TensorInfo, WeightUpdate
-from megatron_idempotent.rl.weights.sources import Bucket, WeightSource, end_export
+from megatron_idempotent.rl.weights.records import (
+    Bucket,
+    TensorInfo,
+    WeightSource,
+    WeightUpdate,
+    end_export,
+)
 from megatron_idempotent.rl.weights.transports import (
     SharedMemorySender,
     TransportError,

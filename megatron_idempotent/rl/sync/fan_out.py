@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron_idempotent.rl.weights import Bucket
-from megatron_idempotent.rl.weights.sources import end_export
+from megatron_idempotent.rl.weights.records import end_export
 
 from .records import SyncError
 

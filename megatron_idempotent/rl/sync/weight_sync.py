@@ -20,7 +20,7 @@ from megatron_idempotent.rl.engines import (
     RolloutEngine,
 )
 from megatron_idempotent.rl.weights import Bucket, WeightSource, WeightUpdate
-from megatron_idempotent.rl.weights.sources import ChangesSource
+from megatron_idempotent.rl.weights.records import ChangesSource
 
 from .fan_out import FanOut, Outgoing, Reader
 from .records import (

@@ -1,10 +1,10 @@
+from .records import Bucket as Bucket
 from .records import TensorInfo as TensorInfo
 from .records import UpdateDamaged as UpdateDamaged
 from .records import UpdateMismatch as UpdateMismatch
 from .records import UpdateRefused as UpdateRefused
 from .records import WeightsError as WeightsError
+from .records import WeightSource as WeightSource
 from .records import WeightUpdate as WeightUpdate
 from .records import checksum as checksum
-from .sources import Bucket as Bucket
-from .sources import WeightSource as WeightSource
 from .staging import Staging as Staging

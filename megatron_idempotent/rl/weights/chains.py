@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 from .deltas import CODEC, EncodedDelta, apply, join
-from .records import DELTA, UpdateDamaged, WeightUpdate, check_kv_scales, checksum, field
+from .records import DELTA, Bucket, UpdateDamaged, WeightUpdate, check_kv_scales, checksum, field
 from .records import listed as joined
-from .sources import Bucket
 from .transports.bucket import Objects, get_bucket
 from .transports.layout import BucketLayout
 

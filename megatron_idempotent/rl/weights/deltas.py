@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from .records import (
+    DELTA_HEADER,
     Part,
     UpdateDamaged,
     UpdateMismatch,
@@ -46,8 +47,8 @@ from .records import (
 )
 
 # Formats and not `struct.Struct`, which cannot be pickled with functions that travel by value.
-_HEADER, _PLACES = "<4sBQQQQ", "<BII"
-_HEADER_BYTES, _PLACES_BYTES = struct.calcsize(_HEADER), struct.calcsize(_PLACES)
+_PLACES = "<BII"
+_HEADER_BYTES, _PLACES_BYTES = struct.calcsize(DELTA_HEADER), struct.calcsize(_PLACES)
 _MAGIC = b"WDL1"
 CODEC = _MAGIC.decode()
 """The name of the encoding, for what lists deltas."""
@@ -87,7 +88,7 @@ class EncodedDelta:
 
     @property
     def _header(self) -> tuple[Any, ...]:
-        return struct.unpack_from(_HEADER, self._bytes)
+        return struct.unpack_from(DELTA_HEADER, self._bytes)
 
     @property
     def itemsize(self) -> int:
@@ -365,7 +366,7 @@ def merged(deltas: Sequence[tuple[Part, EncodedDelta]], *, before: int, after: i
     if not more and first.elements == elements:  # nothing to move but the checksums
         data = first.data.clone()
         kind = first.itemsize, elements, first.changed
-        struct.pack_into(_HEADER, data.numpy(), 0, _MAGIC, *kind, before, after)
+        struct.pack_into(DELTA_HEADER, data.numpy(), 0, _MAGIC, *kind, before, after)
         return EncodedDelta(data)
     placed = [(each, *delta.places()) for each, delta in deltas]
     found = [(each.of(at_K), by_K) for each, at_K, by_K in placed]
@@ -426,7 +427,7 @@ def _sealed(
 ) -> EncodedDelta:
     """Return the delta of blocks, and of an element's bytes and the number of elements."""
     counts, parts = zip((0, []), *blocks, strict=True)
-    header = struct.pack(_HEADER, _MAGIC, *kind, sum(counts), before, after)
+    header = struct.pack(DELTA_HEADER, _MAGIC, *kind, sum(counts), before, after)
     data = bytearray().join([header, *itertools.chain(*parts)])
     return EncodedDelta(torch.frombuffer(data, dtype=torch.uint8))
 

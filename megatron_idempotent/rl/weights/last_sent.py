@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from .deltas import EncodedDelta, encode
-from .records import DELTA, TensorInfo, checksum
-from .sources import Bucket
+from .records import DELTA, Bucket, TensorInfo, checksum
 
 
 class LastSent:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .records import (
     DELTA,
+    Bucket,
     TensorInfo,
     UpdateDamaged,
     UpdateRefused,
@@ -19,7 +20,6 @@ from .records import (
     listed,
     refuse_misfits,
 )
-from .sources import Bucket
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 
 from megatron_idempotent.cli.reads import installed_trees
+from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import Verdict, judge
-from megatron_idempotent.patching.index import MEGATRON
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.trees import SourceTree
 

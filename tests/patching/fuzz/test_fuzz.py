@@ -14,11 +14,11 @@ from bench import MODULES, Result, source_of
 from mutants import REPAIRS, Mutant, cosmetic, mutants
 
 from megatron_idempotent.patching import Target
+from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.contract import contract_of
 from megatron_idempotent.patching.decide import review
 from megatron_idempotent.patching.evidence import Bodies
-from megatron_idempotent.patching.index import MEGATRON
 from megatron_idempotent.patching.releases import installed, supported
 from megatron_idempotent.patching.source import locate, parse_body
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 from changed import TREES, Changed, applied, verdict
 
-from megatron_idempotent.patching.index import Place
+from megatron_idempotent.patching.base import Place
 
 pytestmark = pytest.mark.skipif(not TREES, reason="no megatron-core is installed")
 COUNT = 12

@@ -42,7 +42,7 @@ class Source:
         finds_changes: bool = True,
         keepers: Sequence[int] = (0, 0, 0, 0),
     ) -> None:
-        """With `keepers`, for each tensor the rank that has it."""
+        """Take `keepers`, which has the rank that keeps each tensor."""
         self.finds_changes, self.keepers = finds_changes, keepers
         self.keeps = dist.get_rank() in keepers
         self.tensors_by_name = weights(seed)

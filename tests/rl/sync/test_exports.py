@@ -217,7 +217,7 @@ async def test_a_sender_that_fails_beside_others_is_told_and_all_are_closed(
 
 
 def send_from_rank_0_alone(folder: Path) -> DiskSender:
-    """On another rank the folder is no folder."""
+    """Make a sender whose folder is no folder on another rank than 0."""
     return DiskSender(folder if not torch.distributed.get_rank() else "/dev/null")
 
 

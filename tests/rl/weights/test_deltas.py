@@ -33,7 +33,7 @@ from megatron_idempotent.rl.weights.deltas import (
     merged,
     verify,
 )
-from megatron_idempotent.rl.weights.records import Part
+from megatron_idempotent.rl.weights.records import DELTA_HEADER, Part
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8)
 #: Around a word of 8 bytes, and a block that is compared and mixed at once.
@@ -195,7 +195,7 @@ def dense(blocks: int, **changed: Any) -> EncodedDelta:
     header = list(made._header)
     for name, value in changed.items():
         header[["magic", "itemsize", "elements", "changed"].index(name)] = value
-    struct.pack_into(deltas._HEADER, made.data.numpy(), 0, *header)
+    struct.pack_into(DELTA_HEADER, made.data.numpy(), 0, *header)
     return made
 
 

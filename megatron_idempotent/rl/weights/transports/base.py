@@ -10,8 +10,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from megatron_idempotent.rl.weights.records import TensorInfo, WeightUpdate, field, refuse_misfits
-from megatron_idempotent.rl.weights.sources import Bucket
+from megatron_idempotent.rl.weights.records import (
+    Bucket,
+    TensorInfo,
+    WeightUpdate,
+    field,
+    refuse_misfits,
+)
 
 from .layout import FORMAT, BucketLayout
 

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from megatron_idempotent.lazy import naming_the_remedy
-from megatron_idempotent.rl.weights.records import UpdateDamaged, WeightUpdate, field
+from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate, field
 from megatron_idempotent.rl.weights.safetensors_io import flush
-from megatron_idempotent.rl.weights.sources import Bucket
 from megatron_idempotent.rl.weights.urls import place_of, split_secrets
 
 from .base import Announcement, Receiver, Sender, Session, TransportError, opened_field

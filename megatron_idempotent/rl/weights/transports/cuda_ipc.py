@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.rl.weights.records import UpdateDamaged, WeightUpdate, field
-from megatron_idempotent.rl.weights.sources import Bucket
+from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate, field
 from megatron_idempotent.rl.weights.staging import SideStream
 
 from .base import Announcement, Receiver, Sender, TransportError, TwoSegments, opened_field

@@ -13,9 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_idempotent.json_text import parse_json
-from megatron_idempotent.rl.weights.records import TensorInfo, UpdateDamaged, WeightUpdate, field
+from megatron_idempotent.rl.weights.records import (
+    Bucket,
+    TensorInfo,
+    UpdateDamaged,
+    WeightUpdate,
+    field,
+)
 from megatron_idempotent.rl.weights.safetensors_io import write_tensors
-from megatron_idempotent.rl.weights.sources import Bucket
 
 from .base import Announcement, Receiver, Sender, Session, TransportError, opened_field
 from .layout import REMEDY, BucketLayout, read_tensor

@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.rl.weights.records import DELTA, TensorInfo, UpdateDamaged, field, listed
-from megatron_idempotent.rl.weights.sources import Bucket
+from megatron_idempotent.rl.weights.records import (
+    DELTA,
+    Bucket,
+    TensorInfo,
+    UpdateDamaged,
+    field,
+    listed,
+)
 
 #: Version of the announcements. Receivers refuse any other.
 FORMAT = 1

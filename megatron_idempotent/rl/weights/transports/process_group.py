@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed
 
-from megatron_idempotent.rl.weights.records import UpdateDamaged, WeightUpdate
-from megatron_idempotent.rl.weights.sources import Bucket
+from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate
 
 from .base import (
     Announcement,

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.rl.weights.records import UpdateDamaged, field
-from megatron_idempotent.rl.weights.sources import Bucket
+from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, field
 
 from .base import Announcement, Receiver, opened_field
 from .layout import FORMAT, REMEDY

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.rl.weights.records import UpdateDamaged, WeightUpdate, field
-from megatron_idempotent.rl.weights.sources import Bucket
+from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate, field
 
 from .base import Announcement, Receiver, Sender, TransportError, TwoSegments
 from .layout import REMEDY, BucketLayout, read_tensor
