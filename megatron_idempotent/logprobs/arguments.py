@@ -7,6 +7,7 @@ H features.
 from __future__ import annotations
 
 import warnings
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,39 @@ def one_of(who: str, name: str, value: Any, known: tuple[str, ...]) -> None:
         raise ValueError(f"{who}() got {name}={value!r}: pass one of {', '.join(known)}")
 
 
+def not_dense(value: Any) -> str | None:
+    """Describe what is no tensor, a sparse one, or one without values; None for all others."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    if value.layout not in (torch.strided, torch.jagged):
+        return f"a tensor of layout {value.layout}"
+    return "a tensor on the meta device, which has no values" if value.is_meta else None
+
+
+def dense(who: str, name: str, value: Any) -> None:
+    """Raise `ValueError` unless the value is a tensor that is not sparse, and has values."""
+    if (told := not_dense(value)) is not None:
+        raise ValueError(f"{who}() got as {name} {told}: pass a dense torch.Tensor")
+
+
+def integer(who: str, name: str, value: Any) -> None:
+    """Raise `ValueError` unless the value is an int."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{who}() got {name}={value!r}: pass an int, such as -100")
+
+
+def number(who: str, temperature: Any) -> None:
+    """Raise `ValueError` unless the temperature is a number or a tensor."""
+    if not isinstance(temperature, (Real, Tensor)):
+        raise ValueError(
+            f"{who}() got temperature={temperature!r}: pass a positive number, or a tensor with "
+            "one for each token"
+        )
+
+
 def floating(who: str, name: str, tensor: Tensor) -> None:
     """Raise `ValueError` unless the tensor has rows of floating point numbers."""
+    dense(who, name, tensor)
     if not tensor.is_floating_point() or tensor.dim() < 1:
         raise ValueError(
             f"{who}() got {name} of {tensor.dtype} and shape {tuple(tensor.shape)}: "
@@ -56,6 +88,7 @@ def one_form(
             )
         return
     floating(who, "hidden", hidden)
+    dense(who, "weight", weight)
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
         raise ValueError(
             f"{who}() got hidden of {hidden.dtype} and shape {tuple(hidden.shape)} with "
@@ -84,6 +117,8 @@ class Tokens(NamedTuple):
 
 def mask_of(who: str, token_mask: Tensor | None, shape: torch.Size) -> None:
     """Raise `ValueError` unless the mask has a bool for each token, [...], or is None."""
+    if token_mask is not None:
+        dense(who, "token_mask", token_mask)
     if token_mask is not None and (token_mask.dtype != torch.bool or token_mask.shape != shape):
         raise ValueError(
             f"{who}() got token_mask of {token_mask.dtype} and shape "
@@ -135,6 +170,8 @@ def tokens_to_compute(
     Raises:
         ValueError: targets of another type or shape, or outside of the vocabulary.
     """
+    integer(who, "ignore_index", ignore_index)
+    dense(who, f"{name}s", targets)
     many = targets.shape[:-1] == shape and targets.dim() == len(shape) + 1
     if targets.dtype not in ID_DTYPES or not (targets.shape == shape or many):
         raise ValueError(
@@ -189,7 +226,9 @@ def _each_once(targets: Targets, order_K: Tensor, again_K: Tensor) -> Targets:
 
 def positive(who: str, temperature: float | Tensor, shape: torch.Size, tokens: Tokens) -> None:
     """Raise `ValueError` unless the temperature of all computed tokens is positive and finite."""
+    number(who, temperature)
     if isinstance(temperature, Tensor):
+        dense(who, "temperature", temperature)
         if temperature.shape != shape:
             raise ValueError(
                 f"{who}() got temperature of shape {tuple(temperature.shape)}: a number, "
@@ -212,6 +251,8 @@ def ids_to_keep(
     Raises:
         ValueError: ids of another shape or outside of the vocabulary, or a token without any.
     """
+    if not isinstance(sampling, (Sampling, type(None))):
+        raise ValueError(f"{who}() got sampling={sampling!r}: pass a Sampling, or None")
     if sampling is None or sampling.keep is None:
         return None
     keep = sampling.keep.long()

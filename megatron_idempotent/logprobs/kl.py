@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from .api import TokenStats, token_logprobs
-from .arguments import Inputs, ResultLayout, floating, masked_tokens, one_of, positive
+from .arguments import (
+    Inputs,
+    ResultLayout,
+    dense,
+    floating,
+    integer,
+    masked_tokens,
+    one_of,
+    positive,
+)
 from .divergence import DirectionWeights, Distillation, DivergenceFromHidden, DivergenceFromLogits
 from .sources import as_matrices
 
@@ -130,7 +139,9 @@ def token_kl(
             f"{_NAME}() got {', '.join(given) or 'no teacher'}: teacher_logits, or teacher_ids "
             "and teacher_logprobs"
         )
+    integer(_NAME, "ignore_index", ignore_index)
     for name in given:
+        dense(_NAME, name, of_teacher[name])
         if of_teacher[name].requires_grad:  # type: ignore[union-attr]
             raise ValueError(f"{_NAME}() does not differentiate by {name}: detach() it")
     common: dict[str, Any] = {
@@ -288,6 +299,8 @@ def topk_kl(
         "valid": (valid, stats.logprob.shape),
     }
     for name, (value, shape) in shapes.items():
+        if value is not None:
+            dense(who, name, value)
         if value is not None and value.shape != shape:
             raise ValueError(
                 f"{who}() got {name} of shape {tuple(value.shape)} for a student's of "

@@ -23,6 +23,7 @@ from megatron_idempotent.megatron.expert_replay import ExpertReplay
 from megatron_idempotent.patching.needs import absent, is_provided
 
 from .api import TokenStats, token_logprobs
+from .arguments import number
 from .truncated_vocab import Sampling
 
 _INSTEAD = "take the logits, and token_logprobs(logits=…)"
@@ -257,12 +258,16 @@ def logprobs_processor(
     Args:
         targets, temperature, arguments: as of `model_logprobs`, with the same defaults.
 
+    Raises:
+        ValueError: a temperature that is no number.
+
     Returns:
         An `output_processor` for `GPTModel.forward`, and from 0.18 on for `build_schedule_plan`.
 
     Example:
         stats = model(tokens, positions, mask, output_processor=logprobs_processor(targets=targets))
     """
+    number("model_logprobs", temperature)
 
     def processor(
         *,

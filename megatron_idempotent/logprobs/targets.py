@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .arguments import integer
 from .statistics import ID_DTYPES
 
 
@@ -44,6 +45,7 @@ def shift_targets(
     Example:
         stats = token_logprobs(logits=logits, targets=shift_targets(tokens, mask=valid))
     """
+    integer("shift_targets", "ignore_index", ignore_index)
     if tokens.dtype not in ID_DTYPES or tokens.dim() < 1:
         raise ValueError(
             f"shift_targets() got tokens of {tokens.dtype} and shape {tuple(tokens.shape)}: "

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Inputs, ResultLayout, masked_tokens, positive
+from .arguments import Inputs, ResultLayout, integer, masked_tokens, positive
 from .kernels import local_statistics
 from .sources import Logits, Products, Source
 from .statistics import (
@@ -98,6 +98,7 @@ def vocab_topk(
         raise ValueError(
             f"{_NAME}() got k={k!r}: from 1 to {columns.vocabulary}, the size of the vocabulary"
         )
+    integer(_NAME, "ignore_index", ignore_index)
     tokens = masked_tokens(_NAME, inputs.shape, token_mask)
     positive(_NAME, temperature, inputs.shape, tokens)
     rows = inputs.rows()

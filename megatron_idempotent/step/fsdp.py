@@ -35,17 +35,19 @@ from .lifecycle import (
     SplitStep,
     skipped_for,
 )
-from .loss import Reported, StepLoss, Totals, Update
+from .loss import Reported, StepLoss, Totals, Update, is_number
 from .microbatches import TOKENS, Batch, Piece, check_ids
 from .packs import NO_ALIGNMENT
 from .snapshot import (
     ModuleSnapshot,
     Restore,
+    Writes,
     evaluating,
     first_not_finite,
     keep_groups,
     keep_torch,
     keep_update,
+    refuse_update,
     size_of,
 )
 
@@ -76,6 +78,7 @@ class FSDPBackend:
         self._reads_ids = looks()
         self._snapshot: list[Restore] = []
         self._undo: Restore | None = None
+        self._allow_update: list[Restore] = []
         self._updating = False
         self._released = False
         self.lowers_scale = grad_scaler is not None and bool(grad_scaler.is_enabled())
@@ -113,9 +116,13 @@ class FSDPBackend:
         if self._scaler is not None:
             self._snapshot.append(keep_scaler(self._scaler, self.device))
         self._released = False
+        self._allow_update = [refuse_update(self.optimizer)]
         self._watch.install()
         self._model.set_is_last_backward(True)
         self._model.train()
+
+    def writes(self) -> Writes:
+        return self.shards.writes()
 
     def accept_loss(self, loss: StepLoss) -> None:
         """Accept any loss, because models here add none of their own that it had to weigh."""
@@ -209,6 +216,7 @@ class FSDPBackend:
         if self._options.undo:
             self._undo = keep_update([], [self.optimizer])
         self._updating = True
+        self._stop_refusing()
         if self._scaler is None or not math.isfinite(grad_norm or 0.0):
             # The scaler has been updated for such gradients already, and would unscale them again.
             self.optimizer.step()
@@ -259,7 +267,12 @@ class FSDPBackend:
         for restore_sync in self._snapshot[:1]:  # a step that has ended leaves all else
             restore_sync()
         self._snapshot, self._undo, self._updating = [], None, False
+        self._stop_refusing()
         self._watch.remove()
+
+    def _stop_refusing(self) -> None:
+        while self._allow_update:
+            self._allow_update.pop()()
 
     def restore(self) -> None:
         if not self._snapshot:
@@ -374,8 +387,10 @@ class FSDPTrainStep(SplitStep):
         undo: bool = False,
     ) -> None:
         self._shards = _checked(model, optimizer)
-        if clip_grad is not None and not clip_grad > 0:
+        if clip_grad is not None and not (is_number(clip_grad) and clip_grad > 0):
             raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
+        if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+            raise ValueError(f"grad_scaler takes a torch.amp.GradScaler, got {grad_scaler!r}")
         _check_scheduler(scheduler)
         options = Options(
             of="FSDPTrainStep",
@@ -426,7 +441,8 @@ class FSDPTrainStep(SplitStep):
 
 def _check_scheduler(scheduler: Any) -> None:
     needed = ("step", "state_dict", "load_state_dict")
-    lacking = [name for name in needed if not callable(getattr(scheduler, name, None))]
+    made = not isinstance(scheduler, type)
+    lacking = [n for n in needed if not (made and callable(getattr(scheduler, n, None)))]
     if scheduler is not None and lacking:
         raise ValueError(
             f"FSDPTrainStep() got a {type(scheduler).__name__} as scheduler, without "

@@ -16,6 +16,7 @@ import copy
 import functools
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ from megatron_idempotent.window.agreement import (
 )
 
 from .lifecycle import Forward
-from .loss import Reported, StepLoss, evaluate
+from .loss import OWN_BACKWARD, Reported, StepLoss, called, evaluate
 from .microbatches import Batch, Piece, Tables, explained, ghost, spec
-from .snapshot import Restore
+from .snapshot import Restore, Writes
 
 
 class Shards:
@@ -104,6 +105,23 @@ class Shards:
         with torch.no_grad():  # else each is a call of autograd's, which takes longer than the look
             return [each.to_local() for each in sharded if each.requires_grad]
 
+    def writes(self) -> Writes:
+        """Return what `Backend.writes` does."""
+        params = [param for group in self._groups for param in group.fsdp_params]
+        gradients = (
+            each
+            for param in params
+            for each in (
+                param.unsharded_accumulated_grad,
+                getattr(getattr(param, "_unsharded_param", None), "grad", None),
+                param.sharded_param.grad,
+            )
+        )
+        return Writes(
+            tuple(-1 if each is None else _version(each) for each in gradients),
+            tuple(_version(p.sharded_param) for p in params if p.sharded_param.requires_grad),
+        )
+
     def place(self) -> str:
         """Describe this rank's progress in the model's collectives, to be compared with others."""
         order = len(getattr(self._root._comm_ctx, "post_forward_order", ()))
@@ -161,6 +179,37 @@ class Shards:
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
                 param.sharded_param.grad = None
+
+
+def _version(tensor: Any) -> int:
+    # A DTensor and this rank's part of it count the writes that each is the target of.
+    part = getattr(tensor, "_local_tensor", None)
+    return int(tensor._version) + (0 if part is None else int(part._version))
+
+
+@contextmanager
+def refusing_backward(output: Any) -> Iterator[None]:
+    """Have a backward through the output raise inside, before it is in the model, where ranks meet.
+
+    `torch.autograd.grad` with regard to the output passes.
+    """
+
+    def refuse(nodes: list[Any], _: torch.Tensor) -> None:
+        if any(map(torch._C._will_engine_execute_node, nodes)):
+            raise ValueError(OWN_BACKWARD)
+
+    with contextlib.ExitStack() as stack:
+        for leaf in _pytree.tree_leaves(output):
+            if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
+                continue
+            nodes = [node for node, _ in leaf.grad_fn.next_functions if node is not None]
+            handle: Any = leaf.register_hook(functools.partial(refuse, nodes))  # type: ignore[no-untyped-call]
+            stack.callback(handle.remove)
+            # Ahead of FSDP2's, which gathers parameters.
+            hooks: Any = leaf._backward_hooks
+            for key in [key for key in hooks if key != handle.id]:
+                hooks[key] = hooks.pop(key)
+        yield
 
 
 def token_table_of(model: nn.Module) -> Tables:
@@ -360,14 +409,15 @@ class FSDPCall:
         """Run the forward and the loss; return the backward to run, and what the loss reported."""
         microbatch = piece.batch
         try:
-            output = self._forward(self._shards.model, microbatch)
+            output = called("forward", self._forward, self._shards.model, microbatch)
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
             error = explained(error, token_table_of(self._shards.model), microbatch)
             return functools.partial(_send, self._zeros_after(error, microbatch)), None
         if loss is None or self._error is not None:
             return functools.partial(_send, zeros_for(output)), None
         try:
-            total, found = evaluate(loss, output, piece)
+            with refusing_backward(output):
+                total, found = evaluate(loss, output, piece)
             if total is None:
                 return functools.partial(_send, zeros_for(output)), found
             scaled = total if self._scaler is None else self._scaler.scale(total)

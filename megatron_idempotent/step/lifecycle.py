@@ -34,11 +34,14 @@ from .loss import (
     check_begin,
     check_divisor,
     check_size,
+    check_type,
     is_number,
+    refuse_no_grad,
 )
 from .microbatches import SAMPLE_MASK, TOKEN_MASK, TOKENS, Batch, Piece
 from .open_step import OpenStep
 from .packs import capacity_of
+from .snapshot import Writes
 
 NonFinite = Literal["refuse", "skip", "update"]
 """The act of `finish` if a loss or the norm of the gradients is NaN or infinite: raise, drop the
@@ -169,7 +172,16 @@ class Backend(Protocol):
         """Raise `ValueError` if the loss lacks a weight for auxiliary losses that the model has."""
 
     def open(self) -> None:
-        """Zero gradients, switch to training, and remember what `restore` puts back."""
+        """Zero gradients, switch to training, and remember what `restore` puts back.
+
+        Until `update` or the end of the step the optimizer refuses to step.
+        """
+
+    def writes(self) -> Writes:
+        """Return counters that are equal to earlier ones if nothing was written; wait for nothing.
+
+        Only trained parameters and their gradients count.
+        """
 
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         """Raise `ValueError` if microbatches, a list for each call, cannot run; change nothing."""
@@ -357,7 +369,7 @@ class SplitStep:
 
         Raises:
             RuntimeError: a step is open, this id was aborted or is open with other arguments, or
-                the parameters are half updated.
+                the parameters are half updated; or torch records no gradient.
             ValueError: a size that is not a positive integer, two that exclude each other, a budget
                 below the smallest pack, or a loss that does not say its kind. Or the model has MoE,
                 MTP or other auxiliary losses, and a loss of kind "group" or "none" has no
@@ -454,8 +466,8 @@ class SplitStep:
             `finish()`. For a batch that was sent again, the receipt of the first time.
 
         Raises:
-            RuntimeError: no such step is open, it has failed, or has had its last batch; or
-                another thread is in a call of the step.
+            RuntimeError: no such step is open, it has failed, or has had its last batch; torch
+                records no gradient; or another thread is in a call of the step.
             ValueError: not a batch, or one with a `Pack`; rows of unknown lengths, or one that is
                 longer than the budget; a microbatch whose shape or counts are unknown, or whose
                 masks or `cu_seqlens` do not fit; masks of other numbers than 0 and 1, tokens out of
@@ -468,6 +480,7 @@ class SplitStep:
             Exception: what the model or the loss raised, if nobody waits for this rank. The step
                 has failed then, and stays open until `abort()`.
         """
+        check_type("microbatch", "step_id", step_id, str)
         step = self._current(step_id, "microbatch")
         if isinstance(microbatch_id, str) and microbatch_id in step.receipts:
             return step.repeated(microbatch_id, batch, microbatches)
@@ -504,15 +517,19 @@ class SplitStep:
         Raises:
             ValueError: an argument is of the wrong kind or differs from what `begin()` was given,
                 or the batch size that the scheduler needs is missing. The step is as it was.
-            RuntimeError: no such step is open, it has failed, gradients cannot be finalized, or
-                another thread is in a call of the step; the call has started no collective.
-            WindowAborted: a rank failed or aborted, ranks began the step differently, or a loss, a
-                parameter or the gradients' norm is not finite and the step refuses that. All ranks
-                know; nothing was updated, and the step stays open until `abort()`.
+            RuntimeError: no such step is open, it has failed, gradients cannot be finalized, torch
+                records none, or another thread is in a call of the step; the call has started no
+                collective.
+            WindowAborted: a rank failed or aborted, ranks began the step differently, gradients or
+                parameters were written beside the step, or a loss, a parameter or the gradients'
+                norm is not finite and the step refuses that. All ranks know; nothing was updated,
+                and the step stays open until `abort()`.
             SessionPoisoned: a rank did not come within the deadline.
         """
+        check_type("finish", "step_id", step_id, str)
         if isinstance(ended := self._ended.get(step_id), StepResult):
             return ended
+        refuse_no_grad("finish")
         step = self._current(step_id, "finish")
         check_size("finish", "global_batch_size", global_batch_size)
         check_divisor("finish", divisor)
@@ -544,8 +561,10 @@ class SplitStep:
             SessionPoisoned: not all ranks came; what is on this rank is put back all the same.
         """
         step = self._open
-        if step_id is not None and isinstance(self._ended.get(step_id), StepResult):
-            raise _no_way_back(step_id, "abort")
+        if step_id is not None:
+            check_type("abort", "step_id", step_id, str)
+            if isinstance(self._ended.get(step_id), StepResult):
+                raise _no_way_back(step_id, "abort")
         if step is None:
             return
         if step_id is not None and step_id != step.step_id:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import signal
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
+
+from megatron_idempotent.window.agreement import describe
 
 if TYPE_CHECKING:
     from .microbatches import Piece
@@ -159,7 +163,8 @@ def _wrong_with(loss: Any) -> str | None:
         known = ", ".join(normalizers)
         return f"a loss with normalizers {wrong!r}: give names of metrics one of {known}"
     outputs = getattr(loss, "outputs", ())
-    if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
+    listed = isinstance(outputs, Collection) and not isinstance(outputs, str)
+    if not listed or not all(isinstance(name, str) for name in outputs):
         return f"a loss whose `outputs` is {outputs!r}: give it a tuple of names"
     weight = getattr(loss, "auxiliary_weight", None)
     number = isinstance(weight, (int, float)) and math.isfinite(weight)
@@ -184,8 +189,9 @@ def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
         raise ValueError(
             f"begin() got {told}: microbatches are cut by rows or by tokens; give one of the two"
         )
-    if step_id is not None and not isinstance(step_id, str):
-        raise ValueError(f"begin() takes a str as step_id, got {step_id!r}")
+    if step_id is not None:
+        check_type("begin", "step_id", step_id, str)
+    refuse_no_grad("begin")
 
 
 def needs_groups(loss: StepLoss) -> bool:
@@ -215,6 +221,22 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def check_type(what: str, name: str, value: Any, kind: type) -> None:
+    """Raise `ValueError` unless the value is of the type."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{what}() takes a {kind.__name__} as {name}, got {value!r}")
+
+
+def refuse_no_grad(what: str) -> None:
+    """Raise `RuntimeError` where torch records no gradient."""
+    if not torch.is_grad_enabled():
+        context = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise RuntimeError(
+            f"{what}() was called inside of torch.{context}(), where a step would have no "
+            "gradient: leave that context around the call"
+        )
+
+
 def check_size(what: str, name: str, value: Any) -> None:
     """Raise `ValueError` unless the value is None or a positive integer."""
     if value is not None and (type(value) is not int or value < 1):
@@ -238,7 +260,7 @@ def divided_by(divisor: Callable[[StepCounts], float], counts: StepCounts) -> fl
     Raises:
         ValueError: it returned no finite number from 0 on.
     """
-    found = divisor(counts)
+    found = called("divisor", divisor, counts)
     if isinstance(found, torch.Tensor) and found.numel() == 1:
         found = found.item()
     if not is_number(found) or not (0 <= found < math.inf):
@@ -269,6 +291,34 @@ class Reported:
     """A tensor for each of the n sequences, without its graph, by name."""
 
 
+OWN_BACKWARD = (
+    "the loss ran a backward through the model by itself, and the step's own would add gradients a "
+    "second time: return the sum alone, and leave its backward to the step"
+)
+_ENDS: Mapping[type[BaseException], str] = {
+    StopIteration: "which a `for` around the step would take for its end: give its next() a "
+    "default, or put what it reads into the batch",
+    SystemExit: "which would end this rank while others wait for it: raise an exception that says "
+    "why, abort() on all ranks, and exit then",
+}
+
+
+def called(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function of the user's returns; `name` is its name in errors.
+
+    Raises:
+        RuntimeError: it raised what ends a loop or a process, and not from a signal's handler.
+    """
+    try:
+        return function(*args)
+    except tuple(_ENDS) as error:
+        handlers = [getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()]
+        if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise
+        end = next(text for kind, text in _ENDS.items() if isinstance(error, kind))
+        raise RuntimeError(f"{name} raised {describe(error)}, {end}") from error
+
+
 def evaluate(loss: StepLoss, output: Any, piece: Piece) -> tuple[Tensor | None, Reported]:
     """Call the loss on a microbatch's output; return its sum, and what it has reported.
 
@@ -280,8 +330,9 @@ def evaluate(loss: StepLoss, output: Any, piece: Piece) -> tuple[Tensor | None, 
             with its graph nor the constant 0, a metric is no scalar or has no name or one that the
             step uses itself, or an output is missing or has not one entry for each sequence or
             token.
+        RuntimeError: see `called`.
     """
-    returned: Any = loss(output, piece.batch)
+    returned: Any = called("the loss", loss, output, piece.batch)
     two = isinstance(returned, (tuple, list)) and len(returned) == 2
     if not two or not hasattr(returned[1], "items"):
         told = _kind(returned)

@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.megatron import gather, moe
-from megatron_idempotent.megatron.ddp import bucket_groups, start_held, trained
+from megatron_idempotent.megatron.ddp import bucket_groups, start_held, trained, versions
 from megatron_idempotent.megatron.expert_replay import (
     ROUTED_EXPERTS,
     ExpertReplay,
@@ -82,6 +82,7 @@ from .packs import (
 from .snapshot import (
     LogSnapshot,
     MegatronSnapshot,
+    Writes,
     evaluating,
     first_not_finite,
     size_of,
@@ -265,7 +266,7 @@ class MegatronBackend:
             self._snapshot = MegatronSnapshot(
                 self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
             )
-            self._step.reset()
+            self._step.open()
             self._released, self._shifted, self.shift = False, None, 0
             open_windows.append(self._window)
             modules = self._snapshot.modules
@@ -278,6 +279,14 @@ class MegatronBackend:
                 self.optimizer.zero_grad()
             if self._sums is not None:
                 self._sums.open()
+
+    def writes(self) -> Writes:
+        trained_here = (each for chunk in self.chunks for each in chunk.param_to_bucket_group)
+        return Writes(self.gradient_writes(), tuple(each._version for each in trained_here))
+
+    def gradient_writes(self) -> tuple[int, ...]:
+        """Return the counters of `writes` for gradients alone."""
+        return tuple(number for chunk in self.chunks for number in versions(chunk))
 
     def in_force(self) -> AbstractContextManager[None]:
         """Give modules and process the tenant's state in a `with`; without a tenant do nothing."""

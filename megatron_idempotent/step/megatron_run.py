@@ -23,6 +23,7 @@ from megatron_idempotent.megatron.optimizers import (
     LossScale,
     grad_scalers,
     is_hybrid,
+    parts,
     stepping,
     unchained,
 )
@@ -45,11 +46,11 @@ from megatron_idempotent.window.missed_collectives import (
 )
 
 from .lifecycle import Options, skipped_for
-from .loss import Reported, StepLoss, auxiliary_weight, evaluate
+from .loss import OWN_BACKWARD, Reported, StepLoss, auxiliary_weight, called, evaluate
 from .microbatches import Piece, explained
 from .open_step import LocalFailure
 from .packs import own_routes
-from .snapshot import MegatronSnapshot, Restore, keep_update
+from .snapshot import MegatronSnapshot, Restore, keep_update, refuse_update
 
 if TYPE_CHECKING:
     from .megatron import MegatronBackend
@@ -196,15 +197,15 @@ def _forward_step(
         multiplied = backend.configs[0].context_parallel_size
 
     def computed(model: Any, microbatch: Any) -> Any:
+        run = functools.partial(called, "forward", backend.forward, model, microbatch)
         if backend.replay is None:
-            return backend.forward(model, microbatch)
-        run = functools.partial(backend.forward, model, microbatch)
+            return run()
         return backend.replay.run(model, own_routes(microbatch), run)
 
     def forward_step(data_iterator: Iterator[Piece], model: Any) -> tuple[Any, Any]:
         piece = next(data_iterator)
         now.begin(piece)
-        microbatch = piece.batch
+        microbatch, before = piece.batch, backend.gradient_writes()
         try:
             output = computed(model, microbatch)
         except IndexError as error:
@@ -215,6 +216,8 @@ def _forward_step(
                 return no_gradient(output), one, {}
             # What it reports is kept now, because the schedule works on it in place.
             total, here = evaluate(loss, output, piece)
+            if backend.gradient_writes() != before:
+                raise ValueError(OWN_BACKWARD)
             found.append(here)
             if total is None:
                 # Nothing is valid, but other ranks wait in the backward.
@@ -371,10 +374,19 @@ class CheckedUpdate:
         self._optimizer = optimizer
         self._options = options
         self._norms: list[Any] = []
+        self._allow: list[Restore] = []
+
+    def open(self) -> None:
+        """Begin a step, in which the optimizer steps in `run` alone."""
+        self.reset()
+        if self._optimizer is not None:
+            self._allow = [refuse_update(each) for each in parts(self._optimizer)]
 
     def reset(self) -> None:
         """Forget an earlier step."""
         self.updating, self.undo, self._norms = False, None, []
+        while self._allow:
+            self._allow.pop()()
 
     @property
     def lowers_scale(self) -> bool:

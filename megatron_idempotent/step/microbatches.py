@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from megatron_idempotent.fp8.packing import Pack
+from megatron_idempotent.logprobs.arguments import not_dense
 from megatron_idempotent.megatron.replica_check import checksum
 
-from .loss import is_number, needs_groups
+from .loss import called, is_number, needs_groups
 
 if TYPE_CHECKING:
     from .lifecycle import Options
@@ -173,6 +174,11 @@ def share_of(
             f"microbatch() got {rows} rows, and begin() no micro_batch_size to cut them by: "
             "begin with one or with max_tokens_per_microbatch, or pass microbatches=[…]"
         )
+    if batch[TOKENS].is_nested:
+        raise ValueError(
+            f"microbatch() got {rows} nested rows, and begin() micro_batch_size={size}, which cuts "
+            "rows of one length: begin with max_tokens_per_microbatch, or pass microbatches=[…]"
+        )
     return Share(
         sequences=rows,
         lists=split(batch, rows, size, options.shared),
@@ -299,7 +305,7 @@ def _piece(batch: Any, options: Options) -> Piece:
         segments = segments_of(batch)
     sequences = shape[0] if segments is None else sum(length > 0 for length in segments.lengths)
     if options.counts is not None:
-        counts = _given(options.counts(batch))
+        counts = _given(called("counts", options.counts, batch))
     elif (given := field_of(batch, COUNTS)) is not None:
         counts = _given(given)
     elif segments is not None:
@@ -326,7 +332,7 @@ def _piece(batch: Any, options: Options) -> Piece:
 
 def _shape(batch: Any, ask: Callable[[Any], Shape] | None) -> Shape:
     if ask is not None:
-        found = ask(batch)
+        found = called("shape", ask, batch)
         whole = isinstance(found, (tuple, list)) and len(found) == 2
         if not whole or any(type(each) is not int or each < 1 for each in found):
             raise ValueError(f"for which shape= returned {found!r}: give (rows, positions)")
@@ -409,9 +415,14 @@ def on_host(values: Tensor) -> bool:
 def check_zeros_and_ones(batch: Any) -> None:
     """Raise `ValueError` if a mask on the host has another value than 0 and 1.
 
-    A step counts what is valid, and a loss may multiply by a mask or ask what is above 0: with any
-    other value the two differ without a word.
+    So do tokens and masks that are no dense tensors. A step counts what is valid, and a loss may
+    multiply by a mask or ask what is above 0: with any other value the two differ without a word.
     """
+    for name in (TOKENS, SAMPLE_MASK, TOKEN_MASK):
+        value = field_of(batch, name)
+        told = None if value is None else not_dense(value)
+        if told is not None or (value is not None and value.is_complex()):
+            raise ValueError(f"whose {name!r} is {told or value.dtype}: give a dense tensor")
     for name, mask, wrong in _marked_masks(batch, host=True):
         if wrong.any():
             place = _first_place(mask, wrong)
@@ -544,7 +555,15 @@ def outside(tables: Tables, microbatch: Any, *, read: bool) -> str | None:
         (TOKENS, tokens, tables.tokens),
         (POSITIONS, positions, tables.positions),
     ):
-        if size is None or not isinstance(values, Tensor) or not values.numel():
+        if size is None or not isinstance(values, Tensor):
+            continue
+        if values.dtype not in (torch.int64, torch.int32) or not 0 < values.dim() <= 2:
+            return (
+                f"has {name!r} of {values.dtype} with {values.dim()} dimensions, which are looked "
+                f"up in a table of {size} entries: give torch.int64 or torch.int32, "
+                "[rows, positions]"
+            )
+        if not values.numel():
             continue
         if not read and not on_host(values):
             continue

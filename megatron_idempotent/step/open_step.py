@@ -36,7 +36,9 @@ from .loss import (
     Totals,
     Update,
     as_numbers,
+    check_type,
     divided_by,
+    refuse_no_grad,
     returned_by,
 )
 from .microbatches import (
@@ -272,6 +274,9 @@ class OpenStep:
         self._bad_parameters: dict[int, str] = {}
         # Learning rate and weight decay of the step, on all ranks alike.
         self._rates = 0.0, 0.0
+        # Counters of writes, and the first sign that somebody else has written.
+        self._writes = backend.writes()
+        self._disturbed: str | None = None
         # What this rank has done, and what all ranks have said of that.
         self._done: tuple[Totals, Update | str] | None = None
         self._votes: list[RankStatus] | None = None
@@ -287,16 +292,16 @@ class OpenStep:
 
         Raises what `SplitStep.microbatch` does.
         """
+        self._note_writes()
         coupled, group = self._backend.lockstep_group()
         share, packed = Share(), None
         sent: Mapping[str, Any] = {}
         bad: Exception | None = None
         try:
+            refuse_no_grad("microbatch")
+            check_type("microbatch", "last", last, bool)
             if microbatch_id is not None:
-                if not isinstance(microbatch_id, str):
-                    raise ValueError(
-                        f"microbatch() takes a str as microbatch_id, got {microbatch_id!r}"
-                    )
+                check_type("microbatch", "microbatch_id", microbatch_id, str)
                 sent = fingerprint(batch if ready is None else ready)
             if self._has_budget and batch is not None and ready is None:
                 packed = PackedRows.of_step(batch, self.begun_with, self._options, self._backend)
@@ -341,6 +346,7 @@ class OpenStep:
             self._groups += share.groups
             self._sequences += share.sequences
             self._microbatches += number
+            self._writes = self._backend.writes()
             self.last = last
             receipt = Receipt(
                 microbatch_id=f"#{self._batches}" if microbatch_id is None else microbatch_id,
@@ -373,6 +379,22 @@ class OpenStep:
                     "take another id"
                 )
         return self.receipts[microbatch_id]
+
+    def _note_writes(self) -> None:
+        """Note the first sign of writes into gradients or parameters that the step has not made."""
+        now = self._backend.writes()
+        gradients, parameters = now.since(self._writes)
+        if self._disturbed is None and parameters:
+            self._disturbed = (
+                f"{parameters} of {len(now.parameters)} trained parameters were written while the "
+                "step was open, so that its gradients are of two models"
+            )
+        elif self._disturbed is None and gradients:
+            self._disturbed = (
+                "gradients were written between two calls of the step, by zero_grad_buffer() or "
+                "by a backward or a reduction of your own, so that they are no sum over its "
+                "microbatches"
+            )
 
     def finish(self, increment: int | None, lr: float | None, divisor: Any) -> StepResult:
         """Agree that no rank failed, then update; in a step that has updated, return the result."""
@@ -468,6 +490,7 @@ class OpenStep:
         groups: tuple[int, ...] = ()
         bad_parameter: str | None = None
         try:
+            self._note_writes()
             self._backend.join()
             self._backend.check_gradients()
             # What was given as numbers is on the host, all else on the device.
@@ -498,6 +521,11 @@ class OpenStep:
                 )
             if not math.isfinite(size):
                 bad_parameter = self._backend.bad_parameter()
+            elif self._disturbed is not None:
+                raise RuntimeError(
+                    f"{self._disturbed}. abort() the step on all ranks, and begin again; what "
+                    "writes belongs before begin() or after finish()"
+                )
             groups = distinct(self._groups)
             rows = as_numbers(self._rows)
         except Exception as caught:  # noqa: BLE001  told to all ranks, and raised on all

@@ -9,7 +9,8 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +124,39 @@ def keep_functions(owner: Any, names: Sequence[str]) -> Restore:
                 vars(owner).pop(name, None)
 
     return restore
+
+
+class Writes(NamedTuple):
+    """Holds torch's counters of writes in place, which see none through `.data`.
+
+    They are -1 for what is not there. An offload keeps them, or begins at 0 again.
+    """
+
+    gradients: tuple[int, ...]
+    parameters: tuple[int, ...]
+
+    def since(self, before: Writes) -> tuple[int, int]:
+        """Return how many of the gradients, and of the parameters, were written or dropped."""
+        gradients, parameters = (
+            sum(now > then or now < 0 <= then for now, then in zip(*pair, strict=True))
+            for pair in zip(self, before, strict=True)
+        )
+        return gradients, parameters
+
+
+def refuse_update(optimizer: Any) -> Restore:
+    """Have an optimizer's `step()` raise until the function that is returned is called."""
+    restore = keep_functions(optimizer, ["step"])
+    optimizer.step = partial(_refused, type(optimizer).__name__)
+    return restore
+
+
+def _refused(name: str, *args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        f"{name}.step() was called while a step is open, which updates once, in finish(): this "
+        "call would update by gradients that are not reduced. Nothing was updated; leave the call "
+        "out, or finish() or abort() the step first"
+    )
 
 
 def keep_groups(groups: Iterable[dict[str, Any]]) -> Restore:

@@ -114,3 +114,11 @@ def test_an_older_release_asks_for_its_patch(megatron_ranks):
         assert "Call megatron_idempotent.apply()" in said
     else:
         assert said == ""
+
+
+@on_ranks(1)
+def test_a_temperature_that_is_no_number_is_refused_before_the_forward() -> None:
+    from megatron_idempotent.logprobs import logprobs_processor
+
+    with pytest.raises(ValueError, match=r"model_logprobs\(\) got temperature='0.7': pass a"):
+        logprobs_processor(targets=torch.zeros(2, 3, dtype=torch.int64), temperature="0.7")

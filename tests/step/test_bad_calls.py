@@ -84,6 +84,14 @@ def _put(value: Any) -> Callable[[Any], Any]:
     return put
 
 
+def _deeper(ids: Any) -> Any:
+    return ids[..., None].expand(-1, -1, 2)
+
+
+def _nested(ids: Any) -> Any:
+    return torch.nested.nested_tensor(list(ids), layout=torch.jagged)
+
+
 def _borders(*ends: int | None) -> Callable[[Any], Any]:
     """Borders of a pack; None stands for its end, and -1 for a place less."""
     return lambda pack: _tensor(
@@ -158,6 +166,42 @@ BATCHES: Table = {
         _ready(input_ids=_put(-1)),
         "microbatch 1 has -1 in 'input_ids' at row 1, position 3",
     ),
+    "tokens as floats": (
+        _with(input_ids=lambda ids: ids.float()),
+        "has 'input_ids' of torch.float32 with 2 dimensions, .* 128 entries: give torch.int64",
+    ),
+    "tokens as bools": (
+        _ready(input_ids=lambda ids: ids > 3),
+        "microbatch 1 has 'input_ids' of torch.bool",
+    ),
+    "tokens on the meta device": (
+        _with(input_ids=lambda ids: ids.to("meta")),
+        "whose 'input_ids' is a tensor on the meta device, which has no values",
+    ),
+    "a mask on the meta device": (
+        _with(token_mask=lambda mask: mask.to("meta")),
+        "whose 'token_mask' is a tensor on the meta device",
+    ),
+    "a sparse mask": (
+        _ready(token_mask=lambda mask: mask.to_sparse()),
+        r"microbatches\[1\], whose 'token_mask' is a tensor of layout torch.sparse_coo",
+    ),
+    "a mask of complex numbers": (
+        _with(token_mask=lambda mask: mask.cfloat()),
+        "whose 'token_mask' is torch.complex64",
+    ),
+    "a mask of NumPy's": (
+        _ready(token_mask=lambda mask: mask.cpu().numpy()),
+        r"microbatches\[1\], whose 'token_mask' is a ndarray",
+    ),
+    "a sample mask that is a list": (
+        _ready(sample_mask=[1.0, 1.0]),
+        r"microbatches\[1\], whose 'sample_mask' is a list",
+    ),
+    "last='no'": (
+        lambda batch: {"batch": batch, "last": "no"},
+        r"microbatch\(\) takes a bool as last, got 'no'",
+    ),
 }
 #: Of a model that looks positions up.
 POSITIONS: Table = {
@@ -183,6 +227,8 @@ SHAPES = _rows(
     (_with(images=lambda _: _ones(4, 2)(None).numpy()), r"a ndarray.*shared=\("),
     (_with(meta={"a": 1}), r"a dict, for 4 rows.*shared=\("),
     (_with(rows=range(4)), r"a range, for 4 rows.*shared=\("),
+    (_with(input_ids=_deeper), "'input_ids' of torch.int64 with 3 dimensions"),
+    (_with(input_ids=_nested), r"4 nested rows, and begin\(\) micro_batch_size=2"),
     (_with(pack=_pack_of_rows), "a Pack of 3 sequences and 18 tokens"),
     (_with(rope=_pack_of_rows), "'rope' with a Pack of 3"),
     (_with(packs=lambda _: [_pack_of_rows()] * 4), "'packs' with a Pack of 3"),
@@ -457,6 +503,18 @@ OTHERS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "shared masks": ({"shared": ("token_mask",)}, ValueError, r"names \['token_mask'\]"),
     "nothing_valid": ({"nothing_valid": "ignore"}, ValueError, "one of 'skip', 'update', got 'ig"),
 }
+ON_FSDP: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "clip_grad='1'": ({"clip_grad": "1"}, ValueError, "positive or None, got '1'"),
+    "clip_grad=nan": ({"clip_grad": float("nan")}, ValueError, "got nan"),
+    "clip_grad of two": ({"clip_grad": torch.ones(2)}, ValueError, r"got tensor\(\[1"),
+    "grad_scaler='x'": ({"grad_scaler": "x"}, ValueError, "GradScaler, got 'x'"),
+    "a class of scalers": ({"grad_scaler": torch.amp.GradScaler}, ValueError, "got <class"),
+    "a class of schedulers": (
+        {"scheduler": torch.optim.lr_scheduler.LinearLR},
+        ValueError,
+        r"as scheduler, without step\(\)",
+    ),
+}
 _SIZES = ("micro_batch_size", "max_tokens_per_microbatch")
 #: Arguments of `begin()`, beside usual ones, and what it says.
 BEGUN: dict[str, tuple[dict[str, Any], str]] = {
@@ -480,7 +538,8 @@ def test_a_bad_argument_is_refused_when_a_step_is_made_or_begun(engine: str) -> 
     bench = Bench(engine)
     model, optimizer, scheduler = bench.parts
     kind = functools.partial(class_of(engine), model, optimizer)
-    for name, (arguments, error, text) in {**ARGUMENTS, **OTHERS}.items():
+    also = ON_FSDP if engine == "fsdp" else {}
+    for name, (arguments, error, text) in {**ARGUMENTS, **OTHERS, **also}.items():
         if engine == "fsdp" and "order_stable" in arguments:
             continue
         given = {"scheduler": scheduler, **arguments}
@@ -494,11 +553,26 @@ def test_a_bad_argument_is_refused_when_a_step_is_made_or_begun(engine: str) -> 
     class Wrong(TokenLoss):
         normalizers: ClassVar = {"nll": "words"}
 
-    losses = {"the class TokenLoss as loss": TokenLoss, "'mean'": Kindless(), "'words'": Wrong()}
+    class Nameless(TokenLoss):
+        outputs = None
+
+    losses = {
+        "the class TokenLoss as loss": TokenLoss,
+        "'mean'": Kindless(),
+        "'words'": Wrong(),
+        "`outputs` is None": Nameless(),
+    }
     for arguments, text in (*BEGUN.values(), *(({"loss": v}, t) for t, v in losses.items())):
         told = raised_by(bench.begin, **arguments)
         assert isinstance(told, ValueError), (arguments, told)
         assert text in str(told), (arguments, told)
+    bench.begin()
+    for call in (bench.step.microbatch, bench.step.finish, bench.step.abort):
+        for step_id in ([1], 3, b"step-0"):
+            told = raised_by(call, step_id)
+            assert isinstance(told, ValueError), told
+            assert str(told) == f"{call.__name__}() takes a str as step_id, got {step_id!r}"
+    bench.step.abort()
     narrow = kind(alignment=TokenAlignment(sequence=4, pack=128))
     told = raised_by(narrow.begin, TokenLoss(), max_tokens_per_microbatch=96)
     assert re.search(r"begin\(\) got a budget of 96 tokens, .* 128", str(told))

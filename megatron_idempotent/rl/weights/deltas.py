@@ -236,7 +236,8 @@ def encode(
             it adds to that tensor's checksum, other than its bytes' number.
         write: True to write into `old` what changed; it is contiguous, and on the host.
 
-    Errors: `ValueError` for tensors that differ in shape or type, or lie on two devices.
+    Errors: `ValueError` for tensors that differ in shape or type, or lie on two devices, or an old
+        one that cannot be written into.
     """
     told = [(tuple(each.shape), each.dtype, each.device) for each in (new, old)]
     alike = told[0][:2] == told[1][:2] and (old.is_cpu or old.device == new.device)
@@ -245,6 +246,12 @@ def encode(
             f"encode() got {told[0]} and {told[1]}; give two tensors of one shape and type, with "
             f"{', '.join(map(str, _ITEMSIZES))} bytes an element, the old one on the host or "
             "where the new one is"
+        )
+    if write and not (old.is_cpu and old.is_contiguous()):
+        raise ValueError(
+            f"encode(write=True) got an old tensor on {old.device} with strides {old.stride()} for "
+            f"shape {tuple(old.shape)}, and writes into memory on the host without gaps: give one "
+            "that is contiguous there, or write=False"
         )
     new_N, old_N = new.detach().contiguous().reshape(-1), _bits(old.cpu())
     before = checksum(old) if before is None else before
@@ -338,8 +345,10 @@ def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
 def join(deltas: Sequence[EncodedDelta]) -> EncodedDelta:
     """Return the delta of several, each for the tensor that the one before it makes.
 
-    Errors: `UpdateDamaged` if one is for another tensor, or is no delta.
+    Errors: `ValueError` without any; `UpdateDamaged` if one is for another tensor, or is no delta.
     """
+    if not deltas:
+        raise ValueError("join() got no deltas; give at least one")
     for one, other in itertools.pairwise(deltas):
         told = (one.after, one.elements, one.itemsize)
         if told != (other.before, other.elements, other.itemsize):

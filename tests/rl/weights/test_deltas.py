@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -349,3 +350,21 @@ def test_deltas_in_a_row_are_joined_into_one_and_a_gap_between_them_is_refused()
     assert join([steps[0], steps[0].undo()]).changed == 0
     with pytest.raises(UpdateDamaged, match="an update is missing between them"):
         join([steps[0], steps[2]])
+
+
+@pytest.mark.parametrize("old", [torch.zeros(3, 2).t(), torch.zeros(2, 6)[:, ::2]], ids=str)
+def test_an_old_tensor_with_gaps_is_not_written_into_a_copy(old: torch.Tensor) -> None:
+    new = torch.ones(2, 3)
+    told = re.escape(f"strides {old.stride()} for shape (2, 3)")
+    with pytest.raises(ValueError, match=rf"encode\(write=True\) got .* on cpu with {told}"):
+        encode(new, old, write=True)
+    assert encode(new, old).changed == 6
+    assert not old.any()
+    whole = old.contiguous()
+    encode(new, whole, write=True)
+    assert torch.equal(whole, new)
+
+
+def test_a_join_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"join\(\) got no deltas; give at least one"):
+        join([])
