@@ -36,7 +36,8 @@ _HEAD = """\
 # Saved, loaded, rolled back, resharded, offloaded: the same bits
 
 Each row is a check of `certify --state`, and each column a Megatron. A reference run takes three
-steps, with dropout, a schedule of rates and a loss scale that moves, and nothing between them.
+steps, with dropout, a schedule of rates and a loss scale that moves, and nothing between them; each
+draws from all random states, and none leaves what a new model has ([certify.md](certify.md)).
 After a save, a load or an offload the next step must have the reference's bits on each rank:
 gradient norm and loss, weights, main weights, moments, rates, random states, loss scale, experts'
 biases. `ok` says that it has, in all layouts that were run; **no** is a fault in one or more, named
@@ -44,6 +45,10 @@ below the table; – is what the format does not offer. Nothing is compared with
 a format rounds (weights that are loaded alone have 16 bits), plain copies rounded the reference in
 the same way. On another number of ranks sums have other orders: there the whole model's state is
 compared after the load, and the next step with a step from a state that plain copies put there.
+
+Runs before 2026-11-29 varied less: nothing drew from the random states of Python, NumPy and
+experts, the loss scale was never between two changes, no asynchronous writer failed, and of each
+checkpoint the largest file alone was spoilt. `offload-again` was not made.
 
 The patches of this library are applied. Not run: Megatron-FSDP, Transformer Engine, a file system
 other than a local one, a dataloader that keeps a state of its own (`--dataloader-save`). Releases

@@ -32,7 +32,7 @@ _NO_OFFLOAD: Mapping[str, str] = MappingProxyType(
     else dict.fromkeys(
         (
             *("offload-between-steps", "logprobs-while-offloaded", "offload-in-mid-step"),
-            "offload-one-part",
+            *("offload-one-part", "offload-again"),
         ),
         "Megatron before 0.16 frees no gradient buffers",
     )

@@ -8,6 +8,7 @@ They train with `TrainStep`. `DPReshardable`, `FullyReshardable` and `ModelSpace
 from __future__ import annotations
 
 import multiprocessing
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -81,8 +82,10 @@ class DistCheckpoint(SplitStep):
         return _ranks(), folder
 
     def saved(self) -> None:
-        self.queue.maybe_finalize_async_calls(blocking=True)
-        self.queue.close()
+        try:
+            self.queue.maybe_finalize_async_calls(blocking=True)
+        finally:
+            self.queue.close()
 
     def load(self, state: Saved) -> None:
         ranks, folder = state
@@ -301,8 +304,10 @@ class Training(DistCheckpoint):
         from megatron.training import async_utils
 
         self.args.async_save = True
-        async_utils.maybe_finalize_async_save(blocking=True, terminate=True)
-        self.args.async_save = False
+        try:
+            async_utils.maybe_finalize_async_save(blocking=True, terminate=True)
+        finally:
+            self.args.async_save = False
 
     def load(self, state: Any) -> None:
         self._load(state)
@@ -322,6 +327,9 @@ class Training(DistCheckpoint):
 
         subject = self.subject
         self.args.load = state
+        if not Path(checkpointing.get_checkpoint_tracker_filename(state)).is_file():
+            # Upstream starts a new run there.
+            raise FileNotFoundError(f"{state} has no checkpoint: its tracker file is missing")
         with torch.no_grad():  # upstream copies into fp32 parameters in place
             self.iteration, _ = checkpointing.load_checkpoint(
                 subject.chunks, subject.optimizer, subject.scheduler

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
+import re
 import resource
 import sys
 import time
@@ -49,8 +51,10 @@ def _limited(what: int, number: int, *, yes: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_room(*, yes: bool) -> Iterator[None]:
-    """Refuse inside of the block to write into files, of this process and what it starts.
+def no_room(room: int, *, yes: bool, forked: bool = False) -> Iterator[None]:
+    """Refuse inside of the block more than `room` bytes of a file, of this process and its own.
+
+    With `forked` it is refused to processes that are forked there alone: locks are files as well.
 
     The error is `OSError` (EFBIG). What is printed meanwhile is dropped: it may go to a file too.
     """
@@ -64,7 +68,19 @@ def no_room(*, yes: bool) -> Iterator[None]:
             gc.disable()
             blocks.callback(gc.enable)
             blocks.callback(gc.freeze)
-        blocks.enter_context(_limited(resource.RLIMIT_FSIZE, 0, yes=yes))
+        if forked:
+            fork = os.fork
+            blocks.callback(setattr, os, "fork", fork)
+
+            def limited() -> int:
+                pid = fork()
+                if yes and pid == 0:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+                return pid
+
+            os.fork = limited
+        else:
+            blocks.enter_context(_limited(resource.RLIMIT_FSIZE, room, yes=yes))
         yield
 
 
@@ -97,29 +113,16 @@ def _unreadable(bench: States, path: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _missing(bench: States, path: Path) -> Iterator[str]:
-    """Move the file away."""
-    aside = bench.folder / "aside"
-    if bench.rank == 0:
-        path.rename(aside)
-    bench.told_by_all(None)
-    yield f"{path.name} is missing"
-    if bench.rank == 0:
-        aside.rename(path)
-    bench.told_by_all(None)
-
-
-@contextlib.contextmanager
-def _truncated(bench: States, path: Path) -> Iterator[str]:
-    """Leave half of the file."""
-    whole = path.read_bytes()
+def _cut(bench: States, path: Path, *, parts: int) -> Iterator[str]:
+    """Leave one of so many parts of the file; nothing at all, not even its name, without parts."""
+    content = path.read_bytes()
     bench.told_by_all(None)
     if bench.rank == 0:
-        path.write_bytes(whole[: len(whole) // 2])
+        path.write_bytes(content[: len(content) // parts]) if parts else path.unlink()
     bench.told_by_all(None)
-    yield f"half of {path.name} is missing"
+    yield f"{'half of ' if parts else ''}{path.name} is missing"
     if bench.rank == 0:
-        path.write_bytes(whole)
+        path.write_bytes(content)
     bench.told_by_all(None)
 
 
@@ -127,22 +130,53 @@ LATER = "later.pt"
 """Ends the names of files that ranks that save leave for those that load; no checkpoint has it."""
 
 
-def largest_file(bench: States) -> Path | None:
-    """Return the largest file of what was saved; None if there is none.
+def saved_files(bench: States) -> list[tuple[int, Path]]:
+    """Return bytes and path of what was saved: the largest file of each kind of name, in order.
 
-    All ranks take part.
+    Names are of one kind if they differ in numbers. All ranks take part.
     """
+    bench.told_by_all(None)  # all have written
     there = [path for path in bench.folder.rglob("*") if not path.name.endswith(LATER)]
-    files = [path for path in there if path.is_file()]
-    found = max(files, key=lambda path: (path.stat().st_size, path), default=None)
-    everybody: list[Path | None] = bench.told_by_all(found)
-    return everybody[0]
+    files = sorted((path.stat().st_size, path) for path in there if path.is_file())
+    largest = {re.sub("[0-9]+", "", path.name): (size, path) for size, path in files}
+    everybody: list[list[tuple[int, Path]]] = bench.told_by_all(sorted(largest.values()))
+    return everybody[0][::-1]
+
+
+@contextlib.contextmanager
+def no_memory(after: float) -> Iterator[list[str]]:
+    """Refuse to copy or move a tensor after so many; yield the names of the calls so far.
+
+    The error is `MemoryError`.
+    """
+    import torch
+
+    calls: list[str] = []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) > after:
+                raise MemoryError("the host has no memory left, as the check asks")
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as blocks:
+        for name in ("cpu", "to", "copy_", "pin_memory", "resize_"):
+            for kind in (torch.Tensor, torch.UntypedStorage):
+                if function := getattr(kind, name, None):
+                    is_own = name in vars(kind)
+                    setattr(kind, name, counted(name, function))
+                    undo = (setattr, kind, name, function) if is_own else (delattr, kind, name)
+                    blocks.callback(*undo)
+        yield calls
 
 
 SPOILT: Mapping[str, Callable[[States, Path], Any]] = MappingProxyType(
     {
-        "file-missing": _missing,
-        "file-truncated": _truncated,
+        "file-missing": functools.partial(_cut, parts=0),
+        "file-truncated": functools.partial(_cut, parts=2),
         "rank-cannot-read": _unreadable,
     }
 )

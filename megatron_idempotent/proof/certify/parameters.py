@@ -61,14 +61,10 @@ def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
     routed = dense
     if layout.experts:
         routed = ps.get_expert_tensor_parallel_rank(), layout.sizes["etp"]
-    module = chunk.module
-    if not hasattr(module, "decoder"):
-        module = module.module  # in Float16Module
+    module = model_in(chunk)
     for name, parameter in module.named_parameters():
-        words = name.split(".")
+        words = numbered(module, name).split(".")
         rank, size = dense
-        if words[:2] == ["decoder", "layers"]:
-            words[2] = str(module.decoder.layers[int(words[2])].layer_number - 1)
         if "local_experts" in words:
             rank, size = routed
             place = words.index("local_experts") + 1
@@ -88,6 +84,19 @@ def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
             size=size if sharded else 1,
             value=parameter,
         )
+
+
+def model_in(chunk: Any) -> Any:
+    """Return the model of a chunk, which may be in a Float16Module."""
+    return chunk.module if hasattr(chunk.module, "decoder") else chunk.module.module
+
+
+def numbered(module: Any, name: str) -> str:
+    """Return the name of a parameter or buffer, its layer numbered as in the whole model."""
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(module.decoder.layers[int(words[2])].layer_number - 1)
+    return ".".join(words)
 
 
 def spread(chunk: Any, layout: Layout) -> None:

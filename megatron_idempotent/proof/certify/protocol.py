@@ -151,14 +151,16 @@ class Adapter(Protocol):
 
     Checks of state (`certify --state`) ask for more. What `save()` returns is pickled for each
     rank; one that writes files writes them below `subject.folder`, under another name each time,
-    and returns what names them. `load_weights(state)` loads the weights alone, into a subject that
-    has stepped: main parameters become the weights, moments stay. `save_async()` returns what
-    `save` does before all is written, and `saved()` waits until it is. A class
-    attribute `keeps` has what the checkpoint has beside weights and optimizer: some of `KEEPS`;
-    what it lacks, the checks put back themselves. `counters()` returns what the framework counts
-    itself, such as iterations and samples. With a class attribute `parts`, some of `Part`,
-    `offload(only=part)` moves one of them alone, and `onload()` brings it back. With
-    `reshards = ("dp", "tp")` a checkpoint can be loaded with other numbers of these ranks.
+    and returns what names them. A save that leaves too few bytes in both is an error.
+    `load_weights(state)` loads the weights alone, into a subject that has stepped: main parameters
+    become the weights, moments stay. `save_async()` returns what `save` does before all is written,
+    and `saved()` waits until it is, and raises on all ranks if one cannot write. A class attribute
+    `keeps` has what the checkpoint has beside weights and optimizer: some of `KEEPS`; what it
+    lacks, the checks put back themselves. `counters()` returns what the framework counts itself,
+    such as iterations and samples. With a class attribute `parts`, some of `Part`,
+    `offload(only=part)` moves one of them alone, and `onload()` brings it back; `onload()` does so
+    too after two calls of `offload()`, and after one that raised midway. With `reshards = ("dp",
+    "tp")` a checkpoint can be loaded with other numbers of these ranks.
     """
 
     cannot: Mapping[str, str]

@@ -24,7 +24,7 @@ from .draws import Draw
 from .layouts import KINDS, LAYOUTS, STATE_LAYOUTS, Layout, resharded
 from .layouts import layout as named
 from .protocol import Wrong, why_not
-from .state_checks import EVERY, STATE_CHECKS
+from .state_checks import EVERY, STATE_CHECKS, hold_kept
 
 Verdict = Literal["passed", "failed", "declared", "not offered", "not judged"]
 
@@ -415,6 +415,7 @@ def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, 
         if check in STATE_CHECKS:
             state = States(made, named(layout), folder=Path(how.folder), **options)
             (asked.then if how.later and asked.then else asked.run)(state)
+            hold_kept(state)
         else:
             bench = Bench(made, named(layout), **options)
             try:

@@ -8,12 +8,13 @@ is compared with has been rounded so, by plain copies.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .checks import CHECKS, Check
-from .faults import LATER, SPOILT, attempt, largest_file, no_room, slow_disk
+from .faults import LATER, SPOILT, attempt, no_memory, no_room, saved_files, slow_disk
 from .protocol import PUT, Wrong
 
 if TYPE_CHECKING:
@@ -50,14 +51,16 @@ def save_and_go_on(bench: States) -> None:
 
 
 @_check(
-    "a run that is loaded into a new model goes on as it was saved",
+    "a run that is loaded into a new model, and again of a save right after, goes on as it was",
     needs=_SAVES,
 )
 def load_into_new_model(bench: States) -> None:
     state = _saved_after_two(bench)
-    bench.begin_again()
-    _load(bench, state)
-    bench.follow(2, "load()")
+    for what in ("load()", "load() of what was saved right after a load()"):
+        bench.begin_in("again")
+        _load(bench, state, what=what)
+        state = _saved(bench)
+        bench.follow(2, what)
 
 
 @_check(
@@ -68,7 +71,7 @@ def load_into_new_model(bench: States) -> None:
 def load_into_live_run(bench: States) -> None:
     state = _saved_after_two(bench)
     bench.begin_again()
-    for number in (7, 8, 9):
+    for number in (7, 8):  # as many steps: a loader may look at their number
         bench.advance(number)
     _load(bench, state)
     bench.follow(2, "load()")
@@ -88,19 +91,51 @@ def _saved_after_two(bench: States) -> Any:
     bench.run_through()
     bench.advance(0)
     bench.advance(1)
-    return bench.adapter.save()  # type: ignore[attr-defined]
+    state = _saved(bench)
+    bench.hold_saved(state)
+    return state
 
 
-def _load(bench: States, state: Any, *, what: str = "load()") -> None:
-    """Load what was saved after two steps; the checks put back what the adapter may not keep."""
+def _saved(bench: States, save: str = "save") -> Any:
+    """Save, and wait until all is written."""
+    adapter: Any = bench.adapter
+    state = getattr(adapter, save)()
+    if save == "save_async":
+        adapter.saved()
+    return state
+
+
+def _saves(bench: States) -> list[str]:
+    """Return the adapter's methods that save."""
+    return [save for save in ("save", "save_async") if getattr(bench.adapter, save, None)]
+
+
+def _load(bench: States, state: Any, number: int = 1, *, what: str = "load()") -> None:
+    """Load what was saved after a step; the checks put back what the adapter may not keep."""
     adapter: Any = bench.adapter
     adapter.load(state)
-    bench.put(bench.course[1][1])
-    bench.hold(1, what)
+    _hold_loaded(bench, number, what)
+
+
+def _hold_loaded(bench: States, number: int, what: str) -> None:
+    bench.loaded(bench.course[number][1], what)
+    bench.hold(number, what)
+
+
+def hold_kept(bench: States) -> None:
+    """Raise `Wrong` for a kind that the checkpoint keeps, and a load of this check has lost.
+
+    A kind that every load loses is left to the check of its name.
+    """
+    for kind, fault in bench.lost.items():
+        bench.begin_in(f"keeps-{kind}")
+        if attempt(_keeps(kind), bench)[0] is None:
+            raise Wrong(fault)
 
 
 @_check(
-    "an asynchronous save has the run as it was, whatever steps come while it writes",
+    "an asynchronous save, and one after it, have the run as it was, whatever steps come while one "
+    "is written",
     needs=(*_SAVES, "save_async", "saved"),
     hazards=("async-save-shares-host-tensors",),
 )
@@ -114,8 +149,11 @@ def async_save(bench: States) -> None:
         bench.follow(2, "save_async()")
     adapter.saved()
     bench.hold(2, "saved()")
-    _load(bench, state)
+    later = _saved(bench, "save_async")
+    _load(bench, state, what="load() of an asynchronous save")
     bench.follow(2, "load() of an asynchronous save")
+    bench.advance(5)
+    _load(bench, later, 2, what="load() of a later asynchronous save")
 
 
 @_check(
@@ -158,7 +196,9 @@ def load_into_new_process(bench: States) -> None:
 def _leave(bench: States, state: Any) -> None:
     import torch
 
-    torch.save((state, bench.course, bench.whole_state()), bench.folder / f"{bench.rank}-{LATER}")
+    everybody = bench.told_by_all(bench.course[1][1])
+    left = state, bench.course, bench.whole_state(), everybody
+    torch.save(left, bench.folder / f"{bench.rank}-{LATER}")
 
 
 def _left(bench: States, rank: int) -> Any:
@@ -168,28 +208,37 @@ def _left(bench: States, rank: int) -> Any:
 
 
 def _load_later(bench: States) -> None:
-    state, bench.course, _ = _left(bench, bench.rank)
+    state, bench.course, *_ = _left(bench, bench.rank)
     _load(bench, state)
     bench.follow(2, "load() in a new process")
 
 
 def _reshard(bench: States) -> None:
     """Load what other ranks have saved; compare with what plain copies make of it."""
-    state, course, whole = _left(bench, 0)
-    bench.advance(5)
+    state, _, whole, everybody = _left(bench, 0)
+    bench.advance(0)
+    bench.advance(1)
+    here = bench.held()["counters"]
     for what, spoilt in SPOILT.items():
         _fail_to_load(bench, state, what.replace("-", " "), spoilt)
     bench.begin_again()
     adapter: Any = bench.adapter
-    saved, beside = course[1][1], bench.held()
-    rates = saved["scheduler"]
-    beside["scheduler"] = {**rates, "groups": bench.groups_at(rates["groups"][0])}
+    beside = bench.held()
+    rates, *_ = (saved["scheduler"] for saved in everybody)
+    biases = {name: bias for saved in everybody for name, bias in saved["expert bias"].items()}
+    scale = next(iter(everybody[0]["loss scale"].values()), None)
+    beside |= {
+        "scheduler": {**rates, "groups": bench.groups_at(rates["groups"][0])},
+        "expert bias": {name: biases[name] for name in beside["expert bias"]},
+        "loss scale": dict.fromkeys(beside["loss scale"], scale),
+    }
     adapter.load(state)
-    loaded = bench.held()
-    if "expert bias" in getattr(adapter, "keeps", ()) and bench.layout.sizes["pp"] == 1:
-        bench.hold(1, "load() in this layout", ("expert bias",), saved)
-    beside |= {kind: loaded[kind] for kind in ("expert bias", "loss scale")}
-    bench.put(beside)
+    # A counter is as it was saved, or follows from those by the layout, as a replica's samples do.
+    for name, value in bench.held()["counters"].items():
+        allowed = [here.get(name), *(saved["counters"].get(name) for saved in everybody)]
+        beside["counters"][name] = value if value in allowed else allowed[0]
+    kinds = {"scheduler", "expert bias", "loss scale", "counters"} & {*bench.kept}
+    bench.loaded(beside, "load() in this layout", sorted(kinds))
     bench.hold_whole(whole, "load() in this layout")
     bench.follow_as(whole, beside, 2, "load() in this layout")
 
@@ -270,6 +319,34 @@ def offload_one_part(bench: States) -> None:
 
 
 @_check(
+    "an offload that fails midway, two in a row, and one after another step: all that is brought "
+    "back is as it was",
+    needs=("offload", "onload"),
+    hazards=("optimizer-offload-breaks-views",),
+    parts=True,
+)
+def offload_again(bench: States) -> None:
+    bench.run_through()
+    adapter: Any = bench.adapter
+    for number in range(2):
+        bench.advance(number)
+        before = bench.held()
+        with no_memory(after=math.inf) as calls:
+            bench.memories.offload(adapter)
+            if number == 0:
+                bench.memories.offload(adapter, freeing=False)
+        bench.memories.onload(adapter)
+        bench.hold(
+            number, f"{'two offloads' if number == 0 else 'another offload'}", before, before
+        )
+    with no_memory(after=len(calls) // 2):
+        attempt(functools.partial(bench.memories.offload, adapter, freeing=False))
+    bench.memories.onload(adapter)
+    bench.hold(1, "an offload that failed midway", before, before)
+    bench.follow(2, "an offload that failed midway")
+
+
+@_check(
     "weights that are frozen while a run is saved or loaded, and then unfrozen, are what they were"
     "; a step leaves them, and their moments",
     needs=_SAVES,
@@ -292,7 +369,10 @@ def saved_while_frozen(bench: States) -> None:
         for each in still:
             each.requires_grad_(False)
         try:
-            return function(*args, **how)
+            result = function(*args, **how)
+            thawed = any(each.requires_grad for each in still)
+            bench.stop_at("a weight that was frozen is trained again" if thawed else None)
+            return result
         finally:
             for each in still:
                 each.requires_grad_(True)
@@ -315,7 +395,8 @@ def saved_while_frozen(bench: States) -> None:
 
 
 @_check(
-    "a save that one rank cannot write is known to all, and changes nothing, older files neither",
+    "a save, asynchronous or not, that one rank cannot write, or half of it, is known to all, and "
+    "changes nothing, older files neither",
     needs=_SAVES,
 )
 def failed_save(bench: States) -> None:
@@ -326,87 +407,88 @@ def failed_save(bench: States) -> None:
     older = adapter.save()
     bench.put(begun)  # a save that succeeds and changes them is another check's
     bench.advance(1)
-    before = bench.held()
-    for rank in sorted({0, bench.ranks - 1}):
-        with no_room(yes=bench.rank == rank):
-            fault, state = attempt(adapter.save)
-        told = bench.told_by_all(fault)
-        bench.hold(1, f"a save that failed on rank {rank}", before, before)
-        if not any(told):  # that rank has nothing to write
-            bench.advance(5)
-            _load(bench, state, what=f"load() of what rank {rank} could not write")
-            bench.put(before)
-        elif not all(told):
-            calm = told.index(None)
-            raise Wrong(f"rank {rank} could not write, and rank {calm} takes the run for saved")
+    half = max((size for size, _ in saved_files(bench)), default=0) // 2
+    _fail_to_save(bench, "save", 0, 0)
+    _fail_to_save(bench, "save", bench.ranks - 1, half)
+    if "save_async" in _saves(bench):
+        _fail_to_save(bench, "save_async", bench.ranks - 1, 0)
     bench.follow(2, "a save that failed")
-    state = adapter.save()
-    adapter.load(older)
-    bench.hold(0, "load() of what was saved before", ("weights", "optimizer"))
-    adapter.load(state)
-    bench.hold(2, "load() of what was saved afterwards", ("weights", "optimizer"))
+    for save in _saves(bench):
+        state = _saved(bench, save)
+        _load(bench, older, 0, what="load() of what was saved before")
+        _load(bench, state, 2, what=f"load() of what {save}() saved afterwards")
 
 
-def _failed_load(bench: States, what: str, spoilt: Callable[..., Any]) -> None:
-    _fail_and_load(bench, _saved_after_two(bench), what, spoilt)
-    if not getattr(bench.adapter, "save_async", None):
-        return
-    bench.folder /= "asynchronous"  # another adapter begins to count its saves again
-    bench.folder.mkdir(exist_ok=True)
-    bench.begin_again()
-    bench.advance(0)
-    bench.advance(1)
+def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
+    """Save where a rank has room for so many bytes of a file."""
     adapter: Any = bench.adapter
-    state = adapter.save_async()
-    adapter.saved()
-    _fail_and_load(bench, state, f"{what} of an asynchronous save", spoilt)
+    before = bench.held()
+    is_async = save == "save_async"
+    with no_room(room, yes=bench.rank == rank, forked=is_async):
+        fault, state = attempt(getattr(adapter, save))
+        told = bench.told_by_all(fault)
+    if is_async and not any(told):
+        with no_room(room, yes=bench.rank == rank):
+            fault, _ = attempt(adapter.saved)
+            told = bench.told_by_all(fault)
+    bench.hold(1, f"a {save}() that failed on rank {rank}", before, before)
+    calm = told.index(None) if None in told else None
+    if any(told) and calm is not None:
+        raise Wrong(f"rank {rank} could not write, and rank {calm} takes the run for saved")
+    if calm is not None:  # that rank has nothing to write
+        bench.advance(5)
+        fault, _ = attempt(adapter.load, state)
+        where = f"{save}() where rank {rank} could not write"
+        bench.stop_at(fault and f"{where} raises nothing, and load() of it {fault}")
+        _hold_loaded(bench, 1, f"load() after a {where}")
+        bench.put(before)
 
 
-def _fail_and_load(
-    bench: States,
-    state: Any,
-    what: str,
-    spoilt: Callable[..., Any],
-) -> None:
-    """Go on, load where a file is spoilt, and then where it is whole again."""
-    bench.advance(5)
-    _fail_to_load(bench, state, what, spoilt)
-    then = f"a load that failed ({what}), and one that did not"
-    _load(bench, state, what=then)
-    bench.follow(2, then)
+def _failed_load(bench: States, what: str, spoilt: Callable[..., Any], kinds: int) -> None:
+    """Load where files are spoilt one by one, and then where all are whole again."""
+    bench.run_through()
+    for save in _saves(bench):
+        if save != "save":
+            bench.begin_in(save)
+        bench.advance(0)
+        bench.advance(1)
+        state = _saved(bench, save)
+        bench.advance(5)
+        _fail_to_load(bench, state, f"{what}; saved by {save}()", spoilt, kinds)
+        then = f"a load that failed ({what}; saved by {save}()), and one that did not"
+        _load(bench, state, what=then)
+        bench.follow(2, then)
 
 
 def _fail_to_load(
-    bench: States,
-    state: Any,
-    what: str,
-    spoilt: Callable[..., Any],
+    bench: States, state: Any, what: str, spoilt: Callable[..., Any], kinds: int = 1
 ) -> None:
-    """Load where the largest file is spoilt."""
+    """Load where the largest file is spoilt; then so many other kinds, which may not be needed."""
     adapter: Any = bench.adapter
-    before = bench.held()
-    bench.told_by_all(None)  # all have written
-    path = largest_file(bench)
-    if path is None:
-        return
-    with spoilt(bench, path) as told_of:
-        fault, _ = attempt(adapter.load, state)
-        told = bench.told_by_all(fault)
-    if None in told:
-        raise Wrong(f"{told_of}, and load() raises nothing on rank {told.index(None)}")
-    bench.hold(1, f"a load that failed ({what})", before, before)
+    for number, (_, path) in enumerate(saved_files(bench)[:kinds]):
+        before = bench.held()
+        with spoilt(bench, path) as told_of:
+            fault, _ = attempt(adapter.load, state)
+            told = bench.told_by_all(fault)
+        if number and not any(told):
+            _hold_loaded(bench, 1, f"a load although {told_of}")
+            bench.advance(5)
+        elif None in told:
+            raise Wrong(f"{told_of}, and load() raises nothing on rank {told.index(None)}")
+        else:
+            bench.hold(1, f"a load that failed ({what})", before, before)
 
 
-for _name, _what in {
-    "file-missing": "a file is missing",
-    "file-truncated": "a file is truncated",
-    "rank-cannot-read": "one rank cannot read",
-}.items():
+for _name, _what, _kinds in (
+    ("file-missing", "a file is missing", 9),
+    ("file-truncated", "a file is truncated", 9),
+    ("rank-cannot-read", "one rank cannot read", 1),
+):
     _checks[f"failed-load-{_name}"] = Check(
         name=f"failed-load-{_name}",
         summary=f"a load raises on all ranks where {_what}, and changes nothing; what was saved "
         "asynchronously too",
-        run=functools.partial(_failed_load, what=_what, spoilt=SPOILT[_name]),
+        run=functools.partial(_failed_load, what=_what, spoilt=SPOILT[_name], kinds=_kinds),
         needs=_SAVES,
     )
 

@@ -1,14 +1,17 @@
 """Holds all that a run depends on, to the bit, for the checks of state.
 
-A run is three steps with dropout, a schedule of rates and, in float16, a loss scale that moves. It
-is taken once without anything between its steps; what a rank then holds after each of them is
+A run is three steps with dropout, a schedule of rates and, in float16, a loss scale that moves.
+Each draws from all random states, and the first leaves counts and values that no new model has. The
+run is taken once without anything between its steps; what a rank then holds after each of them is
 what it has to hold after a save, a load or an offload too. Legend: N elements of a shard.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,13 +37,14 @@ from .bench import Bench
 from .draws import alike
 from .layouts import Layout
 from .memories import Memories
-from .parameters import ParameterPart, parts
-from .protocol import MICRO_BATCH, RUN, Finished, Subject
+from .parameters import ParameterPart, model_in, numbered, parts
+from .protocol import KEEPS, MICRO_BATCH, RUN, Finished, Subject
 
 STEPS = 3
 """Steps of a run."""
+_SKIPPED = 10
+"""How many steps the optimizer counts that nobody else does, from the first step on."""
 _RATE = 1e-2
-_RATES = ("lr", "weight_decay")
 _BUFFERS = {"expert_bias": "expert bias", "local_tokens_per_expert": "token counts"}
 
 Held = Mapping[str, Any]
@@ -58,6 +62,13 @@ class States(Bench):
         super().__init__(adapter, layout, **options)
         self.course: list[tuple[Finished, Held]] = []
         """The result and the state of each step, in a run of nothing but steps."""
+        self.lost: dict[str, str] = {}
+        """How each kind differed after a load, of those that the adapter's checkpoints keep."""
+
+    @property
+    def kept(self) -> list[str]:
+        """The kinds that the adapter's checkpoints keep beside weights and optimizer."""
+        return [kind for kind in KEEPS if kind in getattr(self.adapter, "keeps", ())]
 
     def built(self, **more: Any) -> tiny.Tiny:
         """Build a model with dropout, as the adapter changes it before DDP."""
@@ -75,7 +86,7 @@ class States(Bench):
         if "mtp" in self.layout.flags:
             config |= {"mtp_num_layers": 1}
         # Up to 0.16 an auxiliary loss has 64 times the scale as its gradient, in 16 bits.
-        scale = {"initial_loss_scale": 2.0**6, "loss_scale_window": 2, "min_loss_scale": 1.0}
+        scale = {"initial_loss_scale": 2.0**6, "loss_scale_window": 3, "min_loss_scale": 1.0}
         optimizer = {
             "lr": _RATE,
             "min_lr": 0.0,
@@ -88,10 +99,14 @@ class States(Bench):
 
     def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
         """Return what an adapter gets, with a scheduler of rates and the folder."""
+        from megatron.core import parallel_state
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        random.seed(1)
-        numpy.random.seed(1)
+        # As upstream does, another one on each stage.
+        seed = 1 + 100 * int(parallel_state.get_pipeline_model_parallel_rank())
+        random.seed(seed)
+        numpy.random.seed(seed)
+        random.gauss(0.0, 1.0), numpy.random.normal()  # each keeps a second number
         scheduler = OptimizerParamScheduler(
             model.optimizer,
             init_lr=0.0,
@@ -118,16 +133,54 @@ class States(Bench):
         self.make_model()
         self.adapter.build(self.subject)
         self.memories = Memories(self.subject)
+        for total in logged():
+            total.zero_()
+
+    def begin_in(self, folder: str) -> None:
+        """Begin again, in a folder of its own: another adapter counts saves from the start."""
+        self.folder /= folder
+        self.folder.mkdir(exist_ok=True)
+        self.begin_again()
 
     def advance(self, number: int) -> Finished:
         """Take a step with the rows of this number, and let the rates follow."""
         size = MICRO_BATCH * 2
+        inner = [each for one in unchained(self.model.optimizer) for each in _inner(one)]
+        is_first = not any(each.state for each in inner)
         finished = self.step(alike(self, 10 + number, size, size))
         # What is skipped leaves nothing that a save or a load could lose.
         skipped = "the step was skipped, and shows nothing: a gradient is not finite"
         self.stop_at(None if finished.updated else skipped)
+        if is_first:
+            self._age()
+        self._draw()
         self.subject.scheduler.step(1)
         return finished
+
+    def _age(self) -> None:
+        """Put in what a long run has: other counts than steps, a backed-off scale, odd biases."""
+        for one in unchained(self.model.optimizer):
+            for inner in _inner(one):
+                for state in inner.state.values():
+                    state["step"] += _SKIPPED
+        for scaler in grad_scalers(self.model.optimizer):
+            if state := scaler.state_dict():
+                backed_off = {"scale": state["scale"] / 2, "hysteresis_tracker": 1}
+                scaler.load_state_dict({**state, **backed_off})
+        for name, buffer in _buffers(self.model.chunks):
+            if _kind(name) == "expert bias":
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                buffer += 0.01 * torch.randn(buffer.shape, generator=generator).to(buffer.device)
+
+    def _draw(self) -> None:
+        """Draw from each random state, as data and layers do; numbers that are kept stay kept."""
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        _ = random.gauss(0.0, 1.0), random.gauss(0.0, 1.0), numpy.random.normal(size=2)
+        torch.rand(1)
+        for name in get_cuda_rng_tracker().get_states():
+            with get_cuda_rng_tracker().fork(name):
+                torch.rand(1, device="cuda")
 
     def run_through(self) -> None:
         """Take the run without anything in between, and begin again."""
@@ -153,12 +206,46 @@ class States(Bench):
                 for index, scaler in enumerate(grad_scalers(self.model.optimizer))
             },
             **{
-                kind: {n: _copied(b) for n, b in _buffers(self.model.chunks) if n.endswith(ending)}
-                for ending, kind in _BUFFERS.items()
+                kind: {n: _copied(b) for n, b in _buffers(self.model.chunks) if _kind(n) == kind}
+                for kind in _BUFFERS.values()
             },
+            "modes": [
+                (each.training, [value.requires_grad for value in each.parameters(recurse=False)])
+                for chunk in self.model.chunks
+                for each in chunk.modules()
+            ],
             "auxiliary losses": dict(enumerate(_copied(list(logged())))),
             "counters": dict(counters()),
         }
+
+    def hold_saved(self, state: Any) -> None:
+        """Raise `Wrong` unless as much was saved as a rank's trained weights take, or half of it.
+
+        What lies outside of the folder is not judged, and lost where it is not shared.
+        """
+        self.told_by_all(None)  # all have written
+        files = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        trained = [each for chunk in self.model.chunks for each in chunk.parameters()]
+        least = sum(each.nbytes for each in trained if each.requires_grad) // 2
+        returned, leasts = zip(*self.told_by_all((len(pickle.dumps(state)), least)), strict=True)
+        self.stop_at(
+            f"save() has left {files} bytes below subject.folder, and returned {sum(returned)}, "
+            f"where a rank trains {2 * max(leasts)} bytes of weights: write below subject.folder"
+            if files + sum(returned) < max(leasts)
+            else None
+        )
+
+    def loaded(self, held: Held, what: str, kinds: Iterable[str] | None = None) -> None:
+        """Note what a load has lost of what the adapter keeps, and put it back, and all the rest.
+
+        It is `keeps-...` that says so, if other loads lose it too.
+        """
+        found, rank = self.held(), f"{what} rank {self.rank}"
+        kinds = self.kept if kinds is None else kinds
+        faults = {kind: first_fault(held, found, rank, [kind]) for kind in kinds}
+        for of_rank in self.told_by_all(faults):
+            self.lost = {**{kind: fault for kind, fault in of_rank.items() if fault}, **self.lost}
+        self.put(held)
 
     def put(self, held: Held) -> None:
         """Put back what is beside weights and optimizer."""
@@ -225,13 +312,16 @@ class States(Bench):
         self.stop_at(place and f"after {what} the whole model has another {place}")
 
     def groups_at(self, rates: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return rates for the optimizer's groups, if those of a plain one are these."""
+        """Return what the optimizer's groups have, if the rates of a plain one are these."""
         return [
             {
+                **own,
                 "lr": rates["lr"] * group.get("lr_mult", 1.0),
                 "weight_decay": rates["weight_decay"] * bool(group.get("wd_mult", 1.0)),
             }
-            for group in _groups(self.model.optimizer)
+            for group, own in zip(
+                _groups(self.model.optimizer), _rates(self.model.optimizer), strict=True
+            )
         ]
 
     def whole_state(self) -> dict[str, dict[str, Tensor]]:
@@ -271,9 +361,9 @@ class States(Bench):
             for one in unchained(self.model.optimizer):
                 if is_hybrid(one.optimizer):
                     renew_copies(one.optimizer)
-                for inner in stepping(one.optimizer):
+                for inner in _inner(one):
                     for state in inner.state.values():
-                        state["step"] = torch.tensor(float(steps))
+                        state["step"] = torch.tensor(float(steps + _SKIPPED))
 
     def _shards(self) -> Iterator[tuple[ParameterPart, str, int, Tensor]]:
         """Yield for each parameter of this rank the tensors [N] that are about it.
@@ -354,15 +444,24 @@ def _weights(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _buffers(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
-    for index, chunk in enumerate(chunks):
-        for name, value in chunk.module.named_buffers():
-            yield f"chunk {index} {name}", value
+    for chunk in chunks:
+        model = model_in(chunk)
+        yield from ((numbered(model, name), value) for name, value in model.named_buffers())
+
+
+def _kind(buffer: str) -> str | None:
+    return _BUFFERS.get(buffer.rpartition(".")[2])
+
+
+def _inner(one: Any) -> list[Any]:
+    """Return the optimizers of torch in one of Megatron's, which is a stub without parameters."""
+    return stepping(one.optimizer) if one.optimizer else []
 
 
 def _optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
     """Yield what torch's optimizers step, and their state, the number of steps as a number."""
     for number, one in enumerate(unchained(optimizer)):
-        for half, inner in enumerate(stepping(one.optimizer) if one.optimizer else ()):
+        for half, inner in enumerate(_inner(one)):
             held = [each for group in inner.param_groups for each in group["params"]]
             for index, parameter in enumerate(held):
                 state = {
@@ -383,7 +482,9 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _rates(optimizer: Any) -> list[dict[str, Any]]:
-    return [{name: group[name] for name in _RATES} for group in _groups(optimizer)]
+    """Copy what groups have beside parameters; Megatron leaves a count of steps in some."""
+    beside = ("params", "step")
+    return [{n: v for n, v in group.items() if n not in beside} for group in _groups(optimizer)]
 
 
 def _plain(scheduler: Any) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Fresh ranks make calls independent: model parallel groups, Megatron's globals, RNG trackers,
 patches, the environment, all are as after the import. A fork costs milliseconds where the imports
 cost seconds. The launcher runs no torch operation and starts no thread, so that forking it is safe.
-It ends when its pool's end of the connection closes, and its ranks with it.
+It ends when its pool's end of the connection closes, and its ranks with it. What a rank has started
+ends with the rank, killed or not, of another process group or session too: the launcher adopts it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from importlib import metadata
 from multiprocessing import Pipe
@@ -47,7 +48,7 @@ GRACE_S = 3.0
 STACKS_S = 2.0
 #: Huge pages cost a second, and save 10 ms a fork: a pool with so many forks will make more.
 _FORKS_OF_A_LONG_LIFE = 40
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class PoolGone(Exception):
@@ -61,6 +62,7 @@ class Round:
         self._call = call
         self._connection = connection
         self._pipes = pipes
+        self._others = children()
         self._pids: dict[int, int] = {}
         self._ranks: dict[int, Connection] = {}
         self._exit_codes: dict[int, int] = {}
@@ -105,6 +107,7 @@ class Round:
                 pid = os.fork()
                 if pid == 0:
                     store.close()  # or its port would outlive rank 0
+                    self._connection.close()  # or our own end would not be seen
                     for descriptor in self._pipes:
                         if descriptor != slot.pipe_fd:  # or another rank's end would not be seen
                             os.close(descriptor)
@@ -214,6 +217,24 @@ class Round:
             with contextlib.suppress(ProcessLookupError):  # nothing left in its process group
                 os.killpg(pid, signal.SIGKILL)
             self._ranks[rank].close()
+        end_children(but=self._others)
+
+
+def children() -> set[int]:
+    """Return this process's children, and what it has adopted; nothing without Linux's /proc."""
+    try:
+        pids = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
+    except OSError:
+        return set()
+    return set(map(int, pids.split()))
+
+
+def end_children(*, but: Set[int]) -> None:
+    """Kill and reap this process's children except `but`, and those that they leave to it."""
+    while strays := children() - but:
+        for pid in strays:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def unserved_s(pid: int) -> float:
@@ -257,6 +278,7 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
     no import starts the driver.
     """
     connection = Connection(connection_fd)
+    set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
     with _told(connection):
         begin(device)
         for name in modules:
@@ -278,7 +300,10 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
 
 
 def _serve(connection: Connection, *, applied: bool = False) -> None:
-    """Answer calls until the connection closes; `applied` if this process has the patches."""
+    """Answer calls until the connection closes, then end all children and what they have started.
+
+    `applied` says that this process has the patches.
+    """
     forks = 0
     child: Connection | None = None
     with contextlib.suppress(EOFError, PoolGone, ConnectionResetError, BrokenPipeError):
@@ -302,6 +327,7 @@ def _serve(connection: Connection, *, applied: bool = False) -> None:
             before, forks = forks, forks + call.world_size
             if before < _FORKS_OF_A_LONG_LIFE <= forks:
                 collapse_pages()
+    end_children(but=set())
 
 
 def _with_patches(inherited: Connection) -> Connection:
@@ -309,6 +335,7 @@ def _with_patches(inherited: Connection) -> Connection:
     ours, theirs = Pipe()
     if os.fork() == 0:
         die_with_the_parent()
+        set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
         inherited.close()
         ours.close()
         from megatron_idempotent.patching.api import apply
@@ -332,8 +359,13 @@ def begin(device: Device) -> None:
 
 def die_with_the_parent() -> None:
     """Have the system kill this process when its parent ends; only on Linux."""
+    set_for_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_for_process(option: int, value: int) -> None:
+    """Set an option of this process by prctl(2); only on Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(option, value)
 
 
 @contextlib.contextmanager

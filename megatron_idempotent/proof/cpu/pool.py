@@ -21,11 +21,13 @@ import io
 import logging
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -301,18 +303,37 @@ class _Launcher:
         except (EOFError, ConnectionResetError) as gone:
             raise LauncherLost(
                 f"the process that starts the ranks ended while {doing}, with exit code "
-                f"{self._process.wait()}"
+                f"{_reap(self._process)}"
             ) from gone
 
 
 def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
     """Close the connection, on which the launcher ends its ranks and itself."""
     connection.close()
+    _reap(process)
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    """Wait some seconds for the launcher, kill what is left of its session; return its exit code.
+
+    A launcher that was killed has ended nothing of what its ranks have started.
+    """
+    if process.returncode is None and sys.platform == "linux":
+        give_up_s = time.monotonic() + 5.0
+        # It is not reaped yet, because its number is the session's.
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while not os.waitid(os.P_PID, process.pid, how) and time.monotonic() < give_up_s:
+            time.sleep(0.002)
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                *_, session = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
+                if int(session) == process.pid:
+                    os.kill(int(path.parent.name), signal.SIGKILL)
     try:
-        process.wait(timeout=5.0)
+        return process.wait(timeout=5.0)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        return process.wait()
 
 
 # Calls: messages between a pool, its launcher and its ranks; functions go by reference.

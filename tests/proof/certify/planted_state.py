@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any, ClassVar
@@ -175,8 +176,7 @@ class Everything(SplitStep):
         return path
 
     def saved(self) -> None:
-        self.write(*self.pending)
-        torch.distributed.barrier()
+        self.agreed(lambda: self.write(*self.pending))
 
 
 class Overflows(Everything):
@@ -400,6 +400,156 @@ class RemembersWhatItWrote(Everything):
         return super().read(path) if Path(self.file(path)).exists() else self.pending[1]
 
 
+def streams(state: Any, *kept: int) -> Any:
+    """Leave the random states of Python, NumPy or torch, by number, as they are."""
+    now = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    return tuple(now[i] if i in kept else each for i, each in enumerate(state["random"]))
+
+
+def tracker_without(state: Any, name: str) -> Any:
+    return {**state["tracker"], name: get_cuda_rng_tracker().get_states()[name]}
+
+
+def scales_with(state: Any, **values: Any) -> Any:
+    return [{**each, **values} if each else each for each in state["scales"]]
+
+
+def rest_apart(self: Any, path: str, state: Any) -> None:
+    """Write all but weights and moments into another, smaller file."""
+    large = ("weights", "stepped", "moments", "buffers")
+    torch.save({name: state[name] for name in large}, self.file(path))
+    torch.save({name: state[name] for name in state.keys() - large}, self.file(f"{path}.rest"))
+
+
+def rest_if_there(self: Any, path: str) -> Any:
+    rest = Path(self.file(f"{path}.rest"))
+    state = Everything.read(self, path)
+    return {
+        **self.state(),
+        **state,
+        **(torch.load(rest, weights_only=False) if rest.exists() else {}),
+    }
+
+
+def put_by_halves(self: Any, path: str) -> None:
+    """Put what is in the first file before the second one is read."""
+    self.put({**self.state(), **self.agreed(lambda: Everything.read(self, path))})
+    self.put({**self.state(), **self.agreed(lambda: Everything.read(self, f"{path}.rest"))})
+
+
+def with_first_state(self: Any) -> str:
+    """Fill a buffer at the first asynchronous save, and write it at each."""
+    before = getattr(self, "pending", None)
+    path = Everything.save_async(self)
+    self.pending = path, before[1] if before else self.pending[1]
+    return path
+
+
+def written_in_vain(self: Any) -> None:
+    with contextlib.suppress(OSError, RuntimeError):
+        self.write(*self.pending)
+    torch.distributed.barrier()
+
+
+def failed_for_good(self: Any) -> None:
+    """Raise again what an earlier asynchronous save has raised."""
+    try:
+        Everything.saved(self)
+    except RuntimeError as error:
+        self.error = error
+    if hasattr(self, "error"):
+        raise self.error
+
+
+def with_first_copies(self: Any, **how: Any) -> None:
+    """Bring back the moments that the first offload of all has copied."""
+    SplitStep.onload(self, **how)
+    if len(self._away) == 1:
+        return
+    moments = [inner.state[each]["exp_avg"] for inner, each in self.stepped()]
+    self.copies = getattr(self, "copies", None) or copied(dict(enumerate(moments)))
+    for each, value in zip(moments, self.copies.values(), strict=True):
+        each.copy_(value)
+
+
+def of_what_is_there(self: Any, **how: Any) -> None:
+    """Copy moments to the host whenever they are asked for, though they may be there already."""
+    there = [inner.state[each]["exp_avg"].is_cuda for inner, each in self.stepped()]
+    SplitStep.offload(self, **how)
+    for (inner, each), was_there in zip(self.stepped(), there, strict=True):
+        if not was_there:
+            inner.state[each]["exp_avg"].zero_()
+
+
+def known_at_the_end(self: Any, *, only: Any = None) -> None:
+    """Note that all is away when it is, so that nothing comes back of an offload that failed."""
+    try:
+        SplitStep.offload(self, only=only)
+    except MemoryError:
+        self._away = set()
+        raise
+
+
+def loads(**changes: Any) -> dict[str, Any]:
+    """Return a `put` that changes what was read, by functions of it."""
+
+    def put(self: Any, state: Any) -> None:
+        Everything.put(self, {**state, **{name: to(state) for name, to in changes.items()}})
+
+    return {"put": put}
+
+
+def of_async_saves(**changes: Any) -> dict[str, Any]:
+    """Return a `save_async` that changes what it writes, by functions of it."""
+
+    def save_async(self: Any) -> str:
+        path = Everything.save_async(self)
+        state = self.pending[1]
+        self.pending = path, {**state, **{name: to(state) for name, to in changes.items()}}
+        return path
+
+    return {"save_async": save_async}
+
+
+#: A place that is not below the folder.
+ELSEWHERE: dict[str, Any] = {}
+#: Bugs by name: the methods that have them.
+MUTANTS: dict[str, dict[str, Any]] = {
+    "ForgetsPython": loads(random=lambda state: streams(state, 0)),
+    "ForgetsNumPy": loads(random=lambda state: streams(state, 1)),
+    "ForgetsExperts": loads(tracker=lambda state: tracker_without(state, "expert-parallel-rng")),
+    "ForgetsGrowth": loads(scales=lambda state: scales_with(state, growth_tracker=0)),
+    "ForgetsHysteresis": loads(scales=lambda state: scales_with(state, hysteresis_tracker=2)),
+    "RoundsBiases": loads(
+        buffers=lambda state: [each.bfloat16().float() for each in state["buffers"]]
+    ),
+    "CountsIterations": loads(
+        moments=lambda state: [
+            {**each, "step": torch.tensor(float(state["steps"]))} for each in state["moments"]
+        ]
+    ),
+    "SeedsAnewAsync": of_async_saves(
+        random=lambda state: (random.Random(1).getstate(), *state["random"][1:])
+    ),
+    "StartsAnewAsync": of_async_saves(
+        scheduler=lambda state: {**state["scheduler"], "num_steps": 1}
+    ),
+    "WritesFirstAsync": {"save_async": with_first_state},
+    "WritesInVain": {"saved": written_in_vain},
+    "FailsForGood": {"saved": failed_for_good},
+    "RestMayMiss": {"write": rest_apart, "read": rest_if_there},
+    "PutsByHalves": {"write": rest_apart, "load": put_by_halves},
+    "SavesElsewhere": {
+        "write": lambda self, path, state: ELSEWHERE.__setitem__(path, state),
+        "read": lambda self, path: ELSEWHERE[path],
+    },
+    "OffloadsOnce": {"onload": with_first_copies},
+    "OffloadsAway": {"offload": of_what_is_there},
+    "OffloadKnownAtTheEnd": {"offload": known_at_the_end},
+}
+globals().update({name: type(name, (Everything,), made) for name, made in MUTANTS.items()})
+
+
 class _Elsewhere(FullyReshardable):
     """Loses moments where one kind of ranks has another number than it had."""
 
@@ -468,3 +618,34 @@ class LosesMomentsOnOtherEP(_Elsewhere):
 
 class LosesMomentsOnOtherCP(_Elsewhere):
     word = "cp"
+
+
+def lose_scale(self: Any) -> None:
+    for each in grad_scalers(self.subject.optimizer):
+        each.load_state_dict({**each.state_dict(), "scale": torch.tensor([64.0])})
+
+
+#: What is lost on another number of replicas.
+LOST = {
+    "Scheduler": lambda self: self.subject.scheduler.step(-self.subject.scheduler.num_steps),
+    "Counters": lambda self: setattr(self, "iteration", 0),
+    "Scale": lose_scale,
+}
+globals().update(
+    {
+        f"Loses{name}OnOtherDP": type(
+            f"Loses{name}OnOtherDP", (LosesMomentsOnOtherDP,), {"lose": lose}
+        )
+        for name, lose in LOST.items()
+    }
+)
+
+
+class LosesBiasesOnOtherPP(LosesMomentsOnOtherPP):
+    """Loses the biases of experts there."""
+
+    def lose(self) -> None:
+        for chunk in self.subject.chunks:
+            for name, each in chunk.module.named_buffers():
+                if name.endswith("expert_bias"):
+                    each.zero_()

@@ -1,7 +1,9 @@
 """Functions on several ranks: results, failures, hangs, and what remains after them."""
 
+import contextlib
 import importlib.util
 import inspect
+import multiprocessing
 import os
 import re
 import signal
@@ -596,6 +598,51 @@ def test_no_rank_outlives_its_caller(tmp_path, how, start):
         caller.wait(20.0)
     pids = [int(path.name.split("-")[1]) for path in folder.iterdir()]
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10.0)
+
+
+def start_others_and_end(folder, how):
+    """Start a server as checkpoints do, and a process of another session; end in a way."""
+    server = multiprocessing.get_context("fork").Manager()
+    other = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    for name, pid in (("server", server._process.pid), ("other", other.pid)):
+        Path(folder, f"{name}-{pid}").touch()
+    if how == "hangs":
+        wait_for_ever()
+    if how != "returns":
+        os.kill(os.getpid() if how == "is killed" else os.getppid(), signal.SIGKILL)
+        wait_for_ever()
+
+
+def pids_in(folder):
+    return {name: int(pid) for name, pid in (path.name.split("-") for path in folder.iterdir())}
+
+
+@pytest.mark.parametrize("start", ["stock", "patched"])
+@pytest.mark.parametrize("how", ["returns", "is killed", "hangs"])
+def test_what_a_rank_has_started_ends_with_it(megatron_ranks, tmp_path, how, start):
+    options = {"timeout_s": 2.0, "distributed": False, "already_applied": start == "patched"}
+    with contextlib.suppress(cpu.RankError, cpu.RankTimeout):
+        megatron_ranks(1, start_others_and_end, tmp_path, how, **options)
+    pids = pids_in(tmp_path)
+    assert len(pids) == 2
+    assert not [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]
+
+
+def test_what_a_rank_has_started_ends_with_a_launcher_that_was_killed(tmp_path):
+    with pool_module.RankPool(1, preload=("torch",)) as pool:
+        options = {"timeout_s": 60.0, "distributed": False}
+        start = time.perf_counter()
+        with pytest.raises(cpu.errors.LauncherLost, match="exit code -9"):
+            pool.run(1, start_others_and_end, tmp_path, "kills its launcher", **options)
+    assert time.perf_counter() - start < 30.0  # its end was seen, though the server had its pipes
+    pids = pids_in(tmp_path)
+    os.kill(pids["other"], signal.SIGKILL)  # of another session, which nobody is left to know of
+    wait_until(lambda: state_of(pids["server"]) == "Z", 10.0)
+
+
+def state_of(pid):
+    status = Path(f"/proc/{pid}/stat")
+    return status.read_text().rpartition(")")[2].split()[0] if status.exists() else "Z"
 
 
 def wait_until(condition, timeout_s):
