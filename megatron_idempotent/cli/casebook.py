@@ -8,8 +8,9 @@ docs/use.md the first line of `doctor`, if the newest release is installed. A fi
 content already is left alone.
 
 With paths of wheels, or of clones at a release's tag, it renews the table of releases, by which
-`apply()` and `doctor` tell a release from a commit. With these and with other commits it renews the
-texts of functions that `apply()` knows without parsing them.
+`apply()` and `doctor` tell a release from a commit; the installed Megatron, if it is a release, is
+always among them. With these and with other commits it renews the texts of functions that `apply()`
+knows without parsing them.
 
 With `--accept ID` it also writes down, as `drift --accept` does, that a person has read for these
 patches what is in the wheels and source trees that are named, or in the installed Megatron. So it
@@ -46,7 +47,7 @@ from .body_texts import renewed_texts
 from .drift import drift, open_trees
 from .generated import content, rewrite, write
 from .reads import installed_trees, renewed
-from .release_table import renewed_table
+from .release_table import release_of, renewed_table
 
 PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
@@ -273,10 +274,14 @@ def main(argv: Sequence[str], root: Path) -> int:
         rewrite(root / path, text)
     needs = renewed(parsed(content(root / GENERATED, READS)), installed_trees())
     write(root / GENERATED, READS, lines_of(needs))
-    if options.accept:  # last, because only it knows what was read just now
+    if options.accept:
         drift(options.paths, as_json=False, with_diff=False, accepted=options.accept)
-        needs = parsed(content(root / GENERATED, READS))
-    trees = open_trees(map(Path, options.paths))
+        # The rest in a process of its own: patches here do not know of what was accepted just now.
+        again = [sys.executable, "-m", "megatron_idempotent.cli.casebook", *options.paths]
+        return subprocess.run(again, cwd=root, check=False).returncode
+    # Of the installed release a new patch is known too, or its bodies would be read each time.
+    here = [tree for tree in installed_trees() if MEGATRON in tree.versions and release_of(tree)]
+    trees = [*open_trees(map(Path, options.paths)), *here]
     known = {
         name: content(root / GENERATED, name) if (root / GENERATED / name).exists() else []
         for name in (TABLE, TEXTS)

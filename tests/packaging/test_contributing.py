@@ -15,7 +15,7 @@ from editable import environ_of
 
 from megatron_idempotent.patching.base import MEGATRON, untried
 from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.releases import installed
+from megatron_idempotent.patching.releases import LANDS, Table, installed
 from megatron_idempotent.patching.rows import COVERED, PROBLEMS
 from megatron_idempotent.patching.source import locate
 
@@ -26,6 +26,7 @@ GENERATED = (
     *("Makefile", "README.md", "HAZARDS.md", "pyproject.toml", "docs/compatibility.md"),
     "docs/use.md",
     *(f"patches/_generated/{name}.txt" for name in ("index", "reads", "reviewed", "accepted")),
+    *(f"patches/_generated/{name}.txt" for name in ("releases", "texts")),
 )
 TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["megatron-idempotent"]
 MAJOR, MINOR, _ = map(int, TABLE["releases"][-1]["megatron"].split("."))
@@ -234,7 +235,10 @@ def test_a_new_case_file_is_green_after_the_steps_of_contributing(project):
         ["same-state-refused:", "part"],
     ]
     # The file is the same in several releases, of which one is installed.
-    assert f" to {installed(MEGATRON).text}" in part_of("same-state-refused", project.folder)
+    here = installed(MEGATRON).text
+    assert f" to {here}" in part_of("same-state-refused", project.folder)
+    table = Table((project.folder / "patches/_generated/releases.txt").read_text().splitlines())
+    assert [table.release(here).standings[name] for name in SAMPLES] == [LANDS, LANDS]
     written = project.generated()
     assert project.casebook() == written, "one command has written all that there is to write"
     assert "nothing is new" in project.ours("drift", "--accept", *SAMPLES)

@@ -167,6 +167,8 @@ def check(config: Config, prompts: PromptSet) -> None:
     `[parallel]` asks, for an unknown verifier, sampler or logger, for a verifier that cannot score
     the first prompt, or if a setting needs a package that is missing.
     """
+    _check_packages(config)  # before seconds of imports
+
     from .async_run import make_sampler, make_settings
     from .policy import check_budget
     from .report import named_loggers
@@ -174,7 +176,6 @@ def check(config: Config, prompts: PromptSet) -> None:
     from .task.reward import check_reward, load_reward
     from .task.tokenizer import make_tokenizer
 
-    _check_packages(config)
     make_sampler(config)
     named_loggers(config, Path(config.run.out))
     if config.run.mode == "async":
