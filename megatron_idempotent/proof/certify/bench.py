@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import io
 import math
 import pickle
@@ -32,12 +33,15 @@ from .parameters import (
     LOSS_SCALE,
     Main,
     ParameterPart,
+    Stepped,
     compared,
     joined,
     joined_main,
     mains_of,
+    not_of_adam,
     parts,
     spread,
+    stepped_by_adam,
 )
 from .protocol import MICRO_BATCH, Adapter, Calls, Finished, Rows, Subject, Wrong, why_not
 
@@ -95,6 +99,11 @@ class Bench:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self._group = group
+        self.place = ""
+        """The step that is taken, for what is wrong with it; "" if it is like any other."""
+        self._seats: list[str] = self.told_by_all(self._seat_in_words)
+        # The ranks that have each parameter, by its name and the number of the shard.
+        self._holders: dict[tuple[str, int], list[int]] = {}
         kind, options = ("sgd", _SGD) if self.double else ("adam", _ADAM)
         self.update = TrueUpdate(kind, lr=self._rate, **options)
         self.adapter.build(self.subject)
@@ -217,13 +226,21 @@ class Bench:
         rows["token_mask"][2, T // 4 : T // 2] = 0
         return shorten(rows, lengths)
 
-    def sparse(self, replica: int, seed: int, number: int, share: float) -> dict[str, Any]:
+    def sparse(
+        self, replica: int, seed: int, number: int, share: float, *, size: float = 1.0
+    ) -> dict[str, Any]:
         """Return rows in which about such a share of positions counts, two of each row at least.
 
-        Some rows do not count. In a layout of packs lengths are from 3 to T.
+        Some rows do not count. In a layout of packs lengths are from 3 to T. Each row has a scale
+        from `size` / 2 to twice as much, as advantages are; in float64 of either sign, because a
+        sum that cancels is as near to its definition there.
         """
         rows = self.rows(replica, seed, number)
         generator = torch.Generator().manual_seed(1000 * seed + replica + 500)
+        scale_B = size * 2 ** (2 * torch.rand(number, generator=generator) - 1)
+        if self.double:
+            scale_B[torch.rand(number, generator=generator) < 0.5] *= -1
+        rows["scale"][:] = scale_B.to(rows["scale"])
         keep_BT = torch.rand(number, T, generator=generator) < share
         keep_BT[:, 1:3] = True  # an MTP layer has something to predict, too
         rows["token_mask"][:] = keep_BT.to(rows["token_mask"])
@@ -234,6 +251,15 @@ class Bench:
             return rows
         lengths = torch.randint(3, T + 1, (number,), generator=generator).tolist()
         return shorten(rows, lengths)
+
+    def ragged(self, replica: int, seed: int, number: int) -> tuple[dict[str, Any], Tensor]:
+        """Return rows whose mask ends at drawn lengths from 2 to T, and these lengths [B]."""
+        rows = self.rows(replica, seed, number)
+        rows["token_mask"][:] = 1
+        generator = torch.Generator().manual_seed(1000 * seed + replica + 700)
+        rows = shorten(rows, torch.randint(2, T + 1, (number,), generator=generator).tolist())
+        lengths_B = rows["lengths"] if self.layout.packs else rows.pop("lengths")
+        return rows, lengths_B
 
     def declares(self, check: str) -> bool:
         """Return whether the adapter does not promise a check on this layout."""
@@ -255,6 +281,24 @@ class Bench:
         return self.replica, stage, stage == self.layout.sizes["pp"] - 1
 
     @property
+    def _seat_in_words(self) -> str:
+        words = [f"replica {self.replica}"]
+        if not self.layout.fsdp2:
+            from megatron.core import parallel_state as ps
+
+            words += [
+                f"{word} {rank()}"
+                for size, word, rank in (
+                    ("pp", "stage", ps.get_pipeline_model_parallel_rank),
+                    ("tp", "tensor-parallel rank", ps.get_tensor_model_parallel_rank),
+                    ("cp", "context-parallel rank", ps.get_context_parallel_rank),
+                    ("ep", "expert-parallel rank", ps.get_expert_model_parallel_rank),
+                )
+                if self.layout.sizes[size] > 1
+            ]
+        return f"rank {self.rank} ({', '.join(words)})"
+
+    @property
     def fails_within_model(self) -> bool:
         """True if a failure in the model of a replica can be carried, and is not in a collective.
 
@@ -269,12 +313,30 @@ class Bench:
             self._forwards_of = self.subject, Forwards(self.subject.chunks)
         return self._forwards_of[1]
 
-    def take(self, calls_of: Calls, *, between: Callable[[], None] | None = None) -> None:
+    def take(
+        self, calls_of: Calls, *, between: Callable[[], None] | None = None, after: str = ""
+    ) -> None:
         """Take a step, and hold it to the definition over the rows of all replicas.
 
-        `between` is called before each microbatch and after the last.
+        `between` is called before each microbatch and after the last. `after` is what came before
+        the step, for what is said of it.
         """
-        self.expect(self.step(calls_of, between=between), self.everybody(calls_of))
+        self.place = after and f"the step after {after}"
+        before = self._stepped()
+        finished = self.step(calls_of, between=between)
+        after_it = self._stepped()
+        self.expect(finished, self.everybody(calls_of))
+        if finished.updated:
+            pairs = zip(before, after_it, strict=True)
+            faults = (not_of_adam(then, now, lr=self._rate, **_ADAM) for then, now in pairs)
+            self.stop_at(next(filter(None, faults), None))
+        self.place = ""
+
+    def _stepped(self) -> list[Stepped]:
+        """Copy what Adam steps on this rank; nothing in float64, and of FSDP2."""
+        if self.double:
+            return []
+        return [*stepped_by_adam(self.subject.chunks, self.subject.optimizer)]
 
     def everybody(self, calls_of: Calls) -> list[Rows]:
         """Return the rows of all replicas and calls."""
@@ -295,11 +357,36 @@ class Bench:
                 adapter.microbatch(rows)
             if between is not None:
                 between()
-            return adapter.finish()
+            finished = adapter.finish()
         except Exception as error:
             adapter.abort()
             self._refuse_clipping(error)
             raise
+        return self.checked(finished)
+
+    def checked(self, finished: Any) -> Finished:
+        """Return what an adapter's `finish` has returned, with floats.
+
+        Raises:
+            Wrong: it is not what `Adapter.finish` returns.
+        """
+        if not isinstance(finished, Finished):
+            if inspect.iscoroutine(finished):
+                finished.close()  # nobody awaits it
+            raise Wrong(
+                f"finish() returns {in_words(finished)}: the adapter has to return "
+                "certify.Finished(updated=…, grad_norm=…, loss=…)"
+            )
+        numbers: dict[str, Any] = {"grad_norm": finished.grad_norm, "loss": finished.loss}
+        for name, value in numbers.items():
+            try:
+                numbers[name] = None if value is None else float(value)
+            except (TypeError, ValueError):
+                raise Wrong(
+                    f"finish() returns {in_words(value)} as {name}: the adapter has to return a "
+                    "number, or None"
+                ) from None
+        return dataclasses.replace(finished, **numbers)
 
     def unwatched(self, steps: Sequence[Calls]) -> None:
         """Take steps, and hold each to its definition after the last of them.
@@ -362,15 +449,15 @@ class Bench:
             )
         if found is None:
             found = self.whole()
-        self._compare_parameters(found, wanted, still, truth, finished)
+        self._compare_parameters(found, wanted, still, truth, finished, everybody)
         allowed = self.tolerance(truth)
         # A mean over nothing is no number.
         loss = finished.loss if truth.count else None
-        for name, value, right in (
-            ("gradient norm", finished.grad_norm, truth.grad_norm),
-            ("loss", loss, truth.loss),
+        for name, value, right, size in (
+            ("gradient norm", finished.grad_norm, truth.grad_norm, truth.grad_norm),
+            ("loss", loss, truth.loss, truth.loss_size),
         ):
-            if value is not None and not self._within(abs(value - right), allowed * abs(right)):
+            if value is not None and not self._within(abs(value - right), allowed * size):
                 raise Wrong(f"finish() reports the {name} {value:.6g}; {right:.6g} is right")
         self.known = found
 
@@ -402,11 +489,40 @@ class Bench:
         known = {name: value.double() for name, value in self._computing.items()}
         return -negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
 
-    def predicted(self, rows: Rows, values_BT: Tensor) -> Tensor:
-        """Return the values of positions that have a next token in their row, float64 [N]."""
-        place_T = torch.arange(1, T + 1, device=values_BT.device)
-        lengths_B = rows.get("lengths", torch.full_like(rows["input_ids"][:, 0], T))
-        return values_BT.detach().double()[place_T < lengths_B[:, None]]
+    def hold_logprobs(self, rows: Rows, lengths_B: Tensor, logprobs_BT: Any) -> None:
+        """Hold what `logprobs` has returned to its definition, at positions with a next token.
+
+        Raises:
+            Wrong: other values, no tensor [B, T], or None on all ranks of a replica.
+        """
+        fault, shape = None, rows["input_ids"].shape
+        if logprobs_BT is not None and (
+            not isinstance(logprobs_BT, Tensor) or logprobs_BT.shape != shape
+        ):
+            fault = (
+                f"logprobs() returns {in_words(logprobs_BT)}: the adapter has to return a tensor "
+                f"[B, T], here {[*shape]}, on ranks of the last stage, and None on others"
+            )
+        elif logprobs_BT is not None:
+            right_BT = self.logprobs(rows)
+            has_next_BT = torch.arange(1, T + 1, device=lengths_B.device) < lengths_B[:, None]
+            right_N, their_N = (
+                values_BT.detach().double()[has_next_BT] for values_BT in (right_BT, logprobs_BT)
+            )
+            error = float((their_N - right_N).norm() / right_N.norm())
+            if not error <= self.roundings:
+                fault = f"log-probs differ from the model's by {100 * error:.3g} % of their norm"
+        answered = {
+            replica
+            for replica, there in self.told_by_all((self.replica, logprobs_BT is not None))
+            if there
+        }
+        if self.replica not in answered:
+            fault = (
+                "logprobs() returns None on all ranks of a replica: the adapter has to return a "
+                "tensor [B, T] on ranks of the last stage"
+            )
+        self.stop_at(fault)
 
     @property
     def roundings(self) -> float:
@@ -485,6 +601,7 @@ class Bench:
         still: Mapping[str, Tensor],
         truth: Truth,
         finished: Finished,
+        everybody: Sequence[Rows],
     ) -> None:
         """Compare what this step's gradient did; the moments of earlier ones lead to `still`."""
         names = list(wanted)
@@ -514,14 +631,49 @@ class Bench:
         if rest <= near * abs(factor) * size and rest < error / 2:
             clipped = self._clipped(finished, truth, factor)
             raise Wrong(f"the gradient is {factor:.4g} times the right one{clipped}")
-        blame = [
-            name
-            for name in names
-            if float((found[name].double() - wanted[name]).norm())
-            > near * float((wanted[name] - still[name]).norm())
+        off = {}
+        for name in names:
+            right_size = float((wanted[name] - still[name]).norm())
+            error_here = float((found[name].double() - wanted[name]).norm())
+            if error_here > near * right_size:
+                off[name] = error_here / right_size if right_size else math.inf
+        fault = f"the gradient is off by {100 * error / size:.3g} % of its norm"
+        if off:
+            first = next(iter(off))
+            of_shards = (ranks for (name, _), ranks in self._holders.items() if name == first)
+            seats = ", ".join(self._seats[rank] for ranks in of_shards for rank in ranks)
+            fault += (
+                f", in {len(off)} of {len(names)} parameters; the first is {first}, off by "
+                f"{100 * off[first]:.3g} %, on {seats}"
+            )
+        raise Wrong(fault + self._miscounted(everybody, truth, moved, right, near))
+
+    def _miscounted(
+        self, everybody: Sequence[Rows], truth: Truth, moved: Tensor, right: Tensor, near: float
+    ) -> str:
+        """Return how often each call's rows count in a gradient that is wrong, if that explains it.
+
+        All ranks take part. A step is the sum of its calls, and each may have another factor.
+        """
+        if self.packs_seen is not None or len(everybody) < 2:
+            return ""
+        gradient = torch.cat([value.flatten() for value in truth.gradient.values()])
+        alone = []
+        for rows in everybody:
+            piece = self._truth([rows])
+            flat = torch.cat([value.flatten() for value in piece.gradient.values()])
+            alone.append(flat * piece.count / max(truth.count, 1.0))
+        of_calls = torch.stack(alone, 1) * float(right @ gradient / gradient.square().sum())
+        factors = torch.linalg.pinv(of_calls.T @ of_calls) @ (of_calls.T @ moved)
+        if float((of_calls @ factors - moved).norm()) > near * float(moved.norm()):
+            return ""
+        calls = len(everybody) // self.layout.replicas
+        wrong = [
+            f"of call {index % calls + 1} of replica {index // calls} count {factor:.3g} times"
+            for index, factor in enumerate(factors.tolist())
+            if abs(factor - 1) > 0.05 and alone[index].any()
         ]
-        where = "everywhere" if len(blame) > len(names) // 2 else f"in {', '.join(blame[:3])}"
-        raise Wrong(f"the gradient is off by {100 * error / size:.3g} % of its norm, {where}")
+        return f"; the rows {', '.join(wrong[:4])}" if wrong else ""
 
     def _clipped(self, finished: Finished, truth: Truth, factor: float) -> str:
         """Return what to say of a gradient that is too small, if its reported norm is right."""
@@ -563,13 +715,19 @@ class Bench:
         """
         everybody = self.told_by_all(self._own_parts() if own is None else own)
         found: dict[str, dict[int, ParameterPart]] = {}
+        self._holders = {}
         shards: dict[tuple[str, int], list[Main]] = {}
         for rank, theirs in enumerate(everybody):
             for part in theirs:
                 known = found.setdefault(part.name, {}).setdefault(part.rank, part)
+                self._holders.setdefault((part.name, part.rank), []).append(rank)
                 # As bits: NaN is no other value than NaN.
                 if not torch.equal(_bits(known.value), _bits(part.value)):
-                    raise Wrong(f"rank {rank} has other bits in {part.name} than its replica")
+                    first = self._holders[part.name, part.rank][0]
+                    raise Wrong(
+                        f"{self._seats[rank]} has other bits in {part.name} than its replica, "
+                        f"{self._seats[first]}"
+                    )
                 if part.main is not None:
                     shards.setdefault((part.name, part.rank), []).append(part.main)
         if self.half:
@@ -620,6 +778,13 @@ class Bench:
         everybody: list[Any] = [None] * self.ranks
         dist.all_gather_object(everybody, mine.getvalue(), group=self._group)
         return [pickle.loads(each) for each in everybody]
+
+
+def in_words(value: Any) -> str:
+    """Return what a value is, for who returned it in the place of another: `a list`."""
+    if isinstance(value, Tensor):
+        return f"a tensor {[*value.shape]}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _bits(value: Tensor) -> Tensor:

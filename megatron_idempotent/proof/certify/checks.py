@@ -7,15 +7,19 @@ fault is caught by few checks.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .draws import CALLS, alike, fail, failures, or_aborted
+from .draws import CALLS, MICROBATCHES, SPANS, Place, alike, fail, failures, or_aborted
 from .protocol import MICRO_BATCH, Calls, Finished, Rows, Wrong
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .bench import Bench
 
 #: Rows of a call: two microbatches, or as many as an interleaved schedule asks for.
@@ -43,6 +47,8 @@ class Check:
     """True if it takes a model whose layers add losses of their own."""
     packs: bool = False
     """True if it takes a layout of packs."""
+    plain: bool = False
+    """True if it takes a plain layout."""
     adapters: bool = False
     """True if it takes a layout in which several adapters can be judged over one base."""
     bits: bool = False
@@ -80,8 +86,13 @@ def _check(
     hazards=("grad-scale-func", "finalize-func-overwritten"),
 )
 def whole_step(bench: Bench) -> None:
+    _steps(bench, 2 * CALL)
+
+
+def _steps(bench: Bench, rows: int = CALL) -> None:
+    """Take two steps of one call of so many rows."""
     for seed in range(2):
-        bench.take(alike(bench, seed, 2 * CALL))
+        bench.take(alike(bench, seed, rows))
 
 
 @_check("the mean is over all positions, or sequences, that count, however microbatches share them")
@@ -95,8 +106,17 @@ def counts(bench: Bench) -> None:
         rows["sample_mask"][1] = 0
         return [rows]
 
+    def few(replica: int) -> list[Rows]:
+        # One position of the first row, so that no least number hides what is divided by.
+        rows = bench.rows(replica, 0, CALL)
+        rows["sample_mask"][1:] = 0
+        rows["token_mask"][:, 2:] = 0
+        return [rows]
+
     for _ in range(2):
         bench.take(masked)
+    if not bench.layout.auxiliary:  # whose losses would be large
+        bench.take(few)
 
 
 @_check(
@@ -118,11 +138,109 @@ def split_step(bench: Bench) -> None:
 
 
 @_check(
-    "the number of microbatches changes from step to step", hazards=("deferred-reduction-refused",)
+    "a call's last microbatch may have fewer rows than others, or is refused and the next step is "
+    "right; so for log-probs",
+    plain=True,
+)
+def rows_left_over(bench: Bench) -> None:
+    adapter: Any = bench.adapter
+    for numbers in ((2 * CALL + 1, CALL), (1, MICRO_BATCH + 1)):
+        calls_of = alike(bench, bench.draw.number(1, 10**5), *bench.draw.shuffled(numbers))
+
+        def step(calls_of: Calls = calls_of) -> Finished:
+            adapter.begin()
+            for rows in calls_of(bench.replica):
+                adapter.microbatch(rows)
+            return adapter.finish()  # type: ignore[no-any-return]
+
+        what = f"calls of {numbers[0]} and {numbers[1]} rows"
+        if _refused(bench, step, calls_of, f"a step with {what}"):
+            bench.take(alike(bench, 1, CALL), after=f"a refusal of {what}")
+    if not hasattr(adapter, "logprobs") or bench.declares("logprobs-in-mid-step"):
+        return
+    rows, lengths_B = bench.ragged(bench.replica, bench.draw.number(1, 10**5), 2 * CALL + 1)
+    try:
+        logprobs = adapter.logprobs(rows)
+    except Exception:  # noqa: BLE001  a refusal, which is right if it is everybody's
+        logprobs = None
+    if any(bench.told_by_all(logprobs is not None)):
+        bench.hold_logprobs(rows, lengths_B, logprobs)
+
+
+def _refused(bench: Bench, step: Callable[[], Finished], calls_of: Calls, name: str) -> bool:
+    """Return whether all ranks refuse a step; hold it to its definition if none does.
+
+    `name` says which step it is, for what is said of it.
+    """
+    raised, finished = or_aborted(bench, step)
+    refusals = bench.told_by_all(raised)
+    bench.place = name
+    if finished is not None and not any(refusals):
+        bench.expect(finished, bench.everybody(calls_of))
+    elif not all(refusals):
+        refusal = next(filter(None, refusals))
+        raise Wrong(
+            f"it is refused on some ranks ({refusal}), and rank {refusals.index(None)} went on"
+        )
+    else:
+        bench.unchanged("what was refused")
+    bench.place = ""
+    return finished is None
+
+
+@_check(
+    "the number of microbatches changes from step to step, up to 100; sums and counts keep what "
+    "each adds",
+    hazards=("deferred-reduction-refused",),
 )
 def sizes_change(bench: Bench) -> None:
-    for seed, factor in enumerate((2, 1, 3)):
+    bench.take((_many_alike if bench.layout.dtype == "bf16" else _many_counted)(bench))
+    for seed, factor in enumerate((1, 3)):
         bench.take(alike(bench, seed, factor * CALL))
+
+
+def _many_counted(bench: Bench) -> Calls:
+    """Make a step that counts 2,049 positions or more, the last of them one by one.
+
+    float16 has no odd numbers there: it loses what is added one by one, and rounds their sum. That
+    is 1 / 2,200 of the gradient, which is above the bound of float64.
+    """
+    replicas, by_sequence = bench.layout.replicas, bench.layout.loss_kind == "sequence"
+
+    def calls(replica: int) -> list[Rows]:
+        many = bench.rows(replica, 70, MICRO_BATCH)
+        positions = int(many["token_mask"][:, 1:].sum())
+        number = -(-2048 // (positions * replicas))
+        number = -(-number // bench.multiple) * bench.multiple
+        many = bench.rows(replica, 70, MICRO_BATCH * number)
+        single = bench.rows(replica, 71, MICRO_BATCH * 12)
+        single["token_mask"][:, 2:] = 0
+        if not by_sequence:  # in which something has to count of each
+            single["sample_mask"][1::MICRO_BATCH] = 0
+        if replica == 0:
+            single["token_mask"][0, 2] = 1  # so that their sum is odd
+        return [many, single]
+
+    return calls
+
+
+def _many_alike(bench: Bench) -> Calls:
+    """Make a step of one microbatch 81 times, the first of them 512 times as large.
+
+    To a sum of 8 bits that has the first one, each of the others is less than half of its last bit.
+    Together they are 13.5 % of the gradient, which is above the bounds of bfloat16.
+    """
+    import torch
+
+    def calls(replica: int) -> list[Rows]:
+        rows = bench.rows(replica, 72, MICRO_BATCH)
+        number = -(-81 // bench.multiple) * bench.multiple
+        many = {name: torch.cat([value] * number) for name, value in rows.items()}
+        many["scale"][:] = 0.125
+        many["scale"][:MICRO_BATCH] = 64.0
+        return [many]
+
+    return calls
 
 
 def _by_replica(bench: Bench, seed: int, numbers: Sequence[int]) -> Calls:
@@ -153,10 +271,16 @@ def drawn_sizes(bench: Bench) -> None:
         calls = bench.draw.shuffled((4, 6))[0]  # CALLS is odd
         bench.take(_drawn(bench, calls, empty=(last, bench.draw.number(1, calls - 2))))
         bench.take(_drawn(bench, CALLS))
+    if not (bench.half or bench.layout.auxiliary):
+        # A gradient that is clipped by who does so. Its step leaves a model that is good no more.
+        bench.take(_drawn(bench, 2, size=2.0**12))
 
 
-def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = ()) -> Calls:
-    """Draw a step of so many calls, in which replicas differ and calls are empty, if they may."""
+def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = (), size: float = 1.0) -> Calls:
+    """Draw a step of so many calls, in which replicas differ and calls are empty, if they may.
+
+    `size` is that of the rows' scales.
+    """
     draw, replicas = bench.draw, range(bench.layout.replicas)
     sizes_of = [draw.sizes(calls, bench.multiple) for _ in replicas]
     if not bench.declares("replica-without-rows"):
@@ -172,7 +296,7 @@ def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = ()) -> Calls:
         for _ in replicas
     ]
     return lambda replica: [
-        bench.sparse(replica, seed, MICRO_BATCH * number, share)
+        bench.sparse(replica, seed, MICRO_BATCH * number, share, size=size)
         for seed, number, share in zip(seeds, sizes_of[replica], shares_of[replica], strict=True)
     ]
 
@@ -214,8 +338,11 @@ def nothing_valid(bench: Bench) -> None:
 def unwatched_steps(bench: Bench) -> None:
     draw = bench.draw
     steps = []
-    for seed in range(12 if bench.thorough else 5):
-        sizes = draw.sizes(draw.number(1, 3), bench.multiple, most=2)
+    # What happens in every twelfth step shows in the one after it.
+    for seed in range(26 if bench.thorough else 14):
+        sizes = (
+            draw.sizes(draw.number(1, 3), bench.multiple, most=2) if seed < 5 else [bench.multiple]
+        )
         steps.append(alike(bench, seed, *(MICRO_BATCH * size for size in sizes)))
     bench.unwatched(steps)
 
@@ -244,36 +371,27 @@ def auxiliary_losses(bench: Bench) -> None:
 def logprobs_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
     first, second = (alike(bench, seed, CALL) for seed in range(2))
-    # The looks of a step are at other rows, of the same number.
-    here, there = (bench.draw.sizes(1, bench.multiple, most=5)[0] for _ in range(2))
+    # The looks of a step are at other rows, of the same number; in one step at many.
+    many = MICROBATCHES // bench.multiple * bench.multiple
+    here, there = bench.draw.shuffled((many, bench.draw.sizes(1, bench.multiple, most=5)[0]))
     finished = bench.step(first, between=lambda: _hold_logprobs(bench, here))
-    rows = _some(bench, here)
+    rows, lengths_B = _some(bench, here)
     found = adapter.logprobs(rows)  # before anybody looks
     bench.expect(finished, bench.everybody(first))
-    _compare_logprobs(bench, rows, found)
+    bench.hold_logprobs(rows, lengths_B, found)
     bench.take(second, between=lambda: _hold_logprobs(bench, there))
 
 
 def _hold_logprobs(bench: Bench, microbatches: int = 2) -> None:
     """Raise `Wrong` unless the adapter's log-probs of some rows are right."""
     adapter: Any = bench.adapter
-    rows = _some(bench, microbatches)
-    _compare_logprobs(bench, rows, adapter.logprobs(rows))
+    rows, lengths_B = _some(bench, microbatches)
+    bench.hold_logprobs(rows, lengths_B, adapter.logprobs(rows))
 
 
-def _some(bench: Bench, microbatches: int) -> Rows:
-    """Return so many microbatches' rows of this replica."""
-    return bench.rows(bench.replica, bench.draw.number(1, 10**5), MICRO_BATCH * microbatches)
-
-
-def _compare_logprobs(bench: Bench, rows: Rows, found: Any) -> None:
-    fault = None
-    if found is not None:  # on the last stage
-        right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
-        error = float((found_N - right_N).norm() / right_N.norm())
-        if not error <= bench.roundings:
-            fault = f"log-probs differ from the model's by {100 * error:.3g} % of their norm"
-    bench.stop_at(fault)
+def _some(bench: Bench, microbatches: int) -> tuple[Rows, Tensor]:
+    """Return so many microbatches' rows of this replica, and their lengths [B]."""
+    return bench.ragged(bench.replica, bench.draw.number(1, 10**5), MICRO_BATCH * microbatches)
 
 
 @_check(
@@ -301,14 +419,14 @@ def export_in_mid_step(bench: Bench) -> None:
 @_check("after an abort nothing is left of the step", hazards=("first-window-aborted",))
 def abort_and_retry(bench: Bench) -> None:
     adapter = bench.adapter
-    whole_step(bench)
+    _steps(bench)
     for calls in (0, 1, bench.draw.number(2, CALLS)):
         adapter.begin()
         for call, size in enumerate(bench.draw.sizes(calls, bench.multiple, most=3)):
             adapter.microbatch(bench.rows(bench.replica, 50 + call, MICRO_BATCH * size))
         adapter.abort()
         bench.unchanged("abort()")
-        bench.take(alike(bench, 60 + calls, 2 * CALL))
+        bench.take(alike(bench, 60 + calls, CALL), after=f"an abort() in call {calls}")
 
 
 @_check(
@@ -318,47 +436,72 @@ def abort_and_retry(bench: Bench) -> None:
 def failure_on_one_rank(bench: Bench) -> None:
     for failure in failures(bench):
         fail(bench, failure)
-        bench.take(alike(bench, bench.draw.number(1, 10**5), CALL))
+        calls_of, after = alike(bench, bench.draw.number(1, 10**5), CALL), f"one in which {failure}"
+        if issubclass(failure.error, Exception):
+            bench.take(calls_of, after=after)
+        else:  # the process was told to end, and may take no further step
+            step = functools.partial(bench.step, calls_of)
+            _refused(bench, step, calls_of, f"the step after {after}")
 
 
-@_check("no rank updates with a NaN in any call and replica, and the next step is right")
+@_check(
+    "no rank updates with a NaN or an infinite loss in any call and replica, or a gradient that is "
+    "NaN, and the next step is right"
+)
 def nan(bench: Bench) -> None:
     draw, times = bench.draw, 3 if bench.thorough else 1
-    # In the first and in a later call of each replica, in any microbatch.
-    for replica, later in draw.shuffled(
-        [(one, later) for one in range(bench.layout.replicas) for later in (False, True)] * times
-    ):
-        calls = draw.number(2, 4) if later else 1
-        call = draw.number(1, calls - 1) if later else 0
-        _not_a_number(bench, replica, calls, call)
-        bench.take(alike(bench, draw.number(1, 10**5), CALL))
+    # In the first call of each replica, in one of few and of many, in any microbatch.
+    spots = draw.shuffled([*itertools.product(range(bench.layout.replicas), SPANS)] * times)
+    kinds = draw.dealt((math.nan, math.inf, None), len(spots))
+    for (replica, span), number in zip(spots, kinds, strict=True):
+        event = _not_finite(bench, replica, Place.drawn(bench, span), number)
+        bench.take(alike(bench, draw.number(1, 10**5), CALL), after=f"one in which {event}")
 
 
-def _not_a_number(bench: Bench, replica: int, calls: int, call: int) -> None:
-    """Take a step with a NaN in one call of one replica, and hold all ranks to not updating."""
-    adapter, draw = bench.adapter, bench.draw
-    sizes = [max(2, size) for size in draw.sizes(calls, bench.multiple, most=3)]
-    calls_of = alike(bench, draw.number(1, 10**5), *(MICRO_BATCH * size for size in sizes))
+def _not_finite(bench: Bench, replica: int, place: Place, number: float | None) -> str:
+    """Take a step that is not finite in a call of a replica, and hold all ranks to not updating.
+
+    The loss of a row is multiplied by the number; if it is None, a gradient is NaN on one rank of
+    the replica, and the loss is as it was. Returns what happened.
+    """
+    adapter, draw, call = bench.adapter, bench.draw, place.call
+    seed = draw.number(1, 10**5)
+    calls_of = alike(bench, seed, *(MICRO_BATCH * size for size in place.sizes))
     # In later calls not in the first microbatch, which may be all that is looked at.
-    row = draw.number(MICRO_BATCH if call else 0, MICRO_BATCH * sizes[call] - 1)
+    row = draw.number(MICRO_BATCH if call else 0, MICRO_BATCH * place.sizes[call] - 1)
+    seats = enumerate(bench.told_by_all(bench.seat))
+    rank = draw.shuffled([rank for rank, (of_replica, *_) in seats if of_replica == replica])[0]
+    before = None
+    if number is None and bench.rank == rank:
+        before = sum(place.sizes[:call]) + place.microbatch
 
     def step() -> Finished:
         made = calls_of(bench.replica)
-        if bench.replica == replica:
-            made[call]["scale"][row] = math.nan
+        if bench.replica == replica and number is not None:
+            made[call]["scale"][row] = number
         adapter.begin()
         for rows in made:
             adapter.microbatch(rows)
         return adapter.finish()
 
-    raised, finished = or_aborted(bench, step)
-    told = bench.told_by_all((raised, finished is not None and finished.updated))
-    place = f"a loss of replica {replica} is NaN, in call {call + 1} of {calls}"
-    if any(updated for _, updated in told):
-        raise Wrong(f"{place}, and the step updated all the same")
-    if len({error is None for error, _ in told}) > 1:
-        raise Wrong(f"{place}, and some ranks raised while others went on")
-    bench.unchanged("a step with a NaN")
+    with bench.forwards.failing(before, "gradient"):
+        raised, finished = or_aborted(bench, step)
+    if number is not None:
+        event = f"a loss of replica {replica} is {number}, {place}"
+    elif not any(bench.told_by_all(bench.forwards.met)):
+        # The adapter runs fewer microbatches, or none by the chunk's own forward.
+        if finished is not None:
+            bench.expect(finished, bench.everybody(calls_of))
+        return "nothing was NaN"
+    else:
+        event = f"a gradient is NaN on rank {rank}, of a finite loss, {place}"
+    outcomes = bench.told_by_all((raised, finished is not None and finished.updated))
+    if any(updated for _, updated in outcomes):
+        raise Wrong(f"{event}, and the step updated all the same")
+    if len({error is None for error, _ in outcomes}) > 1:
+        raise Wrong(f"{event}, and some ranks raised while others went on")
+    bench.unchanged(f"a step in which {event}")
+    return event
 
 
 @_check(
@@ -367,21 +510,21 @@ def _not_a_number(bench: Bench, replica: int, calls: int, call: int) -> None:
 )
 def second_run(bench: Bench) -> None:
     for _ in range(2):
-        whole_step(bench)
+        _steps(bench)
         bench.adapter.build(bench.subject)
-    whole_step(bench)
+    _steps(bench)
 
 
 @_check("a run that continues from a checkpoint takes the same steps", needs=("save", "load"))
 def resume(bench: Bench) -> None:
     adapter: Any = bench.adapter
-    whole_step(bench)
+    _steps(bench)
     state = adapter.save()
     bench.make_model()
     adapter.build(bench.subject)
     adapter.load(state)
     bench.unchanged("save() and load()")
-    whole_step(bench)
+    _steps(bench)
 
 
 @_check(
@@ -392,7 +535,7 @@ def resume(bench: Bench) -> None:
 def offload_between_steps(bench: Bench) -> None:
     for seed in range(3):  # the first before there is any optimizer state
         bench.away_and_back()
-        bench.take(alike(bench, seed, CALL))
+        bench.take(alike(bench, seed, CALL), after="an offload() and onload()")
 
 
 @_check(
@@ -408,7 +551,7 @@ def logprobs_while_offloaded(bench: Bench) -> None:
         bench.away_and_back(freeing=False)
 
     read()
-    bench.take(alike(bench, 0, CALL))
+    bench.take(alike(bench, 0, CALL), after="log-probs while offloaded")
     read()
 
 
@@ -432,15 +575,8 @@ def offload_in_mid_step(bench: Bench) -> None:
         exchange()
         return bench.adapter.finish()
 
-    raised, finished = or_aborted(bench, step)
-    told = bench.told_by_all(raised)
-    if finished is not None and not any(told):
-        bench.expect(finished, [row for one in range(bench.layout.replicas) for row in calls(one)])
-        return
-    if not all(told):
-        raise Wrong("an offload in an open step is refused on some ranks, and others went on")
-    bench.unchanged("a step that was refused")
-    bench.take(alike(bench, 1, CALL))
+    if _refused(bench, step, calls, "a step with an offload in it"):
+        bench.take(alike(bench, 1, CALL), after="an offload in an open step, which was refused")
 
 
 @_check(
@@ -498,7 +634,7 @@ def low_rank_adapters(bench: Bench) -> None:
         adapted = LowRank(bench, **kind)
         for seed, frozen in enumerate(((), ("linear_in",), ("linear_out",), ())):
             adapted.freeze(*frozen)
-            adapted.take(alike(adapted, seed, 2 * CALL))
+            adapted.take(alike(adapted, seed, CALL))
         if hasattr(adapted.adapter, "logprobs") and not bench.declares("logprobs-in-mid-step"):
             _hold_logprobs(adapted)
 

@@ -10,6 +10,7 @@ Legend: S tokens of a pack, s those of them that one context-parallel rank compu
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from megatron_idempotent.step import own_positions
 from .oracle import PackSeen, counted
 from .protocol import Planted, Rows, Wrong
 
-Where = Literal["forward", "backward"]
+Where = Literal["forward", "backward", "gradient"]
 
 
 class Forwards:
@@ -39,25 +40,29 @@ class Forwards:
         """True if the failure that was asked for has come."""
         self._plan: tuple[int, Where] | None = None
         self._seen = 0
+        self._first: Tensor | None = None  # what the first layer has made
         self._read: Callable[[int], None] | None = None
         self._read_of: set[int] = set()
         for index, chunk in enumerate(chunks):
             inner = innermost(chunk)
             inner.register_forward_hook(self._after(index))
+            layers: Any = getattr(getattr(inner, "decoder", None), "layers", ())
+            if index == 0 and len(layers):
+                layers[0].register_forward_hook(self._keep)
 
     @contextmanager
     def failing(self, after: int | None, where: Where) -> Iterator[None]:
         """Raise `Planted` in the block once so many training forwards of the first chunk are done.
 
-        It is raised at the end of the next one's forward, or at the beginning of its backward. None
-        raises nothing.
+        It is raised at the end of the next one's forward, or in its backward, when only the first
+        layer is left; with "gradient" this backward begins with NaN instead. None does nothing.
         """
         self._plan = None if after is None else (after, where)
         self._seen, self.met = 0, False
         try:
             yield
         finally:
-            self._plan = None
+            self._plan = self._first = None
 
     @contextmanager
     def reading(self, read: Callable[[int], None]) -> Iterator[None]:
@@ -79,7 +84,7 @@ class Forwards:
                 return
             left = _left_in_eval(module)
             if left is not None:
-                _on_gradient(trained[0], lambda: self._note(left))
+                _on_gradient(trained[0], lambda _: self._note(left))
             if self._read is not None and index not in self._read_of:
                 self._read_of.add(index)
                 self._read(index)
@@ -87,6 +92,10 @@ class Forwards:
                 self._fail_at(trained[0])
 
         return hook
+
+    def _keep(self, module: Any, args: Any, output: Any) -> None:
+        if self._plan is not None:
+            self._first = next((e for e in _tensors(output) if e.requires_grad), None)
 
     def _note(self, name: str) -> None:
         self.evaluated = self.evaluated or name
@@ -98,12 +107,20 @@ class Forwards:
         if self._seen != after + 1:
             return
         if where == "forward":
-            self._raise("forward")
-        _on_gradient(output, lambda: self._raise("backward"))
+            self._raise(where)
+        elif where == "gradient":
+            _on_gradient(output, self._spoilt)
+        else:
+            first = output if self._first is None else self._first
+            _on_gradient(first, lambda _: self._raise(where))
+
+    def _spoilt(self, gradient: Tensor) -> Tensor:
+        self.met = True
+        return gradient * math.nan
 
     def _raise(self, where: Where) -> None:
         self.met = True
-        raise Planted(f"the {where} of the model fails, as the check asks")
+        raise Planted(f"out of memory: the {where} of the model fails, as the check asks")
 
 
 def innermost(chunk: Any) -> Any:
@@ -125,8 +142,8 @@ def _tensors(output: Any) -> Iterable[Tensor]:
     return (each for each in parts if isinstance(each, Tensor))
 
 
-def _on_gradient(output: Any, act: Callable[[], None]) -> None:
-    output.register_hook(lambda _: act())
+def _on_gradient(output: Any, act: Callable[[Tensor], Tensor | None]) -> None:
+    output.register_hook(act)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

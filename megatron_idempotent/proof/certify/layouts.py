@@ -110,6 +110,11 @@ class Layout:
         return "packs" in self.flags
 
     @property
+    def plain(self) -> bool:
+        """True if microbatches are rows, of any number, and it does not matter which share one."""
+        return not (self.packs or self.stages > 1 or self.auxiliary)
+
+    @property
     def loss_kind(self) -> LossKind:
         """The unit of the loss's mean."""
         return "sequence" if "sequences" in self.flags else "token"
@@ -233,8 +238,9 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         name: layout(name)
         for name in (
-            *("dp2", "dp2-distopt", "dp2-packs", "tp2", "pp2", "vpp2", "dp2-pp2"),
-            *("dp2-moe", "tied-pp2", "dp2-bf16"),
+            *("dp2", "dp2-distopt", "dp2-packs", "tp2", "vpp2", "dp2-pp2"),
+            *("dp2-moe", "tied-pp2", "dp2-bf16", "cp2", "tp2-ep2-etp1", "mtp-fp16"),
+            "dp2-sequences",
         )
     }
 )

@@ -15,7 +15,8 @@ from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.record import Hazard
 from megatron_idempotent.patching.table import render, terminal_width, wrapped
 
-from .layouts import LAYOUTS, WORDS, grid, layout
+from .checks import CHECKS
+from .layouts import KINDS, LAYOUTS, WORDS, grid, layout
 from .run import Result, certify
 from .state_checks import EVERY, STATE_CHECKS
 
@@ -24,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
     """Certify an adapter and print the verdict.
 
     Returns:
-        The exit code: 0; 1 if a check failed; 2 for an adapter, check or layout that is not there.
+        The exit code: 0; 1 if a check failed; 2 for an adapter, check or layout that is not there,
+        and where the adapter offers nothing that was to be judged.
     """
     options = parser().parse_args(argv)
     if options.list:
@@ -59,6 +61,10 @@ def main(argv: Sequence[str]) -> int:
     if sys.stderr.isatty():
         print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
     print(as_json(results) if options.json else as_table(results))
+    if not any(result.verdict in _MARKS for result in results):
+        causes = ", ".join(sorted({f"{result.layout}: {result.fault}" for result in results}))
+        print(f"megatron-idempotent certify: nothing was judged ({causes})", file=sys.stderr)
+        return 2
     return 1 if any(each.verdict == "failed" for each in results) else 0
 
 
@@ -145,8 +151,27 @@ def as_table(results: Sequence[Result]) -> str:
             if names:
                 asked = " or ".join(f"`megatron-idempotent explain {name}`" for name in names)
                 lines.append(f"    It may be a known hazard: {asked}.")
+    unseen = words_unseen(results)
+    if unseen:
+        lines.append(
+            f"No layout had {', '.join(unseen)}: what is wrong there alone was not seen. --layout "
+            "names layouts of these words, and --grid has all of them."
+        )
     lines.append(summary(results))
     return "\n".join(lines)
+
+
+def words_unseen(results: Sequence[Result]) -> list[str]:
+    """Return the words of layouts that none had on which a step was judged."""
+    judged = [
+        layout(result.layout)
+        for result in results
+        if result.check in CHECKS and result.verdict in ("passed", "failed")
+    ]
+    there = {word for place in judged for word in (*place.words, *place.flags)}
+    # A model on FSDP2 has none of the others, and they have none of it.
+    others = {*KINDS} - {"dp", "fsdp2", "sequences"} if "fsdp2" in there else {"fsdp2"}
+    return [word for word in KINDS if judged and word not in there | others]
 
 
 def suspects(result: Result) -> list[str]:

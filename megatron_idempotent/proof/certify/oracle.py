@@ -47,10 +47,10 @@ class Truth:
     gradient: dict[str, Tensor]
     """The gradient of the step's loss by parameter; float64.
 
-    The loss is the mean over all positions that count, plus the auxiliary losses of all
-    microbatches: each is a mean over tokens, times the number of these in its microbatch, divided
-    by the number of positions of the step that count. Experts' is a mean over all positions,
-    padding of packs included, and that of MTP one over positions that count.
+    The loss is the mean over all positions that count, each times the scale of its row, plus the
+    auxiliary losses of all microbatches: each is a mean over tokens, times the number of these in
+    its microbatch, divided by the number of positions of the step that count. Experts' is a mean
+    over all positions, padding of packs included, and that of MTP one over positions that count.
 
     A loss of kind "sequence" is the mean over all sequences that count, of which each is the mean
     over its positions that count. There a token of an auxiliary loss is a part of a sequence: of T
@@ -60,6 +60,8 @@ class Truth:
     grad_norm: float
     loss: float
     """The mean over all positions, or sequences, that count, without auxiliary losses."""
+    loss_size: float
+    """The same of the sizes of scales: rounding moves a loss by a part of it."""
     count: float
     """The number of positions that count, or of sequences with such positions."""
     terms: float
@@ -118,27 +120,29 @@ def truth_of(
     """
     own = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     rank, ranks = share
-    total, count = torch.zeros((), dtype=torch.float64), 0.0
+    total, count, sizes = torch.zeros((), dtype=torch.float64), 0.0, 0.0
     auxiliary = _Auxiliary(own, kind=kind, balance_mean=balance_mean, mtp_sum=mtp_sum)
     pieces = [piece for each in rows for piece in _alone(each)]
-    for tokens_BT, mask_BT in pieces[rank::ranks]:
+    for tokens_BT, mask_BT, scale_B1 in pieces[rank::ranks]:
         gpt = Gpt(own, layers, heads, epsilon)
         x_BTH = gpt.hidden(tokens_BT)
         number_B = mask_BT.sum(1)
         positions, weight_BT = float(number_B.sum()), mask_BT
         if kind == "sequence":
             weight_BT = mask_BT / number_B.clamp(min=1)[:, None]
-        total = total + (gpt.negative_logprobs(x_BTH, tokens_BT, 1) * weight_BT).sum()
+        losses_BT = gpt.negative_logprobs(x_BTH, tokens_BT, 1) * weight_BT
+        total = total + (losses_BT * scale_B1).sum()
+        sizes += float((losses_BT.detach() * scale_B1.abs()).sum())
         count += float((number_B > 0).sum()) if kind == "sequence" else positions
         auxiliary.terms += positions
         if packs is None:
             auxiliary.of_rows(gpt, x_BTH, tokens_BT, mask_BT)
     for pack in list(packs or ())[rank::ranks]:
         auxiliary.of_pack(lambda: Gpt(own, layers, heads, epsilon), pack)
-    numbers = [count, auxiliary.routed, auxiliary.terms, float(total.detach())]
+    numbers = [count, auxiliary.routed, auxiliary.terms, float(total.detach()), sizes]
     told = torch.tensor(numbers, dtype=torch.float64)
     add(told)
-    count, routed, terms, loss = told.tolist()
+    count, routed, terms, loss, sizes = told.tolist()
     if count:
         summed = (total + auxiliary.predicted) / count
         summed = summed + auxiliary.balanced / (routed if balance_mean else count)
@@ -152,20 +156,23 @@ def truth_of(
         gradient={name: part.view_as(own[name]) for name, part in zip(own, parts, strict=True)},
         grad_norm=float(flat.norm()),
         loss=loss / (count or 1.0),
+        loss_size=sizes / (count or 1.0),
         count=count,
         terms=terms,
     )
 
 
-def _alone(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tokens [B, T] and what counts of them; one by one, without padding, of lengths."""
+def _alone(rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield tokens [B, T], what counts of them, and scales [B, 1]; of lengths one by one."""
     tokens_BT, mask_BT = rows["input_ids"], counted(rows).double()
+    scale_B1 = rows["scale"].double()[:, None]
     if "lengths" not in rows:
         if len(tokens_BT):
-            yield tokens_BT, mask_BT
+            yield tokens_BT, mask_BT, scale_B1
         return
     for row, length in enumerate(rows["lengths"].tolist()):
-        yield tokens_BT[row : row + 1, :length], mask_BT[row : row + 1, :length]
+        own = slice(row, row + 1)
+        yield tokens_BT[own, :length], mask_BT[own, :length], scale_B1[own]
 
 
 def counted(rows: Rows) -> Tensor:

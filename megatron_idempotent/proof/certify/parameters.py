@@ -149,6 +149,67 @@ def mains_of(optimizer: Any) -> dict[Any, Main]:
     }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stepped:
+    """Holds copies of a parameter that Adam steps on this rank, and of what Adam keeps for it."""
+
+    name: str
+    main: Tensor
+    first: Tensor
+    second: Tensor
+    steps: float
+    """The steps that Adam has taken; 0 if it does not count them by parameter."""
+
+
+def stepped_by_adam(chunks: Sequence[Any], optimizer: Any) -> Iterator[Stepped]:
+    """Yield what Megatron's optimizer steps on this rank."""
+    names = {p: name for chunk in chunks for name, p in chunk.module.named_parameters()}
+    for part in optimizers.unchained(optimizer):
+        for model, main in optimizers.stepped(part):
+            state = part.optimizer.state.get(main, {})
+            zeros = torch.zeros_like(main)
+            yield Stepped(
+                name=names.get(model, "a parameter"),
+                main=main.detach().double(),
+                first=state.get("exp_avg", zeros).detach().double(),
+                second=state.get("exp_avg_sq", zeros).detach().double(),
+                steps=float(state.get("step", 0)),
+            )
+
+
+def not_of_adam(
+    before: Stepped, after: Stepped, *, lr: float, beta1: float, beta2: float, epsilon: float
+) -> str | None:
+    """Return what a step has left that is not Adam's in float32, whatever the gradient; or None.
+
+    The first moments show the gradient. Adam's sums of products are off by as many roundings as
+    they have terms, the gradient that is solved for by twice as many, and its square by twice as
+    many again. A parameter that is frozen keeps all.
+    """
+    names = ("main", "first", "second")
+    if all(torch.equal(getattr(before, name), getattr(after, name)) for name in names):
+        return None
+    rounding = 2.0**-24
+    gradient = (after.first - beta1 * before.first) / (1 - beta1)
+    second = beta2 * before.second + (1 - beta2) * gradient.square()
+    sizes = before.second + (gradient.abs() + before.first.abs()).square()
+    faults = {"second moment": (after.second, second, 16 * rounding * sizes + 2.0**-126)}
+    if after.steps:
+        root = (after.second / (1 - beta2**after.steps)).sqrt() + epsilon
+        move = lr * after.first / (1 - beta1**after.steps) / root
+        bound = 2 * rounding * (before.main.abs() + after.main.abs()) + 16 * rounding * move.abs()
+        faults["main value"] = after.main, before.main - move, bound
+    for kind, (value, right, bound) in faults.items():
+        off = (value - right).abs()
+        if not bool((off <= bound).all()):
+            return (
+                f"the {kind} of {after.name} after the step is off by {float(off.max()):.3g}, and "
+                f"Adam's roundings in float32 come to {float(bound.max()):.3g}: what the optimizer "
+                "keeps has 32 bits, also where parameters have fewer"
+            )
+    return None
+
+
 def joined_main(name: str, rounded: Tensor, parts: Sequence[Main]) -> Tensor:
     """Return the whole main parameter, in the shape of the model's own, which is it rounded.
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 from .layouts import Layout, LossKind
 
@@ -21,8 +22,20 @@ class Wrong(Exception):
     """Says how a step differs from its definition, in one line."""
 
 
-class Planted(RuntimeError):
-    """Is raised in the loss, where a check asks for a failure."""
+class Planted(BaseException):
+    """Is raised in the loss, where a check asks for a failure.
+
+    It is also an error of the type that the check has drawn, such as `KeyError`: a framework may
+    not take one for a bad sample, and go on. Example: `raise Planted("the loss fails")`.
+    """
+
+    drawn: ClassVar[type[BaseException]] = RuntimeError
+    """The type of the next failure on this rank."""
+
+    def __new__(cls, *args: Any) -> Planted:
+        """Make an error that is of the drawn type too."""
+        kind = type(f"Planted{cls.drawn.__name__}", (Planted, cls.drawn), {})
+        return super().__new__(kind, *args)
 
 
 MICRO_BATCH = 2
@@ -34,8 +47,8 @@ Rows = Mapping[str, Any]
 B may be 0. Position t >= 1 of a row counts if its token mask and the row's sample mask are 1. A row
 counts as a sequence if its sample mask is 1; in layouts with `sequences` one of its positions or
 more counts then, because frameworks count other rows differently. The loss multiplies the row by
-its scale, which is 1 but where a check wants a NaN. In layouts of packs rows have `lengths` [B]
-too, the tokens of each; after them comes padding."""
+its scale, as by an advantage: 1, another number, or where a check wants it a NaN or infinite. In
+layouts of packs rows have `lengths` [B] too, the tokens of each; after them comes padding."""
 
 Packed = Mapping[str, Any]
 """A pack of n sequences, as `Subject.forward` and `Subject.loss` take it: S tokens, with padding.
@@ -69,7 +82,8 @@ class Subject:
     `loss_kind` "sequence" it is the sum of the sequences' means, and the number of sequences, of
     which the rank with the first position counts each."""
     micro_batch_size: int
-    """Rows of one microbatch; the number of rows of every call is a multiple of it. An auxiliary
+    """Rows of one microbatch. The number of rows of every call is a multiple of it, but in
+    `rows-left-over`, where the last microbatch has fewer, or the framework refuses. An auxiliary
     loss is one of a microbatch: with `moe` or `mtp` in the layout's name, a call's rows are to be
     cut into microbatches in their order."""
     packs: bool = False
@@ -98,8 +112,8 @@ class Finished:
     grad_norm: float | None = None
     """Norm of the gradient before clipping; None if the framework does not tell."""
     loss: float | None = None
-    """Mean over all positions, or sequences, of the step that count, on all replicas, without
-    auxiliary losses; None if it does not tell."""
+    """Mean over all positions, or sequences, of the step that count, on all replicas, each times
+    the scale of its row, without auxiliary losses; None if it does not tell."""
 
 
 def why_not(cannot: Mapping[str, str], check: str, layout: Layout) -> str | None:
@@ -123,6 +137,10 @@ RUN = ("weights", "optimizer", *PUT)
 """The kinds that a step depends on."""
 Part = Literal["weights", "gradients", "optimizer"]
 """A part that `offload` can move alone."""
+SAYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"keeps": KEEPS, "reshards": ("dp", "tp", "pp", "ep", "cp"), "parts": get_args(Part)}
+)
+"""The attributes of an adapter that are a tuple of names, and the names that each may have."""
 
 
 class Adapter(Protocol):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import itertools
 import logging
 import re
 import tempfile
@@ -21,9 +23,9 @@ from megatron_idempotent.proof.cpu.pool import PATIENCE, PRELOAD
 
 from .checks import CHECKS, Check
 from .draws import Draw
-from .layouts import KINDS, LAYOUTS, STATE_LAYOUTS, Layout, resharded
+from .layouts import KINDS, LAYOUTS, STATE_LAYOUTS, WORDS, Layout, resharded
 from .layouts import layout as named
-from .protocol import Wrong, why_not
+from .protocol import SAYS, Wrong, why_not
 from .state_checks import EVERY, STATE_CHECKS, hold_kept
 
 Verdict = Literal["passed", "failed", "declared", "not offered", "not judged"]
@@ -101,6 +103,7 @@ class Facts:
 
 
 _DEMANDED = ("build", "begin", "microbatch", "finish", "abort")
+_NEEDED = {name for check in EVERY.values() for name in check.needs}
 
 
 class Certification:
@@ -166,6 +169,7 @@ class Certification:
             (check.replicas and layout.replicas == 1, "one replica"),
             (check.auxiliary and not layout.auxiliary, "no auxiliary losses"),
             (check.packs and not layout.packs, "no packs"),
+            (check.plain and not layout.plain, "packs, stages, or losses of a microbatch"),
             (check.adapters and not layout.adapters, "no adapters on FSDP2"),
             (check.keeps and check.keeps not in told.keeps, f"no {check.keeps!r} in keeps"),
             (check.reshards and check.reshards not in told.reshards, "no such word in reshards"),
@@ -239,6 +243,15 @@ def certify(
     Example:
         failed = [each for each in certify("mine:Adapter") if each.verdict == "failed"]
     """
+    for name, names, there in (
+        ("checks", checks, EVERY),
+        ("layouts", layouts, [*LAYOUTS, f"any of the words {', '.join(WORDS)}"]),
+    ):
+        if isinstance(names, str):
+            raise ValueError(
+                f"certify takes a list of names as {name}, got the string {names!r}: pass "
+                f"[{names!r}]. Names are {', '.join(there)}"
+            )
     wanted = _chosen(CHECKS if checks is None else checks)
     usual = LAYOUTS if set(wanted) & {*CHECKS} else STATE_LAYOUTS
     places = list(usual if layouts is None else dict.fromkeys(layouts))
@@ -287,6 +300,19 @@ def load(adapter: str) -> type:
             f"{adapter} has no {', '.join(missing)}(): "
             "see megatron_idempotent.proof.certify.Adapter"
         )
+    for name in (*_DEMANDED, *sorted(_NEEDED)):
+        if inspect.iscoroutinefunction(getattr(found, name, None)):
+            raise ValueError(
+                f"{adapter}.{name} is an async function, which certify does not await: run the "
+                "framework's coroutine in it, by asyncio.run()"
+            )
+    for name, allowed in SAYS.items():
+        names = getattr(found, name, ())
+        if isinstance(names, str) or not set(names) <= set(allowed):
+            raise ValueError(
+                f"{adapter}.{name} is {names!r}: it takes a tuple of names, some of "
+                f"{', '.join(map(repr, allowed))}"
+            )
     unknown = []
     for said in getattr(found, "cannot", {}):
         check, slash, word = said.partition("/")
@@ -314,14 +340,13 @@ def facts(adapter: str) -> Facts | str:
         kind = load(adapter)
     except ValueError as error:
         return str(error)
-    needed = {name for check in EVERY.values() for name in check.needs}
     said: dict[str, Any] = {
         name: bool(getattr(kind, name, False))
         for name in ("packs", "sequences", "fsdp2", "order_stable")
     }
-    said |= {name: frozenset(getattr(kind, name, ())) for name in ("keeps", "reshards", "parts")}
+    said |= {name: frozenset(getattr(kind, name, ())) for name in SAYS}
     return Facts(
-        offers=frozenset(name for name in needed if callable(getattr(kind, name, None))),
+        offers=frozenset(name for name in _NEEDED if callable(getattr(kind, name, None))),
         cannot=dict(getattr(kind, "cannot", {})),
         **said,
     )
@@ -382,10 +407,28 @@ def _outcome(
         text = f"rank {', '.join(map(str, waiting))} did not end within {deadline_s:g} s"
         # What the others wait for is most often a rank that has raised.
         causes = sorted((*each[:2], rank) for rank, each in error.results.items() if each[1])
-        return (f"{text}; on rank {causes[0][2]}: {causes[0][1]}" if causes else text), 0.0, ""
+        places = [f"on rank {rank}: {cause}" for _, cause, rank in causes[:1]]
+        places += [f"rank {rank} is {_waits(error.stacks[rank])}" for rank in waiting]
+        return "; ".join((text, *places)), 0.0, ""
     except RankError as error:
         return error.failures[0].folded, 0.0, ""
     return min(told)[1], max(each[2] for each in told), told[0][3]
+
+
+def _waits(stacks: str) -> str:
+    """Say in which collective a rank waits, and what calls it, by its stacks, innermost first."""
+    # The thread that makes the check, if autograd or the framework has others.
+    thread = next((part for part in stacks.split("\n\n") if " in examine\n" in part), stacks)
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', thread)
+    # The runtime of CPU ranks is around torch's own.
+    inside = [*itertools.takewhile(lambda f: "/torch/" in f[0] or "/proof/cpu/" in f[0], frames)]
+    outside = frames[len(inside) :]
+    if not outside:
+        return "in no Python code"
+    file, line, name = outside[0]
+    collective = [n for f, _, n in inside if "/torch/distributed/" in f and n != "wrapper"][-1:]
+    waiting = f"waiting in {collective[0]}(), called" if collective else ""
+    return f"{waiting} in {_short(Path(file))}:{line} ({name})".lstrip()
 
 
 def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, float, str]:
@@ -407,7 +450,7 @@ def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, 
     logging.disable(logging.WARNING)
     if not how.stock:
         megatron_idempotent.apply()
-    of_bound, bits = 0.0, ""
+    of_bound, bits, bench = 0.0, "", None
     try:
         made = load(adapter)()
         options: Any = {"draw": Draw(how.seed, layout, check), "thorough": how.thorough}
@@ -422,20 +465,25 @@ def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, 
                 asked.run(bench)
             finally:
                 of_bound, bits = bench.of_bound, bench.bits
-    except Wrong as wrong:
-        return 0, str(wrong), of_bound, bits
     except (Exception, CheckpointException) as error:  # noqa: BLE001  the framework's doing
-        told = f"{type(error).__name__} in {_where(error)}: {said(error)}"
+        told = str(error)
+        if not isinstance(error, Wrong):
+            told = f"{type(error).__name__} in {_where(error)}: {said(error)}"
         late = isinstance(error, (SessionPoisoned, WindowAborted)) or "closed by peer" in told
-        return 2 if late else 1, told, of_bound, bits
+        if bench is not None and bench.place:
+            told = f"{bench.place}: {told}"
+        return 0 if isinstance(error, Wrong) else 2 if late else 1, told, of_bound, bits
     return 3, "", of_bound, bits
 
 
 def _where(error: BaseException) -> str:
     """Name the function that raised, and the file by its package."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    path = Path(frame.filename)
+    return f"{_short(Path(frame.filename))}:{frame.lineno} ({frame.name})"
+
+
+def _short(path: Path) -> str:
     parts = path.parts
     if "site-packages" in parts:
         parts = parts[parts.index("site-packages") + 1 :]
-    return f"{'/'.join(parts[-4:])}:{frame.lineno} ({frame.name})"
+    return "/".join(parts[-4:])

@@ -131,7 +131,7 @@ class Tenant(OverBase):
 
     def finish(self) -> None:
         """Finish the step, and hold it to its definition."""
-        finished = self.adapter.finish()
+        finished = self.checked(self.adapter.finish())
         self._is_open = False
         replicas = range(self.layout.replicas)
         self.expect(finished, [rows for each in replicas for rows in self._calls_of(each)])

@@ -16,7 +16,7 @@ from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, Result, certify, 
 from megatron_idempotent.proof.certify import main as command
 from megatron_idempotent.proof.certify.draws import CALLS, MICROBATCHES, Draw
 from megatron_idempotent.proof.certify.layouts import WORDS, grid
-from megatron_idempotent.proof.certify.main import as_json, as_table, suspects
+from megatron_idempotent.proof.certify.main import as_json, as_table, suspects, words_unseen
 from megatron_idempotent.proof.certify.state_checks import EVERY
 
 RESULTS = [
@@ -79,6 +79,30 @@ def test_other_faults_have_the_silent_hazards_of_their_layout(check, layout, fau
     assert wanted or " in " not in fault or not suspects(found)
 
 
+def test_a_table_names_the_words_that_no_layout_had():
+    results = [
+        Result(check="whole-step", layout=name, verdict=verdict)
+        for name, verdict in {
+            "dp2-tp2": "passed",
+            "ep2-fp16": "failed",
+            "cp2": "not offered",
+        }.items()
+    ]
+    assert "\nNo layout had pp, cp, vpp, etp, mtp, tied, nosp, " in as_table(results)
+    plain = [Result(check="nan", layout="dp2-fsdp2", verdict="passed")]
+    assert words_unseen(plain) == ["sequences"]
+    assert words_unseen(RESULTS[2:]) == []
+
+
+def test_a_run_in_which_nothing_is_judged_is_no_pass(monkeypatch, capsys):
+    def certified(adapter, **_):
+        yield Result(check="nan", layout="dp2", verdict="not offered", fault="fsdp2 = True")
+
+    monkeypatch.setattr(command, "certify", certified)
+    assert command.main(["mine:Adapter"]) == 2
+    assert "nothing was judged (dp2: fsdp2 = True)" in capsys.readouterr().err
+
+
 def test_json_has_verdicts_and_seeds():
     rows = json.loads(as_json(RESULTS))
     assert [row["verdict"] for row in rows] == [each.verdict for each in RESULTS]
@@ -128,6 +152,16 @@ def test_without_torch_the_command_says_what_is_missing(command):
         ("mine:Adapter", {"checks": ["nope"]}, "unknown check nope: one of whole-step, "),
         ("mine:Adapter", {"layouts": ["dp2-cross"]}, "'dp2-cross' has the unknown word 'cross'"),
         ("mine:Adapter", {"layouts": []}, "certify got no layouts"),
+        (
+            "mine:Adapter",
+            {"checks": "nan"},
+            r"names as checks, got the string 'nan': pass \['nan'\]",
+        ),
+        (
+            "mine:Adapter",
+            {"layouts": "dp2"},
+            "names as layouts, got the string 'dp2': pass .*words dpN",
+        ),
         ("mine", {}, "takes PACKAGE.MODULE:CLASS, got 'mine'"),
         ("no_such_package:Adapter", {}, "'no_such_package:Adapter' cannot be imported"),
         ("json:JSONDecoder", {}, "json:JSONDecoder has no build, begin, microbatch, finish, abort"),
@@ -248,7 +282,8 @@ def test_a_table_of_many_layouts_has_a_line_for_each():
     results = [
         Result(check="whole-step", layout=name, verdict="passed", of_bound=0.25) for name in LAYOUTS
     ]
-    assert [line.split() for line in as_table(results).splitlines()[1:-1]] == [
+    # Before the words that none had, and the summary.
+    assert [line.split() for line in as_table(results).splitlines()[1:-2]] == [
         [name, "ok", "0.25"] for name in LAYOUTS
     ]
 

@@ -19,9 +19,15 @@ OF_CHECKS = [
     ("EvenSequences", "packed-lengths", "the gradient is off by ", set()),
     ("KeepsTheLastCall", "split-step", "the gradient is off by ", {"swapped-adapters"}),
     (
+        "planted_steps:DropsTheRest",
+        "rows-left-over",
+        "9 and 4 rows: the gradient is off by ",
+        set(),
+    ),
+    (
         "FirstStepsDivisor",
         "sizes-change",
-        "the gradient is 0.5 times the right one",
+        " times the right one",
         {"uneven-replicas", "replica-without-rows"},
     ),
     ("MeanOfReplicas", "uneven-replicas", "the gradient is off by ", {"replica-without-rows"}),
@@ -45,7 +51,7 @@ OF_CHECKS = [
     ("PromisesBits", "same-bits", "in another order and two calls give other bits", set()),
 ]
 #: Steps of many sizes, which many bugs show in.
-DRAWN = {"drawn-sizes", "nothing-valid", "unwatched-steps"}
+DRAWN = {"drawn-sizes", "nothing-valid", "unwatched-steps", "sizes-change", "rows-left-over"}
 #: The patches gather what is pending in a window.
 ON_STOCK = {"unwatched-steps"}
 OFF, TIMES = "the gradient is off by ", "the gradient is "
@@ -149,10 +155,46 @@ MORE = {
     ("logprobs-in-mid-step", "fp16"): "ScaleFuncLost",
     ("second-run", "dp1"): "FifthStepForgets",
 }
+#: Bugs of `planted_steps.py`, by the check that catches each, the layout, and what is said of it.
+STEPS = {
+    ("rows-left-over", "dp1", "the gradient is off by "): "RestWeighsAsMuch PadsTheRest",
+    ("logprobs-in-mid-step", "dp1", "log-probs differ "): "LogprobsStaySorted LogprobsOfEight",
+    ("drawn-sizes", "dp1", " times the right one"): "ClipsItsOwn ClipsAtHundred",
+    ("counts", "dp1", "the gradient is 0.1 times the right one"): "CountsTenAtLeast",
+    ("nan", "dp1", ", and the step updated all the same"): (
+        "LooksForNaNAlone LooksAtTheLossAlone LooksAtFourCalls"
+    ),
+    ("sizes-change", "bf16", "the gradient is 0.86"): "SumsAsParameters",
+    ("whole-step", "bf16", "the second moment of "): "MomentsAsParameters",
+    ("whole-step", "bf16", "the main value of "): "MainsAsParameters",
+    ("sizes-change", "dp1", " times the right one"): "CountsInFloat16 AddsUpCountsInFloat16",
+    ("failure-on-one-rank", "dp1", " failed on rank 0 with a "): (
+        "QuietAfterFourCalls LogsValueErrors LogsKeyErrors LogsMemoryErrors LogsOutOfMemory "
+        "LogsAssertions LogsInterrupts RunsAgain"
+    ),
+    ("unwatched-steps", "dp1", "the gradient is off by "): "TwelfthKeepsGradients",
+    ("whole-step", "dp1", "finish() returns "): (
+        "FinishesWithNone FinishesWithDict FinishesLater ReportsAWord"
+    ),
+    ("logprobs-in-mid-step", "dp1", "logprobs() returns "): (
+        "LogprobsInAList LogprobsTurned LogprobsNowhere"
+    ),
+    ("split-step", "dp2", "of call 2 of replica 0 count "): "LosesASecondCall",
+}
 #: One of each kind that no other bug stands for; the rest each week.
 SAMPLE = {
     *("FourthCallLost", "NothingValidIsNaN", "OnlyLastRankIsHeard", "NaNOfRankZero"),
-    "ExportsStale",
+    *("ExportsStale", "LogprobsStaySorted", "ClipsItsOwn", "LooksAtTheLossAlone"),
+    *("SumsAsParameters", "MomentsAsParameters", "AddsUpCountsInFloat16", "TwelfthKeepsGradients"),
+    *(
+        "LogsMemoryErrors",
+        "LogsInterrupts",
+        "RunsAgain",
+        "CountsTenAtLeast",
+        "FinishesLater",
+        "LogprobsTurned",
+        "LosesASecondCall",
+    ),
 }
 
 
@@ -197,6 +239,13 @@ def test_every_check_has_a_bug_that_it_catches():
             for (check, where), bugs in MORE.items()
             for bug in bugs.split()
         ),
+        *(
+            pytest.param(
+                *(f"planted_steps:{bug}", check, where, said), marks=() if bug in SAMPLE else WEEKLY
+            )
+            for (check, where, said), bugs in STEPS.items()
+            for bug in bugs.split()
+        ),
     ],
 )
 def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, where, said):
@@ -211,7 +260,7 @@ def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, where, said):
 @pytest.mark.parametrize(("bug", "check", "said", "also"), OF_CHECKS)
 def test_no_other_check_catches_it(megatron_rank_pool, bug, check, said, also):
     found = certify(
-        f"planted:{bug}",
+        bug if ":" in bug else f"planted:{bug}",
         layouts=[place_of(check)],
         stock=check in ON_STOCK,
         pool=megatron_rank_pool,
@@ -310,9 +359,35 @@ def test_stock_megatron_is_judged_without_the_patches(
 def test_a_rank_that_raises_is_named_where_the_others_wait(megatron_rank_pool, monkeypatch):
     monkeypatch.setattr(run, "DEADLINE_S", 3.0)
     assert re.fullmatch(
-        r"rank 1 did not end within 3 s; on rank 0: RuntimeError in .*: the first rank .* begin",
+        r"rank 1 did not end within 3 s; on rank 0: RuntimeError in .*: the first rank .* begin; "
+        r"rank 1 is waiting in new_group\(\), called in .*/agreement\.py:\d+ \(\w+\)",
         fault_of(megatron_rank_pool, "OneRankRaises", "whole-step", "dp2"),
     )
+
+
+@pytest.mark.parametrize(
+    ("bug", "said"),
+    [
+        ("AsyncFinish", ".finish is an async function, which certify does not await: run the "),
+        ("KeepsAString", ".keeps is 'scheduler': it takes a tuple of names, some of 'scheduler', "),
+        ("KeepsASchedule", r".keeps is \('schedule',\): it takes .* of 'scheduler', 'random', "),
+        ("ReshardsData", r".reshards is \('data',\): it takes .* of 'dp', 'tp', 'pp', 'ep', 'cp'"),
+    ],
+)
+def test_what_an_adapter_says_and_cannot_say_is_named(megatron_rank_pool, bug, said):
+    with pytest.raises(ValueError, match=said):
+        list(certify(f"planted_steps:{bug}", layouts=["dp1"], pool=megatron_rank_pool))
+
+
+def test_a_fault_is_placed_by_what_came_before_the_step_and_by_ranks(megatron_rank_pool):
+    fault = fault_of(
+        megatron_rank_pool, "planted_more:FrozenByFailure", "failure-on-one-rank", "dp1"
+    )
+    assert fault.startswith("the step after one in which the ")
+    fault = fault_of(
+        megatron_rank_pool, "planted_more:NeverGathers", "unwatched-steps", "dp2-distopt"
+    )
+    assert re.search(r"rank \d \(replica \d\) has other bits in .* replica, rank \d \(", fault)
 
 
 def test_a_rank_that_dies_is_named_with_the_signal(megatron_rank_pool):
@@ -333,7 +408,7 @@ def test_what_an_adapter_declares_is_not_run_unless_asked_for(megatron_rank_pool
     found = judged(megatron_rank_pool, adapter, "nan", "dp2", declared=True)["dp2"]
     assert found.verdict == "declared"
     assert re.fullmatch(
-        r"nobody looks at the norm \(a loss of replica \d is NaN, in call \d of \d, and the .*\)",
+        r"nobody looks at the norm \(a (loss|gradient) .*, in call \d of \d, and the step .*\)",
         found.fault,
     )
 
@@ -427,6 +502,7 @@ def test_our_own_step_passes(megatron_rank_pool, name, checks):
         and (place.auxiliary or not check.auxiliary)
         and (place.packs or not check.packs)
         and (place.adapters or not check.adapters)
+        and (place.plain or not check.plain)
         and not check.bits
     }
 

@@ -1,0 +1,275 @@
+"""Bugs in a table: each is `Loop`, or another right adapter, with one method that has a mistake.
+
+The first part has bugs that passed while certify drew tame rows, numbers, times and errors;
+`test_planted.py` names the check that catches each, and the layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from planted_more import Loop, none_of
+
+from megatron_idempotent.proof.certify.adapters import SplitStep, updated
+
+
+def but(base: type, **methods: Any) -> type:
+    """Make an adapter with other methods; each takes the original one, and then what it takes."""
+
+    def instead(name: str, method: Callable[..., Any]) -> Any:
+        def changed(self: Any, *args: Any, **how: Any) -> Any:
+            return method(lambda *a, **h: getattr(base, name)(self, *a, **h), self, *args, **how)
+
+        return changed
+
+    return type("Bug", (base,), {name: instead(name, each) for name, each in methods.items()})
+
+
+def rows_of(rows: Any, chosen: Any) -> Any:
+    return {name: each[chosen] for name, each in rows.items()}
+
+
+def gradients(self: Any) -> list[Any]:
+    return [buffer.grad_data for chunk in self.subject.chunks for buffer in chunk.buffers]
+
+
+def logging(*kinds: type[BaseException], method: str = "one") -> type:
+    """Make a loop that logs errors of these types, and goes on."""
+
+    def changed(original: Any, self: Any, *args: Any, **how: Any) -> None:
+        with contextlib.suppress(*kinds):
+            original(*args, **how)
+
+    return but(Loop, **{method: changed})
+
+
+# --- Rows and lengths.
+
+DropsTheRest = but(
+    Loop, pieces=lambda original, self, rows: [p for p in original(rows) if len(p["scale"]) == 2]
+)
+
+
+def _rest_as_a_whole(original: Any, self: Any, piece: Any, fail: bool) -> Any:
+    total, count = original(piece, fail)
+    return total * 2 / len(piece["scale"]), count
+
+
+RestWeighsAsMuch = but(Loop, loss=_rest_as_a_whole)
+PadsTheRest = but(
+    Loop,
+    given=lambda original, self, rows: rows_of(
+        rows, [*range(len(rows["scale"])), *[-1] * (len(rows["scale"]) % 2)]
+    ),
+)
+LogprobsStaySorted = but(
+    Loop,
+    logprobs=lambda original, self, rows: original(
+        rows_of(rows, rows["token_mask"].sum(1).argsort(stable=True))
+    ),
+)
+
+
+def _eight(original: Any, self: Any, rows: Any) -> Any:
+    found = original(rows)
+    found[8:] = 0
+    return found
+
+
+LogprobsOfEight = but(Loop, logprobs=_eight)
+
+
+# --- Numbers.
+
+
+def _clipping_at(limit: float) -> type:
+    def clipped(original: Any, self: Any) -> None:
+        norm = math.sqrt(sum(float(each.square().sum()) for each in gradients(self)))
+        mean = norm / max(self.count, 1.0)
+        if mean > limit:
+            self.chunk.scale_gradients(limit / mean)
+        original()
+
+    return but(Loop, reduce=clipped)
+
+
+ClipsItsOwn, ClipsAtHundred = _clipping_at(1.0), _clipping_at(100.0)
+CountsTenAtLeast = but(Loop, divisor=lambda original, self: max(original(), 10.0))
+LooksForNaNAlone = but(
+    Loop,
+    hold=lambda original, self, *values: (
+        original(*(0.0 if math.isinf(v) else v for v in values))
+        if isinstance(values[0], float)
+        else None
+    ),
+)
+LooksAtTheLossAlone = but(
+    Loop,
+    hold=lambda original, self, *values: (
+        original(*values) if isinstance(values[0], float) else None
+    ),
+)
+
+
+def _rounded_sums(original: Any, self: Any, total: Any) -> None:
+    original(total)
+    for each in self.chunk.parameters():
+        each.main_grad.copy_(each.main_grad.to(each.dtype))
+
+
+SumsAsParameters = but(Loop, backward=_rounded_sums)
+
+
+def _rounded_moments(original: Any, self: Any) -> Any:
+    found = original()
+    for inner, each in updated(self.subject):
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in inner.state[each]:
+                value = inner.state[each][name]
+                value.copy_(value.to(next(self.chunk.parameters()).dtype))
+    return found
+
+
+def _rounded_mains(original: Any, self: Any) -> Any:
+    found = original()
+    for _, each in updated(self.subject):
+        each.data.copy_(each.to(next(self.chunk.parameters()).dtype))
+    return found
+
+
+MainsAsParameters = but(Loop, update=_rounded_mains)
+MomentsAsParameters = but(Loop, update=_rounded_moments)
+
+
+def _half_count(original: Any, self: Any, total: float, count: float) -> None:
+    self.total += total
+    self.count = float(torch.tensor(self.count, dtype=torch.float16) + count)
+
+
+CountsInFloat16 = but(Loop, add=_half_count)
+AddsUpCountsInFloat16 = but(
+    Loop, divisor=lambda original, self: float(torch.tensor(original()).half())
+)
+
+
+# --- Time.
+
+
+def _quiet_after(calls: int) -> type:
+    def changed(original: Any, self: Any, rows: Any, *, fail: bool = False) -> None:
+        with contextlib.suppress(*((Exception,) if self.calls >= calls else ())):
+            original(rows, fail=fail)
+
+    return but(Loop, microbatch=changed)
+
+
+QuietAfterFourCalls = _quiet_after(4)
+
+
+def _four_calls(original: Any, self: Any, total: float, count: float) -> None:
+    if self.calls < 4:
+        self.looked = self.looked + total
+    original(total, count)
+
+
+class LooksAtFourCalls(Loop):
+    fresh = {"looked": 0.0}  # noqa: RUF012
+    add = but(Loop, add=_four_calls).add  # type: ignore[attr-defined]
+
+    def hold(self, *values: Any) -> None:
+        if isinstance(values[0], float):
+            super().hold(self.looked)
+
+
+class TwelfthKeepsGradients(Loop):
+    steps = 0
+
+    def zero(self) -> None:
+        self.steps += 1
+        if self.steps % 12:
+            super().zero()
+
+
+# --- Errors.
+
+LogsValueErrors = logging(ValueError)
+LogsKeyErrors = logging(KeyError)
+LogsMemoryErrors = logging(MemoryError)
+LogsOutOfMemory = logging(torch.OutOfMemoryError)
+LogsAssertions = logging(AssertionError)
+
+
+def _interrupted(original: Any, self: Any, *args: Any, **how: Any) -> None:
+    try:
+        original(*args, **how)
+    except Exception:
+        raise
+    except BaseException:  # noqa: BLE001  the bug
+        return
+
+
+LogsInterrupts = but(Loop, one=_interrupted)
+
+
+def _again(original: Any, self: Any, *args: Any, **how: Any) -> None:
+    try:
+        original(*args, **how)
+    except Exception:  # noqa: BLE001  the bug: layers whose backward was done have its gradient
+        original(*args, **how)
+
+
+RunsAgain = but(Loop, one=_again)
+
+
+# --- What is no answer.
+
+
+def returning(method: str, change: Callable[[Any], Any]) -> type:
+    """Make a loop of which a method returns something else."""
+    return but(Loop, **{method: lambda original, self, *args: change(original(*args))})
+
+
+async def _later(value: Any) -> Any:
+    return value
+
+
+FinishesWithNone = returning("finish", lambda found: None)
+FinishesWithDict = returning("finish", lambda found: {"updated": True})
+FinishesLater = returning("finish", _later)
+ReportsAWord = returning("finish", lambda found: type(found)(loss="low"))  # type: ignore[call-arg]
+LogprobsInAList = returning("logprobs", lambda found: found.tolist())
+LogprobsTurned = returning("logprobs", lambda found: found.T)
+LogprobsNowhere = returning("logprobs", lambda found: None)
+
+
+class AsyncFinish(Loop):
+    async def finish(self) -> Any:  # type: ignore[override]
+        return super().finish()
+
+
+class KeepsAString(SplitStep):
+    keeps = "scheduler"
+
+
+class KeepsASchedule(SplitStep):
+    keeps = ("schedule",)
+
+
+class ReshardsData(SplitStep):
+    reshards = ("data",)
+
+
+class LosesASecondCall(SplitStep):
+    """Leaves out the second call of a step."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.calls = 0
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.calls += 1
+        super().microbatch(none_of(rows) if self.calls == 2 else rows, fail=fail)
