@@ -112,8 +112,8 @@ def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
     """
     from megatron_idempotent.proof.cpu import tiny
 
-    tokens_BT, *places = tiny.inputs(data_seed)
-    loss_BT = model.chunks[0](tokens_BT, *places, labels=tokens_BT).float()
+    tokens_BT, *positions_and_mask = tiny.inputs(data_seed)
+    loss_BT = model.chunks[0](tokens_BT, *positions_and_mask, labels=tokens_BT).float()
     (loss_BT.sum() if summed else loss_BT.mean()).backward()
     return int(loss_BT.numel())
 

@@ -1,5 +1,4 @@
-"""Runs correct programs close to the hazards of a chunk's reductions, which patches must not
-change.
+"""Runs correct programs close to hazards of a chunk's reductions, as controls for patches.
 
 They take steps like frameworks that defer `finalize_model_grads`: each step is one or several
 schedule calls without a reduction, and one reduction after them.
@@ -40,7 +39,7 @@ ALL = (
 )
 
 
-def taken() -> list[bytes]:
+def run_all() -> list[bytes]:
     """Return this rank's parameters after each step of `ALL`.
 
     Raises:

@@ -42,9 +42,9 @@ def _drop(caller: Any) -> None:
         _queue(caller, name).cancel_join_thread()  # its items have no reader any more
     caller.process.kill()
     lost = ("process", "cur_item", "asked", *_QUEUES)
-    kept = {name: value for name, value in vars(caller).items() if name not in lost}
+    attributes = {name: value for name, value in vars(caller).items() if name not in lost}
     type(caller).__init__(caller)
-    vars(caller).update(kept)
+    vars(caller).update(attributes)
     for name in ("process", *_QUEUES):
         if hasattr(type(caller), shared := f"_persistent_{name}"):
             setattr(type(caller), shared, None)

@@ -129,7 +129,7 @@ def neighbour() -> object:
     """Run all `_neighbours`: steps of one and of several calls, with every switch on and off."""
     from . import _neighbours
 
-    return _neighbours.taken()
+    return _neighbours.run_all()
 
 
 PATCH = Patch(

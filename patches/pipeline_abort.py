@@ -1,5 +1,4 @@
-"""A window that one rank leaves half-way hangs the others or sends them an aborted window's
-tensors.
+"""A window that one rank leaves half-way hangs the others or sends them tensors of that window.
 
 Symptom:
     One rank raises inside of a window: a bad sample, out of memory, a NaN that a check finds. Its

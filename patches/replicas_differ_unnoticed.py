@@ -103,7 +103,7 @@ def neighbour() -> object:
 
     model = _neighbours.build(overlap=True, distributed=False)
     model.chunks[0].zero_grad_buffer()
-    return [*_neighbours.taken(), tuple(map(str, model.step()))]
+    return [*_neighbours.run_all(), tuple(map(str, model.step()))]
 
 
 PATCH = Patch(
